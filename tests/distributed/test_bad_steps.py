@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import rank_tasks
 from support.poison import train_poisoned, train_recording_rates
 from support.pool import Pool, PoolError
 
@@ -128,3 +129,42 @@ def test_one_step_trains(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(1, train_poisoned, [*COMMON, "train.steps=1", f"run.dir={tmp_path}"], {}, timeout=300.0)
     before, after = found[0]["states"][1]
     assert after[0] != before[0] and logged(tmp_path)[1]["lr"] > 0
+
+
+def test_steps_without_labels_are_counted_and_no_spike_among_the_others(pool: Pool, tmp_path: Path) -> None:
+    """Four of five rows have the weight 0: their steps change nothing, and the fifth's loss is no spike above zeros."""
+    turns = [{"role": "user", "content": "Say a digit."}, {"role": "assistant", "content": "7"}]
+    rows = [
+        {"messages": turns, "weight": float(n % 10 > 7)} for n in range(30)
+    ]  # each fifth step's two rows have labels
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = (
+        *COMMON, f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none", "data.shuffle=false", "data.lookahead=1", "train.steps=null", "train.epochs=1",
+        "train.global_batch=2", "packing.mode=none", "train.spike_after=2", "train.spike=1", "train.schedule=constant",
+        f"run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    pool.run(2, rank_tasks.train, overrides, timeout=300.0)
+    steps = [line for line in logged(tmp_path / "run") if "grad_norm" in line]
+    labelled = [line for line in steps if line["labels"]]
+    assert len(steps) == 15 and len(labelled) == 3
+    assert all("skipped" not in line and line["loss"] > 1 for line in labelled)
+    others = [line for line in steps if not line["labels"]]
+    assert {(line["skipped"], line["loss"]) for line in others} == {("labels", None)}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["skipped_steps"] == {"labels": 12} and summary["final_loss"] == labelled[-1]["loss"]
+    assert [line["lr"] / 3e-4 for line in labelled][:2] == pytest.approx(
+        [labelled[0]["lr"] / 3e-4, 2 * labelled[0]["lr"] / 3e-4]
+    )
+
+
+def test_rows_without_any_label_are_refused_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Say a digit."}, {"role": "assistant", "content": "7"}]
+    rows = [{"messages": turns, "weight": 0} for _ in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = (f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(
+        PoolError,
+        match=r"data\.train: 9 rows have been looked at \(.*rows.jsonl:1, .*and none has a token to learn",
+    ):
+        pool.run(2, rank_tasks.train, [*COMMON, *data], timeout=300.0)
+    assert not (tmp_path / "run" / "train.jsonl").exists()

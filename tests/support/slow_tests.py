@@ -315,7 +315,11 @@ SLOW: dict[str, dict[str, int]] = {
         "test_on_a_terminal_there_is_a_live_line": 0,
         "test_a_finished_run_is_left_as_it_is": 0,
     },
-    "distributed/test_bad_steps.py": {"*": 0},
+    "distributed/test_bad_steps.py": {
+        "*": 0,
+        "test_steps_without_labels_are_counted_and_no_spike_among_the_others": 1,
+        "test_rows_without_any_label_are_refused_before_the_first_step": 1,
+    },
     "distributed/test_checkpoints.py": {"*": 0},
     "distributed/test_exchanges.py": {
         "test_ranks_exchange_the_metrics_of_a_step_once": 0,

@@ -293,7 +293,7 @@ LONGER = {
     "zoo/data/processors/processor.py": 427,
     "zoo/data/sources/rows.py": 460,
     "zoo/doctor/checks.py": 406,
-    "zoo/engine/train/run.py": 430,
+    "zoo/engine/train/run.py": 446,
     "zoo/nn/multimodal.py": 423,
     "zoo/packing/layout.py": 500,
     "zoo/steps/packed_step.py": 445,

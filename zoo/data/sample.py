@@ -122,6 +122,7 @@ class MicroBatch:
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: what a teacher on disk says of all labels, on the host.
+        spare: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
     """
 
     input_ids: Tensor
@@ -144,6 +145,7 @@ class MicroBatch:
     taught: Taught | None = None
     step_weight: float | None = None
     most_tokens: int | None = None
+    spare: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -155,17 +157,23 @@ class MicroBatch:
     @property
     def loss_weight(self) -> float:
         """This micro-batch's share of what the step's loss is divided by."""
+        if self.spare:
+            return 0
         return self.num_labels if self.label_weight is None else self.label_weight
 
     @property
     def real_tokens(self) -> int:
         """Tokens of the samples, padding excluded."""
-        return sum(self.lengths)
+        return 0 if self.spare else sum(self.lengths)
 
     @property
     def total(self) -> int:
         """Tokens of the batch, padding included."""
         return self.input_ids.numel()
+
+    def as_spare(self) -> MicroBatch:
+        """The same batch, of which nothing counts (`spare`)."""
+        return replace(self, spare=True, sources=(), kinds=())
 
     def pin(self) -> MicroBatch:
         """The same batch in pinned memory, from which copies to a GPU don't wait; itself where there is no GPU."""

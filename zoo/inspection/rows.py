@@ -68,6 +68,8 @@ def packed_rows(
 ) -> list[PackedRow]:
     """`count` rows of a validated recipe's training: the first ones, or those that follow a saved state of its data.
 
+    Where train.epochs come to fewer, there are as many as these have.
+
     Raises:
         RowError, UserError: as in training, for rows that can't be used.
     """
@@ -88,12 +90,15 @@ def packed_rows(
     loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)
     if data is not None:
         loader.load_state_dict(data)
+    if recipe.train.steps is None and not source.rows.has_stream:
+        loader.end_after(recipe.train.epochs or 1.0)
     step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))
     tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
     found: list[PackedRow] = []
-    while len(found) < count:
-        for batch in loader.next_step():
-            found += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
+    while len(found) < count and (batches := loader.next_step()):
+        for batch in batches:
+            if not batch.spare:
+                found += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
     return found[:count]
 
 

@@ -15,6 +15,7 @@ Costs: 5 us an item: a million lengths in 5 s (one core, Python 3.12). What it l
 the bins' costs are apart, is measured by `zoo bench balance` and written down in docs/packing.md.
 """
 
+import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
@@ -274,9 +275,10 @@ def deal_bins(costs: Sequence[int], ranks: int) -> list[list[int]]:
         return [list(range(len(costs)))]
     each = len(costs) // ranks
     taken: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0] * ranks
+    least = [(0, rank) for rank in range(ranks)]  # a heap of the ranks that want more, by their costs so far
     for position in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
-        rank = min((r for r in range(ranks) if len(taken[r]) < each), key=lambda r: (sums[r], r))
+        cost, rank = heapq.heappop(least)
         taken[rank].append(position)
-        sums[rank] += costs[position]
+        if len(taken[rank]) < each:
+            heapq.heappush(least, (cost + costs[position], rank))
     return taken

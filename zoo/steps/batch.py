@@ -22,7 +22,7 @@ class MicroBatchLike(Protocol):
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
     float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.losses.preference`), `desirable`, (S,) bool, with `kl`,
     () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), for distillation `teaching` of this rank's labels in order,
-    or `taught` of all labels (`zoo.data.sample.Taught`), `most_tokens` (`zoo.data.sample.MicroBatch`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    or `taught` of all labels (`zoo.data.sample.Taught`), `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
@@ -34,7 +34,7 @@ class MicroBatchLike(Protocol):
 
 
 # What a batch may have, taken over by `HostBatch` as it is.
-OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens")
+OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens", "spare")
 
 
 @dataclass
@@ -54,6 +54,7 @@ class HostBatch:
     teaching: Teaching | None = None
     taught: Any = None
     most_tokens: int | None = None
+    spare: bool | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:

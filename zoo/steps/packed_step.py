@@ -147,7 +147,7 @@ class PackedStep:
         parts = self.pack(batch, layout)
         training = not (evaluate or logits or logprobs)
         inputs, found = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
-        found = replace(found, caller_shape=tuple(batch.input_ids.shape))
+        found = replace(found, caller_shape=tuple(batch.input_ids.shape), spare=bool(batch.spare))
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[found.label_segments])
         most = batch.most_tokens if self.cp_size == 1 else None  # whole samples make rows of other lengths
@@ -420,7 +420,7 @@ class PackedStep:
                 output = torch.stack((-output, torch.zeros_like(output)))
             depths = 0 if evaluate else self.mtp_depths
             total, metrics = label_loss(output, loss_inputs, depths, self.mtp_weight, evaluate=evaluate)
-        return total * loss_scale, metrics
+        return loss_inputs.counted(total * loss_scale, metrics)
 
     def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
         """Log-probability of each token given those before it in its sample, in the caller's shape.

@@ -1,6 +1,7 @@
 """Rows that are drawn are those of training, and every token of them is what it is drawn as."""
 
 import json
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +50,19 @@ def test_labels_are_the_answers() -> None:
         for segment in row.segments:
             texts = [span.text for span in segment.spans if span.kind == "label"]
             assert all(text.endswith("<|im_end|>") for text in texts), texts
+
+
+def test_rows_end_where_the_epochs_of_a_run_do(tmp_path: Path) -> None:
+    lines = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "7 " * n}]}
+        for n in range(1, 30)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = [f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none", "packing.budget=128", "train.epochs=2"]
+    recipe = validate(load_recipe("qwen3_vl_sft", ["hardware=cpu", *data]), 1)
+    rows = packed_rows(recipe, assemble(recipe), 10**6)
+    sources = Counter(segment.source for row in rows for segment in row.segments)
+    assert len(sources) == 29 and set(sources.values()) == {2}
 
 
 def test_filling_counts_by_hand() -> None:

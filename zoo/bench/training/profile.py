@@ -55,7 +55,7 @@ class Event:
     own: float
 
 
-def profile(step: Callable[[], None]) -> dict[str, Any]:
+def profile(step: Callable[[], object]) -> dict[str, Any]:
     """What ran in `step`, called STEPS times after once under the profiler without being counted."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler

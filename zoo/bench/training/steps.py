@@ -55,12 +55,17 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 class Cycle:
     """Batches over and over, as a loader hands them out."""
 
+    total_steps = None  # without end
+
     def __init__(self, steps: Sequence[list[MicroBatch]]) -> None:
         self.steps, self.next = steps, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands."""
         return {"next": self.next}
+
+    def begin(self) -> None:
+        """Nothing: the batches are there."""
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
@@ -239,9 +244,6 @@ class BenchRun(LoadedRun):
         # Timed steps begin at the first batch, so that all are timed equally often.
         self.warm += -self.warm % len(mine)
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
-
-    def _begin_data(self) -> None:
-        """Nothing: the batches are there."""
 
     def close(self) -> None:
         """Nothing: there is no loader."""

@@ -1,17 +1,20 @@
-"""`BinStream`: the endless stream of bins, lists of sample ids, that every rank plans alike."""
+"""`BinStream`: the stream of bins, lists of sample ids, that every rank plans alike: endless, or of some epochs."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from zoo.data.loading.lengths import Lengths, Size
+from zoo.data.loading.lengths import EXACT_ROWS, EXACT_SAMPLES, LENGTH_PROBES, Lengths, RunLength, Size
 from zoo.data.sources.mixture import STREAM_ROWS, SampleId
+from zoo.data.sources.row_set import spread
 from zoo.errors import UserError
-from zoo.packing import BinPacker
+from zoo.packing import BinPacker, plan_bins
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Position:
         packing: budget and alignment of the packer; None in groups.
         packer: state of the packer, its items as [sample id, tokens, cost]; None in groups.
         sizes: rows of each part of the source when the epoch began, where it has grown since.
+        bins: bins taken so far.
     """
 
     epoch: int
@@ -33,6 +37,7 @@ class Position:
     packing: list[int] | None
     packer: dict[str, Any] | None
     sizes: list[int | None] | None = None
+    bins: int = 0
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Position:
@@ -41,7 +46,10 @@ class Position:
 
 
 class BinStream:
-    """The endless stream of bins (lists of sample ids): epochs of a source, packed or in groups.
+    """The stream of bins (lists of sample ids): epochs of a source, packed or in groups.
+
+    It has no end before `end_after` says so. Then every usable sample of these epochs is in one bin; bins run on over the ends of
+    epochs but the last, where the packer gives all that it holds: these bins may be part-full.
 
     Args:
         lengths: of the source.
@@ -72,20 +80,112 @@ class BinStream:
         self.shuffle = shuffle
         self.seed = seed
         self.packer = BinPacker[SampleId](budget, align, lookahead) if mode == "thd" else None
+        self.epochs: float | None = None  # after which the stream ends
+        self.bins = 0  # taken so far
         self.epoch = 0
         self.cursor = 0  # samples of this epoch's order that were read
         self._waiting: deque[SampleId] = deque()  # see `Position`
         self._sizes: list[int | None] | None = None  # see `Position`
         self._order = self._make_order()
 
+    def end_after(self, epochs: float) -> None:
+        """End the stream after so many epochs; of a fraction of one, so many of its first samples, at least one in all."""
+        self.epochs = epochs
+        self._order = self._make_order()
+
     def next_bin(self) -> list[SampleId]:
-        """Samples of the next bin, in order."""
+        """Samples of the next bin, in order; [] at the end of the stream.
+
+        Raises:
+            UserError: no row can be used.
+        """
+        samples: list[SampleId] = []
         if self.packer is None:
-            return [self._next_sample()[0] for _ in range(self.micro_batch)]
-        while not self.packer.ready():
-            sample_id, size = self._next_sample()
-            self.packer.add(sample_id, size.tokens, size.cost)
-        return self.packer.pop()
+            while len(samples) < self.micro_batch and (following := self._next_sample()) is not None:
+                samples.append(following[0])
+        else:
+            while not self.packer.ready() and (following := self._next_sample()) is not None:
+                self.packer.add(following[0], following[1].tokens, following[1].cost)
+            samples = self.packer.pop() if len(self.packer) else []
+        if not samples and not self.bins:
+            raise self._nothing_left()
+        self.bins += bool(samples)
+        return samples
+
+    def ended(self) -> bool:
+        """Whether no usable sample is left.
+
+        Raises:
+            UserError: no row can be used.
+        """
+        if self.epochs is None or (self.packer is not None and len(self.packer)):
+            return False
+        ended = self._peek() is None
+        if ended and not self.bins:
+            raise self._nothing_left()
+        return ended
+
+    def remaining(self) -> int:
+        """Samples still to come until the end, those that can't be used included."""
+        held = len(self._waiting) + (0 if self.packer is None else len(self.packer))
+        return held + max(0, len(self._order) - self.cursor) + self._later
+
+    def remaining_ids(self) -> Iterator[np.ndarray]:
+        """Ids of the samples still to come that no bin and no packer has, epoch by epoch."""
+        yield np.concatenate((np.array(self._waiting, np.int64), self._order[self.cursor :]))
+        epoch = self.epoch + 1
+        while self._share(epoch):
+            yield self._cut(self.source.rows.order(epoch, self.seed, self.shuffle), epoch)
+            epoch += 1
+
+    def plan_length(self, epochs: float) -> RunLength:
+        """How many bins follow to the end after so many epochs; every rank calls it.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        settings = self.settings_of(epochs)
+        samples, rows, lengths = self.remaining(), len(self.source), self.lengths
+        if not samples:
+            return RunLength(settings, 0, 0, self.bins, True, 0)
+        probes = np.array(spread(rows, LENGTH_PROBES))
+        by_headers = lengths.measure(probes)
+        lengths.ahead(probes.tolist())
+        exact = (
+            samples <= EXACT_SAMPLES
+            and rows <= EXACT_ROWS
+            and (by_headers or len(probes) == rows)
+            and all(lengths.measure(ids) for ids in self.remaining_ids())
+        )
+        if exact:
+            return RunLength(settings, self.count_bins(), samples, self.bins, True, samples)
+        tokens, costs = lengths.usable(probes)
+        if self.packer is None:
+            bins = len(tokens) / self.micro_batch
+        else:
+            packing = self.packer.budget, self.packer.align, self.packer.lookahead
+            bins = sum(1 for _ in plan_bins(tokens.tolist(), *packing, costs.tolist()))
+        return RunLength(settings, bins * samples / len(probes), samples, self.bins, False, len(probes))
+
+    def count_bins(self) -> int:
+        """Bins from here to the end of the stream, where all lengths are known; the stream stays where it is.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        usable = (self.lengths.usable(ids) for ids in self.remaining_ids())
+        if self.packer is None:
+            return -(-sum(len(tokens) for tokens, _ in usable) // self.micro_batch)
+        packer = BinPacker[SampleId](self.packer.budget, self.packer.align, self.packer.lookahead)
+        packer.load_state_dict(self.packer.state_dict())
+        bins = 0
+        for tokens, costs in usable:
+            for length, cost in zip(tokens.tolist(), costs.tolist(), strict=True):
+                packer.add(SampleId(0), length, cost)
+                while packer.ready():
+                    packer.pop()
+                    bins += 1
+        return bins + sum(1 for _ in packer.flush())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as plain values: its position, corrected lengths, and places in streams of rows."""
@@ -120,6 +220,7 @@ class BinStream:
             packing=self._packing,
             packer=None if self.packer is None else self.packer.state_dict(),
             sizes=self._sizes,
+            bins=self.bins,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,6 +263,7 @@ class BinStream:
     def rewind(self, position: Position) -> None:
         """Go back to a position; samples that it holds and that were corrected since then have their corrected sizes."""
         self.epoch, self.cursor, self._sizes = position.epoch, position.cursor, position.sizes
+        self.bins = position.bins
         self._order = self._make_order()
         self._waiting = deque(position.waiting)
         held = position.packer or {"items": [], "seen": [0, 0]}
@@ -175,29 +277,58 @@ class BinStream:
         items = [[key, *size] for key in sizes if (size := self.lengths.get(key)) is not None]
         self.packer.load_state_dict({"items": items, "seen": held["seen"]})
 
+    def settings_of(self, epochs: float) -> dict[str, Any]:
+        """What the bins of so many epochs follow from, as plain values."""
+        packer = self.packer
+        packing = None if packer is None else [packer.budget, packer.align, packer.lookahead]
+        rows = {"rows": self.source.rows.sizes, "seed": self.seed, "shuffle": self.shuffle}
+        return {"epochs": epochs, **rows, "packing": packing, "micro_batch": self.micro_batch}
+
     @property
     def _packing(self) -> list[int] | None:
         """What makes the items of one packer fit another."""
         return None if self.packer is None else [self.packer.budget, self.packer.align]
 
-    def _next_sample(self) -> tuple[SampleId, Size]:
-        """The next sample whose row can be used, and its size."""
+    def _next_sample(self) -> tuple[SampleId, Size] | None:
+        """The next sample whose row can be used, and its size; None at the end of the stream."""
+        following = self._peek()
+        if following is not None:
+            self._advance()
+        return following
+
+    def _peek(self) -> tuple[SampleId, Size] | None:
+        """`_next_sample`, which stays the next; samples before it that can't be used are passed over."""
         for _ in range(2 * len(self.source) + len(self._waiting) + 1):
-            while not self._waiting and self.cursor == len(self._order):
-                self.epoch, self.cursor, self._sizes = self.epoch + 1, 0, None
-                self._order = self._make_order()
+            if not self._reach_sample():
+                return None
             sample_id = self._waiting[0] if self._waiting else SampleId(int(self._order[self.cursor]))
             if not self.lengths.knows(sample_id):
                 self.lengths.ahead(self._coming())
-            if self._waiting:
-                self._waiting.popleft()
-            else:
-                self.cursor += 1
             size = self.lengths.get(sample_id)
             if size is not None:
                 return sample_id, size
+            self._advance()
+        raise self._nothing_left()
+
+    def _nothing_left(self) -> UserError:
         left_out = self.source.bad_rows.summary()
-        raise UserError(f"data.train: no usable row is left ({left_out}); see bad_rows.jsonl.")
+        return UserError(f"data.train: no usable row is left ({left_out}); see bad_rows.jsonl.")
+
+    def _reach_sample(self) -> bool:
+        """Begin the next epoch where this one has no sample left; False at the end of the stream."""
+        while not self._waiting and self.cursor >= len(self._order):
+            if not self._share(self.epoch + 1):
+                return False
+            self.epoch, self.cursor, self._sizes = self.epoch + 1, 0, None
+            self._order = self._make_order()
+        return True
+
+    def _advance(self) -> None:
+        """Leave the next sample behind."""
+        if self._waiting:
+            self._waiting.popleft()
+        else:
+            self.cursor += 1
 
     def _coming(self) -> list[SampleId]:
         """The next samples of this epoch, a block to measure together."""
@@ -205,4 +336,24 @@ class BinStream:
         return [*self._waiting, *self._order[self.cursor : end].tolist()]
 
     def _make_order(self) -> np.ndarray:
-        return self.source.rows.order(self.epoch, self.seed, self.shuffle, self._sizes)
+        order = self.source.rows.order(self.epoch, self.seed, self.shuffle, self._sizes)
+        return self._cut(order, self.epoch)
+
+    def _share(self, epoch: int) -> float:
+        """The part of an epoch that belongs to the stream."""
+        return 1.0 if self.epochs is None else min(1.0, max(0.0, self.epochs - epoch))
+
+    def _cut(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        """The part of an epoch's order that belongs to the stream."""
+        return order[: self._count(epoch, len(order))]
+
+    def _count(self, epoch: int, samples: int) -> int:
+        return max(round(samples * self._share(epoch)), int(epoch == 0))
+
+    @property
+    def _later(self) -> int:
+        """Samples of the epochs behind this one."""
+        if self.epochs is None:
+            return 0
+        epochs = range(self.epoch + 1, math.ceil(self.epochs))
+        return sum(self._count(epoch, self.source.rows.epoch_size(epoch)) for epoch in epochs)

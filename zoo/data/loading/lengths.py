@@ -11,6 +11,7 @@ tokenizes a row's texts and reads its files' headers, 0.2 to 1 ms; a row whose h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,11 @@ from zoo.data.sources.mixture import SampleId
 from zoo.errors import UserError
 
 SHARE = 8  # rows that each rank measures at a time: then they exchange, and no step waits for many
+HEADERS = 1024  # the same where only headers are read, before the first step
 DENSE = 2**28  # keys up to which there is a place for each
+LENGTH_PROBES = 512  # rows whose lengths stand for all in an estimate
+EXACT_ROWS = 2**20  # rows up to which all are measured before the first step
+EXACT_SAMPLES = 2**22  # samples of all epochs up to which they are packed before the first step
 
 
 class Size(NamedTuple):
@@ -64,7 +69,7 @@ class _Table:
     """Key -> size: an array, or a dict where there are too many keys."""
 
     def __init__(self, keys: int) -> None:
-        self.dense = keys <= DENSE
+        self.size, self.dense = keys, keys <= DENSE
         self._tokens = np.zeros(keys if self.dense else 0, np.int32)
         self._costs = np.zeros(len(self._tokens), np.int64)
         self._sizes: dict[SampleId, Size] = {}
@@ -83,6 +88,14 @@ class _Table:
     def known(self, key: SampleId) -> bool:
         """Whether there is a size, or an error, of a key."""
         return bool(self._tokens[key]) if self.dense else key in self._sizes
+
+    def known_of(self, keys: np.ndarray) -> np.ndarray:
+        """(N,) bool, `known` of each key, where the table is dense."""
+        return self._tokens[keys] != UNKNOWN.tokens
+
+    def sizes_of(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(N,) tokens and (N,) costs of keys that are known, where the table is dense."""
+        return self._tokens[keys], self._costs[keys]
 
     def keep(self, keys: set[SampleId]) -> None:
         """Forget all others."""
@@ -142,6 +155,42 @@ class Lengths:
             self.source.note_shrunk(smaller)
             for sample_id, found in zip(unknown[other::ranks], share, strict=True):
                 self._put(sample_id, found)
+
+    def measure(self, ids: np.ndarray) -> bool:
+        """Measure samples by their texts and the headers of their files; whether all are known then.
+
+        Ranks share the work, as in `ahead`, but no sample is encoded: it ends at the first block in which headers don't
+        suffice.
+        """
+        if not self._known.dense:
+            return False
+        keys = np.unique(np.asarray(ids) % self._known.size)
+        unknown = keys[~self._known.known_of(keys)]
+        rank, ranks = self.group.rank, self.group.size
+        for first in range(0, len(unknown), HEADERS * ranks):
+            block: list[SampleId] = unknown[first : first + HEADERS * ranks].tolist()
+            mine = [self._try(sample_id, self.source.measure) for sample_id in block[rank::ranks]]
+            shrunk, self._shrunk = self._shrunk, []
+            for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
+                self.source.note_shrunk(smaller)
+                for sample_id, found in zip(block[other::ranks], share, strict=True):
+                    if found is not None:
+                        self._put(sample_id, found)
+            if not self._known.known_of(np.asarray(block)).all():
+                return False
+        return True
+
+    def usable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and costs of samples that were all measured, without those that are left out, which is counted.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        tokens, costs = self._known.sizes_of(np.asarray(ids) % self._known.size)
+        bad = tokens < 0
+        for sample_id in np.asarray(ids)[bad].tolist():
+            self.get(sample_id)
+        return tokens[~bad], costs[~bad]
 
     def agree(self, findings: Findings) -> Findings:
         """`exchange` of nothing but findings."""
@@ -236,3 +285,42 @@ class Lengths:
         if isinstance(found, RowError):
             self._errors[key] = found
         self._known[key] = BAD if isinstance(found, RowError) else found
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How many bins the epochs of a run still fill, from a place of a `BinStream` to its end: counted or estimated.
+
+    Where texts and headers give all lengths, the bins are counted by packing these lengths once: exact, unless a row turns out to be
+    otherwise when it is encoded. Else the first estimate comes from LENGTH_PROBES rows, and each step corrects it by the bins so far. It
+    depends on nothing but the place in the data, so that it is the same on any number of ranks, and in a resumed run.
+
+    Costs: measuring, which ranks share and each row needs once anyway, and 5 us a sample for the packing.
+
+    Attributes:
+        settings: what it was planned for, as plain values.
+        bins: bins from that place on; an estimate unless `exact`.
+        samples: samples from that place on.
+        before: bins taken before that place.
+        exact: whether the bins were counted, and no row has turned out otherwise since.
+        trust: samples that the estimate rests on, beside those that have passed.
+    """
+
+    settings: dict[str, Any]
+    bins: float
+    samples: int
+    before: int
+    exact: bool
+    trust: int
+
+    def corrected(self) -> RunLength:
+        """The same, after a row has turned out otherwise than it was measured."""
+        return replace(self, exact=False)
+
+    def left(self, taken: int, remaining: int) -> float:
+        """Bins to the end, where `taken` bins have been taken in all and `remaining` samples are to come."""
+        bins = taken - self.before
+        if self.exact:
+            return self.bins - bins
+        passed = self.samples - remaining
+        return remaining * (self.bins / self.samples * self.trust + bins) / (self.trust + passed)

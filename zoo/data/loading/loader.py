@@ -1,9 +1,12 @@
-"""`BatchLoader`: the endless, resumable stream of optimizer steps.
+"""`BatchLoader`: the resumable stream of optimizer steps, endless or of some epochs.
 
 Guarantees:
 - The bins of a step don't depend on the number of data-parallel ranks: that decides only which rank takes which, so that
   all have as much to do (`zoo.packing.deal_bins`).
 - Within an epoch every usable row goes into the stream once; the packer's look-ahead runs on over the epochs' ends.
+- After `steps_for_epochs` the stream ends with these epochs, and every usable row of them has been in one bin. Bins of the last steps
+  may be part-full, and the last step may have fewer. Each rank has as many micro-batches all the same: where bins are
+  missing, a copy of the step's shortest sample that counts nothing (`MicroBatch.spare`).
 - `state_dict` belongs to the batches handed out, not to those prepared ahead: a resumed stream equals the
   uninterrupted one, to the sample, also on another number of ranks. With another budget, alignment or mode it holds the same
   rows, in other bins.
@@ -19,26 +22,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import encode_all, make_batch, with_most_tokens
 from zoo.data.loading.bin_stream import BinStream, Position
-from zoo.data.loading.lengths import Lengths, RankGroup
+from zoo.data.loading.lengths import Lengths, RankGroup, RunLength
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
-from zoo.packing import deal_bins, plan_bins
+from zoo.packing import deal_bins
 
 STEPS_AHEAD = 4  # steps whose rows are known before they are taken, where workers encode them
-LENGTH_PROBES = 512  # rows whose lengths stand for all when the steps of an epoch are estimated
 
 
 class PlannedStep(NamedTuple):
@@ -46,22 +46,25 @@ class PlannedStep(NamedTuple):
 
     before: Position  # of the stream
     mine: list[list[SampleId]]  # this rank's bins
+    spares: int  # how many of the last ones only stand in for bins
+    left: int  # steps that follow, by what is known of them; 0 without epochs
     state: dict[str, Any]  # where the stream stands behind the step
 
 
 class PreparedStep(NamedTuple):
     """A step that is ready to be handed out."""
 
-    batches: list[MicroBatch]  # of this rank
+    batches: list[MicroBatch]  # of this rank; [] where the epochs are over
+    left: int  # as `PlannedStep` has it
     state: dict[str, Any]  # where the stream stands behind the step
 
 
 class BatchLoader:
-    """Micro-batches of this rank, one optimizer step after the other, without end.
+    """Micro-batches of this rank, one optimizer step after the other, without end before `steps_for_epochs`.
 
     Args:
         source: samples; the same rows in the same order on every rank.
-        recipe: its packing, data.shuffle, data.lookahead, train.global_batch, train.micro_batch and run.seed are used.
+        recipe: its packing, data.shuffle, data.lookahead, train.global_batch, train.micro_batch, run.seed and pipeline are used.
         align: multiple each sample is padded to (thd), or the width of the batch (none).
         dp_rank: this rank's place among the data-parallel ones.
         dp_size: how many those are.
@@ -103,8 +106,8 @@ class BatchLoader:
         self.step = 0
         self._align, self._rank, self._ranks = align, dp_rank, dp_size
         self._mode, self._pad_to = packing.mode, packing.pad_to
-        self._budget, self._lookahead = packing.budget, recipe.data.lookahead
-        self._rows_per_bin = rows_per_bin
+        # What the number of a rank's micro-batches divides by: interleaved pipelines want a multiple of their stages.
+        self._multiple = recipe.parallel.pp if recipe.parallel.vpp > 1 else 1
         self._stream = BinStream(
             self.lengths,
             mode=packing.mode,
@@ -115,7 +118,12 @@ class BatchLoader:
             shuffle=recipe.data.shuffle,
             seed=recipe.run.seed,
         )
-        self._state = self._stream.state_dict()
+        self._length: RunLength | None = None  # None: without end
+        self.short_step: int | None = (
+            None  # bins of the last step, where it is known to have fewer than others
+        )
+        self._left = 0  # steps behind the last one handed out, by what is known of them
+        self._state = self._stream_state()
         self._executor = ThreadPoolExecutor(1, "zoo-data") if prefetch else None
         self._ahead: Future[PreparedStep] | None = None
         self._planned: deque[PlannedStep] = deque()
@@ -133,15 +141,17 @@ class BatchLoader:
             self._ahead = self._executor.submit(self._produce)
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU).
+        """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU); [] behind the last one.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
             UserError: no usable row is left.
         """
-        batches, state = self._ahead.result() if self._ahead is not None else self._produce()
-        self._state, self.step, self._ahead = state, self.step + 1, None
-        self.begin()
+        batches, left, state = self._ahead.result() if self._ahead is not None else self._produce()
+        self._ahead, self._left = None, left
+        if batches:
+            self._state, self.step = state, self.step + 1
+            self.begin()
         return batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,28 +186,51 @@ class BatchLoader:
             self._ahead = None
         self._planned.clear()
         self._stream.load_state_dict(state)
-        self.step, self._state = state["step"], self._stream.state_dict()
+        self.step, self._state = state["step"], {**self._stream_state(), "length": state.get("length")}
+        if self._length is not None and self._stream.epochs is not None:
+            self.steps_for_epochs(self._stream.epochs)
 
     def begin_anew(self, step: int) -> None:
         """Begin with the data anew, and count steps from `step` on."""
         self.step = step
 
+    def end_after(self, epochs: float) -> None:
+        """End the stream after so many epochs, counted from the first, without counting its steps."""
+        if self._ahead is not None or self._planned:
+            self.load_state_dict(self.state_dict())
+        self._stream.end_after(epochs)
+
     def steps_for_epochs(self, epochs: float) -> int:
-        """About how many steps so many passes over the rows take, from the lengths of up to LENGTH_PROBES rows."""
+        """End the stream after so many epochs, counted from the first, and give `total_steps`; every rank calls it.
+
+        Of a fraction of an epoch its first samples come.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+            UserError: there is a stream, or no usable row.
+        """
         if self.source.rows.has_stream:
             raise UserError("train.epochs: a stream of data.train has no end; give train.steps instead.")
-        ids = self.source.rows.order(0, self._stream.seed, shuffle=False)
-        count = len(ids)
-        probes = np.unique(np.linspace(0, count - 1, min(count, LENGTH_PROBES)).round().astype(int))
-        probed: list[SampleId] = ids[probes].tolist()
-        self.lengths.ahead(probed)
-        sizes = [size for sample_id in probed if (size := self.lengths.get(sample_id)) is not None]
-        if self._mode == "thd":
-            tokens, costs = [size.tokens for size in sizes], [size.cost for size in sizes]
-            bins: float = sum(1 for _ in plan_bins(tokens, self._budget, self._align, self._lookahead, costs))
+        self.end_after(epochs)
+        saved, stream = self._state.get("length"), self._stream
+        if saved is not None and not saved["exact"] and saved["settings"] == stream.settings_of(epochs):
+            self._length = RunLength(**saved)
         else:
-            bins = len(sizes) / self._rows_per_bin
-        return max(1, round(epochs * bins * count / len(probes) / self.bins_per_step))
+            self._length = stream.plan_length(epochs)
+        bins = self._length.bins if self._length.exact else 0
+        self.short_step = int(bins) % self.bins_per_step or None
+        self._left, self._state = self._steps_left(), self._stream_state()
+        return self.step + self._left
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the run up to its end; an estimate unless `exact`, which each step may correct. None without an end."""
+        return None if self._length is None else self.step + self._left
+
+    @property
+    def exact(self) -> bool:
+        """Whether `total_steps` is counted, not estimated."""
+        return self._length is not None and self._length.exact
 
     def close(self) -> None:
         """Stop preparing ahead, and end the source's workers."""
@@ -208,9 +241,11 @@ class BatchLoader:
     def _produce(self) -> PreparedStep:
         while True:
             self._plan()
+            if not self._planned:
+                return PreparedStep([], 0, self._state)
             plan = self._planned[0]
             encoded = encode_all(self.lengths, plan.mine)
-            batches = [] if encoded.findings else self._batches(encoded.bins)
+            batches = [] if encoded.findings else self._batches(encoded.bins, plan.spares)
             weight = math.fsum(batch.loss_weight for batch in batches)
             mine = self._rank, weight, [batch.total for batch in batches]
             findings, everyone = self.lengths.exchange(encoded.findings, mine)
@@ -218,34 +253,76 @@ class BatchLoader:
                 break
             self._stream.rewind(plan.before)
             self._planned.clear()
+            self._length = None if self._length is None else self._length.corrected()
         self._planned.popleft()
         self._stream.forget()
         weights = {rank: weight for rank, weight, _ in everyone}  # ranks of one replica say the same
         step_weight = math.fsum(weights.values())
         batches = [replace(batch, step_weight=step_weight) for batch in batches]
-        return PreparedStep(with_most_tokens(batches, [totals for *_, totals in everyone]), plan.state)
+        batches = with_most_tokens(batches, [totals for *_, totals in everyone])
+        return PreparedStep(batches, plan.left, plan.state)
 
-    def _batches(self, bins: Sequence[Sequence[Sample]]) -> list[MicroBatch]:
+    def _batches(self, bins: Sequence[Sequence[Sample]], spares: int) -> list[MicroBatch]:
+        """The micro-batches of bins, of which the last `spares` count nothing."""
         pad_id = self.source.processor.pad_id
-        return [make_batch(samples, self._mode, self._align, self._pad_to, pad_id) for samples in bins]
+        batches = [make_batch(samples, self._mode, self._align, self._pad_to, pad_id) for samples in bins]
+        counted = len(batches) - spares
+        return [*batches[:counted], *(batch.as_spare() for batch in batches[counted:])]
 
     def _plan(self) -> None:
         """Plan the next step and, where workers encode ahead, some more; begin with their rows."""
         while len(self._planned) < self._plans:
             before = self._stream.position()
             try:
-                bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
+                bins = list(self._bins_of_step())
             except UserError:
                 if not self._planned:
                     raise
                 self._stream.rewind(before)  # it is raised again when its step is next
                 break
-            shared = deal_bins([self._cost_of(ids) for ids in bins], self._ranks)
-            mine = [bins[index] for index in shared[self._rank]]
-            self._planned.append(PlannedStep(before, mine, self._stream.state_dict()))
+            if not bins:
+                break
+            mine, spares = self._share_of(bins)
+            self._planned.append(PlannedStep(before, mine, spares, self._steps_left(), self._stream_state()))
         self.source.prefetch(
             [sample_id for plan in self._planned for ids in plan.mine for sample_id in ids], alone=True
         )
+
+    def _bins_of_step(self) -> Iterator[list[SampleId]]:
+        for _ in range(self.bins_per_step):
+            if not (ids := self._stream.next_bin()):
+                return
+            yield ids
+
+    def _share_of(self, bins: Sequence[list[SampleId]]) -> tuple[list[list[SampleId]], int]:
+        """This rank's bins, as many as each rank has, and how many of them only stand in for bins that are missing."""
+        unit = self._ranks * self._multiple
+        missing = -len(bins) % unit
+        costs = [self._cost_of(ids) for ids in bins] + [0] * missing
+        shared = deal_bins(costs, self._ranks)[self._rank]
+        mine = [bins[index] for index in shared if index < len(bins)]
+        spares = len(shared) - len(mine)
+        if spares:
+            shortest = min(
+                (size.tokens, sample_id)
+                for ids in bins
+                for sample_id in ids
+                if (size := self.lengths.get(sample_id)) is not None
+            )
+            mine += [[shortest[1]]] * spares
+        return mine, spares
+
+    def _steps_left(self) -> int:
+        """Steps from where the stream stands to its end, by what is known of them; 0 without an end."""
+        if self._length is None or not self._stream.remaining() or self._stream.ended():
+            return 0
+        return max(
+            1, math.ceil(self._length.left(self._stream.bins, self._stream.remaining()) / self.bins_per_step)
+        )
+
+    def _stream_state(self) -> dict[str, Any]:
+        length = None if self._length is None else asdict(self._length)
+        return {**self._stream.state_dict(), "length": length}
 
     def _cost_of(self, ids: Sequence[SampleId]) -> int:
         return sum(size.cost for sample_id in ids if (size := self.lengths.get(sample_id)) is not None)

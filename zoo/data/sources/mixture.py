@@ -86,6 +86,10 @@ class Mixture:
             ids[labels == part] = self._part_ids(part, self._before(part, epoch), count)
         return ids
 
+    def size(self, epoch: int) -> int:
+        """Rows of an epoch: the length of its `order`."""
+        return self.total if self.plain else sum(self.counts(epoch))
+
     def counts(self, epoch: int) -> list[int]:
         """Rows of each source in an epoch."""
         after = [self._before(part, epoch + 1) for part in range(len(self.parts))]

@@ -97,6 +97,10 @@ class RowSet(Sequence[Row]):
         former = self._former(sizes, seed, shuffle)
         return self._mixture.renumbered(former.order(epoch), former)
 
+    def epoch_size(self, epoch: int) -> int:
+        """The number of samples of an epoch, as `order` has them."""
+        return self._mixture.size(epoch)
+
     def renumber(self, ids: Iterable[SampleId], sizes: Sequence[int | None]) -> list[SampleId]:
         """Ids of samples as numbered when the parts had these sizes, as they are numbered now that rows were added."""
         former = self._former(sizes, 0, False)
@@ -158,6 +162,24 @@ class RowSet(Sequence[Row]):
             if isinstance(self.parts[place.part], RowStream):
                 found[place.part] = min(found.get(place.part, place.row), place.row)
         return found
+
+
+def spread(rows: int, most: int) -> list[int]:
+    """Numbers of up to `most` of so many rows, evenly spread from the first to the last."""
+    return np.unique(np.linspace(0, rows - 1, min(rows, most)).round().astype(np.int64)).tolist()
+
+
+def spread_over_kinds(rows: RowSet, most: int) -> list[int]:
+    """`spread` of the rows of one part, and, where it is in memory, the first row of each further kind of media."""
+    numbers = spread(len(rows), most)
+    (part,) = rows.parts
+    if isinstance(part, list):
+        kinds = {frozenset(part[number].media) for number in numbers}
+        for number, row in enumerate(part):
+            if (kind := frozenset(row.media)) not in kinds:
+                kinds.add(kind)
+                numbers.append(number)
+    return sorted(numbers)
 
 
 def _first_row(part: Sequence[Row]) -> Row | None:

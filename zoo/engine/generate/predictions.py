@@ -14,6 +14,7 @@ from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import spread
 from zoo.engine.distributed.world import World
 from zoo.engine.generate.answering import Answering
 from zoo.engine.generate.decoding import Decoding
@@ -22,7 +23,7 @@ from zoo.engine.model.build import Assembly
 from zoo.engine.report.predictions_plot import Prediction
 from zoo.engine.scores.answer_scores import exact_match
 
-SEARCHED = 512  # held-out rows that are looked through for kinds
+SEARCHED = 512  # held-out rows, spread over all, that are looked through for kinds
 MARGIN = 8  # tokens that an answer may have above the longest one wanted
 
 
@@ -65,9 +66,9 @@ def predict(
 
 
 def _chosen(finder: Answering, held_out: SampleSource, most: int) -> dict[int, str]:
-    """Number and answer of the rows to show: of each kind in turn, in the order of the rows."""
+    """Number and answer of the rows to show, in the order of the rows: as many of each kind, spread over its rows."""
     kinds: dict[str, list[int]] = {}
-    for number in range(min(len(held_out), SEARCHED)):
+    for number in spread(len(held_out), SEARCHED):
         try:
             row = held_out.rows.row(SampleId(number))
         except RowError:
@@ -75,7 +76,8 @@ def _chosen(finder: Answering, held_out: SampleSource, most: int) -> dict[int, s
         if row.text is None and row.messages[-1].role == "assistant":
             kinds.setdefault(row.kind or " ".join(sorted(row.media)), []).append(number)
     chosen: dict[int, str] = {}
-    for number in (n for turn in zip_longest(*kinds.values()) for n in turn if n is not None):
+    by_kind = [_spread_first(numbers, -(-most // len(kinds))) for numbers in kinds.values()]
+    for number in (n for turn in zip_longest(*by_kind) for n in turn if n is not None):
         if len(chosen) == most:
             break
         try:
@@ -85,3 +87,9 @@ def _chosen(finder: Answering, held_out: SampleSource, most: int) -> dict[int, s
         if reference:
             chosen[number] = reference
     return dict(sorted(chosen.items()))
+
+
+def _spread_first(numbers: Sequence[int], wanted: int) -> list[int]:
+    """The numbers, with as many as are wanted of all parts first; the others are there where these can't be used."""
+    first = [numbers[index] for index in spread(len(numbers), wanted)]
+    return [*first, *(number for number in numbers if number not in first)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from zoo.config.derived import random_base
 from zoo.config.entries import parse_entry
 from zoo.config.resume import HELD, Change
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
+from zoo.data.loading.loader import BatchLoader
 
 WITHOUT_MOMENTS = (
     "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
@@ -23,7 +25,7 @@ def at_start(
     parameters: int,
     adapters: int,
     updated: tuple[int, int],
-    total_steps: int,
+    steps: str,
     rows: int | None,
     eval_rows: int | None,
 ) -> str:
@@ -33,6 +35,7 @@ def at_start(
         parameters: those of this rank, adapters included.
         adapters: the adapters' parameters among them.
         updated: of the trained ones, those that train.optimizer=muon gives to Muon, and all.
+        steps: the number of steps, as `steps_of` has it.
         rows: of data.train; None for a stream.
         eval_rows: of data.eval; None where nothing is evaluated.
     """
@@ -48,13 +51,23 @@ def at_start(
     evaluates = "no evaluation"
     if eval_rows is not None:
         evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
-    warm_up = recipe.train.warmup_steps
     below = f" | {warning}" if (warning := random_base(recipe)) else ""
-    within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
-        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {total_steps} steps{within}{below}"
+        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {steps}{below}"
     )
+
+
+def steps_of(train: TrainConfig, total_steps: int, loader: BatchLoader) -> str:
+    """The number of steps of a run, and what its loader knows of it."""
+    text = f"{total_steps} steps"
+    if loader.total_steps is not None and not loader.exact:
+        text = f"about {text} (train.epochs={train.epochs or 1.0:g}, estimated from the lengths of some rows; the run corrects it)"
+    elif loader.short_step is not None:
+        text += f", the last of {loader.short_step} micro-batches in the place of {loader.bins_per_step}"
+    if train.warmup_steps > total_steps:
+        text += f", all within the warm-up of {train.warmup_steps}"
+    return text
 
 
 def at_change(changes: Sequence[Change]) -> Iterator[str]:
@@ -90,7 +103,8 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         yield f"rows whose images or videos were made smaller (data.overlong=shrink): {summary['shrunk_rows']}"
     if summary["skipped_steps"]:
         steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
-        yield f"steps not applied: {steps}; {bad_steps} has their rows"
+        listed = set(summary["skipped_steps"]) - {"labels"}
+        yield f"steps not applied: {steps}" + (f"; {bad_steps} has the rows of bad ones" if listed else "")
     done, total = summary["steps"], summary["total_steps"]
     if summary["interrupted"]:
         what = "train on" if done < total else "evaluate and export"
@@ -104,7 +118,10 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         seen = folder / "plots" / "predictions.png"
         if seen.is_file():
             yield f"what the model answers to held-out rows: {seen}"
-        yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
+        known = [loss for loss in losses if math.isfinite(loss)] or [
+            math.nan
+        ]  # a step without labels has none
+        yield f"loss {known[0]:.4f} -> {known[-1]:.4f} in {done} steps; plot: {plot}"
 
 
 def reason(interrupted: bool, preempted: bool, finished: bool, stopped: bool) -> str:
@@ -114,16 +131,26 @@ def reason(interrupted: bool, preempted: bool, finished: bool, stopped: bool) ->
     return "finished" if finished else "stopped" if stopped else "out of time"
 
 
-def at_finished(folder: Path, done: int, total: int, early: str | None) -> str:
-    """That a run is finished, and how it would train on; `early`: why it ended before its last step."""
+def at_finished(folder: Path, done: int, total: int, early: str | None, train: TrainConfig) -> str:
+    """That a run is finished, and how it would train on.
+
+    Args:
+        folder: the run folder.
+        done: its steps.
+        total: steps of the recipe.
+        early: why it ended before its last step.
+        train: its length, in steps or epochs.
+    """
     if early is not None and done < total:
         return (
             f"{folder} is finished at step {done} of {total}: {early}. Raise train.early_stop_patience or set "
             "train.early_stop=null to train on, or give another run.dir to start over."
         )
+    key = "train.steps" if train.steps is not None else "train.epochs"
+    asked = f"{total}" if train.steps is not None else f"no more ({train.epochs or 1.0:g})"
     return (
-        f"{folder} is finished: {done} steps are done and train.steps asks for {total}. "
-        f"Give more train.steps to train on, or another run.dir to start over."
+        f"{folder} is finished: {done} steps are done and {key} asks for {asked}. "
+        f"Give more {key} to train on, or another run.dir to start over."
     )
 
 

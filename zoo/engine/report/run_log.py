@@ -72,6 +72,7 @@ class RunLog:
         self.recipe = recipe
         self.total_steps = total_steps
         self.progress = Progress(total_steps, done, recipe.train.log_every)
+        self._told_total = total_steps
         if not main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +94,17 @@ class RunLog:
             return
         self._line(metrics)
         self.progress.step(metrics, "" if beside is None else str(beside))
+
+    def correct_total(self, step: int, total_steps: int) -> None:
+        """Go by another number of steps from now on; said where it is over 1 % off what was said last, or at the last step."""
+        if not self.main or total_steps == self.total_steps == self._told_total:
+            return
+        self.total_steps = self.progress.total = total_steps
+        change = abs(total_steps - self._told_total)
+        if change > max(1, self._told_total // 100) or (change and step >= total_steps):
+            self.event("total_steps", min(step, total_steps), total_steps=total_steps)
+            self.say(f"train.epochs comes to {total_steps} steps, not {self._told_total}, by the rows so far")
+            self._told_total = total_steps
 
     def evaluation(self, step: int, metrics: dict[str, Any], data: list[str]) -> None:
         """One evaluation; `data`: the entries of data.eval."""

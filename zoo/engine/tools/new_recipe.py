@@ -27,7 +27,7 @@ from zoo.data.sources.formats.labelled_media import LABELLED
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.references import files_of
-from zoo.data.sources.row_set import RowSet, open_rows
+from zoo.data.sources.row_set import RowSet, open_rows, spread_over_kinds
 from zoo.data.sources.rows import Row
 from zoo.engine.checkpoint.selection import repaired_source
 from zoo.engine.model.build import assemble
@@ -36,7 +36,7 @@ from zoo.errors import ConfigError, UserError, size
 from zoo.files import read_object
 from zoo.registry import families
 
-LOOKED_AT = 200  # rows whose media and lengths are looked at
+LOOKED_AT = 200  # rows, spread over all, whose media and lengths are looked at
 _FULL_TUNING = (
     9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
 )
@@ -46,10 +46,10 @@ _PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*", re.ASCII)  # what YAML reads as a t
 
 @dataclass(frozen=True)
 class FoundData:
-    """What the first rows of an entry of data.train are."""
+    """What rows of an entry of data.train are, spread over all of them."""
 
     entry: dict[str, Any]  # as a recipe has it
-    rows: list[Row]  # the first good ones
+    rows: list[Row]  # the good ones of those looked at
     total: int
     bad: list[RowError]
     bundled: bool
@@ -87,7 +87,7 @@ class Measured:
 
 
 def look_at_data(given: str) -> FoundData:
-    """The first rows of a file, a folder, a bundled set or a data set of the hub.
+    """Rows of a file, a folder, a bundled set or a data set of the hub: LOOKED_AT, and one of each further kind of media.
 
     Raises:
         UserError: there is no such thing, or none of the rows can be used.
@@ -118,9 +118,7 @@ def _look(entry: dict[str, Any]) -> FoundData:
     every = sorted({kind for family in families().values() for kind in family.modalities})
     rows = open_rows([DataEntry(**entry)], DataConfig(outside_root=True, urls=True), every, bad.append)
     good: list[Row] = []
-    for number in range(len(rows)):
-        if len(good) + len(bad) >= LOOKED_AT:
-            break
+    for number in spread_over_kinds(rows, LOOKED_AT):
         try:
             good.append(rows.row(SampleId(number)))
         except RowError as error:
@@ -224,7 +222,7 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
     bad = [*data.bad, *measured.bad]
     if bad:
         lines.append(
-            f"  on_error: skip  # {len(bad)} of the first rows can't be used; bad_rows.jsonl will list them"
+            f"  on_error: skip  # {len(bad)} rows that were looked at can't be used; bad_rows.jsonl will list them"
         )
         lines += [f"    # {' '.join(str(error).split())[:160]}" for error in bad[:3]]
     media = (one for row in data.rows for one in (*row.images, *row.videos, *row.audios))
@@ -238,13 +236,13 @@ def _length_lines(recipe: Recipe, data: FoundData, measured: Measured) -> list[s
     budget = recipe.packing.budget
     if not measured.longest:
         return [f"# packing: {{budget: {budget}}}  # tokens of a row, and the most of one sample"]
-    found = f"the longest of the first rows has {measured.longest:,} tokens"
+    found = f"the longest row that was looked at has {measured.longest:,} tokens"
     if measured.longest <= budget:
         return [f"# packing: {{budget: {budget}}}  # {found}"]
     lines, least = [], measured.longest
     if measured.longest_text <= budget and _shrinks(recipe, data):
         lines.append(
-            f"  overlong: shrink  # media of rows over packing.budget are made smaller: {measured.over} of the first"
+            f"  overlong: shrink  # media of rows over packing.budget are made smaller: {measured.over} of those looked at"
         )
         least = budget
     if least > budget:
@@ -266,7 +264,7 @@ def _more_lines(recipe: Recipe, out: Path) -> list[str]:
 
 
 def _measure(recipe: Recipe, data: FoundData) -> Measured:
-    """Lengths of the first rows, by the model's own processor."""
+    """Lengths of the rows that were looked at, by the model's own processor."""
     alone = {
         **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1),
         "sp": False,
@@ -296,7 +294,9 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
         if found is not None:
             lengths.append((found.length, bool(row.media)))
     if len(bad) == len(data.rows):
-        raise UserError(f"none of the first {len(bad)} rows can be used by this model, the first: {bad[0]}")
+        raise UserError(
+            f"none of the {len(bad)} rows looked at can be used by this model, the first: {bad[0]}"
+        )
     longest = max((length for length, _ in lengths), default=0)
     text = max((length for length, media in lengths if not media), default=0)
     over = sum(length > recipe.packing.budget for length, _ in lengths)
@@ -304,7 +304,7 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
 
 
 def _shrinks(recipe: Recipe, data: FoundData) -> bool:
-    """Whether the first rows fit the recipe's budget once their media are made smaller."""
+    """Whether the rows that were looked at fit the recipe's budget once their media are made smaller."""
     processor = assemble(recipe, repaired_source(recipe)).processor
     settings = recipe.replace({"data.train": ["digits:train"], "data.overlong": "shrink"}).data
     try:

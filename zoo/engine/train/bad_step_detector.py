@@ -1,5 +1,7 @@
 """Bad steps: a loss or gradient that is not finite, or a loss far above what it was. No bad step is applied.
 
+Nor is a step none of whose rows has a label: it is counted, but neither ends a run nor enters the window.
+
 A spike is a loss that lies above the median of the last WINDOW good steps by more than `train.spike` of their spreads
 (1.4826 median absolute deviations, which is a standard deviation where losses are normal) and by more than LEAST.
 Bad steps don't enter the window by themselves, and no run leaves steps out for ever: `train.skip_limit` bad steps among
@@ -30,7 +32,7 @@ LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however stea
 class BadStep:
     """Why a step is not applied."""
 
-    cause: str  # loss | gradient | spike
+    cause: str  # loss | gradient | spike | labels (there are none)
     why: str  # a clause with the numbers, for messages
 
 
@@ -49,8 +51,12 @@ class BadStepDetector:
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
 
-    def check(self, loss: float, grad_norm: float) -> BadStep | None:
-        """The fault of a step; None where it is good. Call it once a step."""
+    def check(self, loss: float, grad_norm: float, *, labels: bool = True) -> BadStep | None:
+        """The fault of a step; None where it is good. Call it once a step. `labels`: whether it has any."""
+        if not labels:
+            self.new_level = None
+            self.counts["labels"] += 1
+            return BadStep("labels", "no row of it has a token to learn")
         found, self.new_level = self._fault(loss, grad_norm), None
         self._step += 1
         while self._bad_at and self._bad_at[0] <= self._step - self.span:

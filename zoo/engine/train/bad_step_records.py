@@ -43,7 +43,7 @@ def write(
     """
     mine = {
         "rank": world.dp_rank,
-        "rows": [_row(batch) for batch in batches] if world.counts_data else None,
+        "rows": [_row(batch) for batch in batches if not batch.spare] if world.counts_data else None,
         "losses": [(float(s["nll"]), float(s["weight"])) for s in sums] if world.counts_loss else None,
     }
     everyone: list[Any] = [None] * world.size
@@ -102,6 +102,11 @@ def not_applied(step: int, bad: BadStep, run_dir: Path) -> str:
     """The message about a bad step."""
     file = run_dir / FOLDER / f"step_{step}.json"
     return f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
+
+
+def unlabelled(step: int, bad: BadStep) -> str:
+    """The message about the first step without labels."""
+    return f'step {step} is not applied: {bad.why}; summary.json counts such steps (skipped_steps, "labels")'
 
 
 def level_taken(step: int, level: float, train: TrainConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -14,14 +15,18 @@ import torch
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import DataConfig, Recipe, TrainConfig
+from zoo.data.errors import RowError
 from zoo.data.loading import worker_processes
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches
-from zoo.data.loading.loader import LENGTH_PROBES, BatchLoader
+from zoo.data.loading.lengths import EXACT_ROWS, LENGTH_PROBES
+from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
-from zoo.engine.distributed.object_group import object_group
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import spread
+from zoo.engine.distributed.object_group import agreed, object_group
 from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
@@ -29,6 +34,8 @@ from zoo.engine.report import terminal
 from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError, UserError
+
+LABEL_PROBES = 64  # rows one of which is to have a label before a run begins
 
 
 class RowCounter:
@@ -77,19 +84,50 @@ class RunData:
 
 
 def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter | None = None) -> int:
-    """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for.
+    """`train.steps`, or what `train.epochs` comes to from where the loader stands; ConfigError for a schedule that these are too few for.
 
-    Sets `rows_read.due` to the number of rows that this reads.
+    Sets `rows_read.due` to the number of rows that this reads at most.
     """
     steps = train.steps
     if steps is None:
         if rows_read is not None:
-            share = min(LENGTH_PROBES, len(loader.source)) // loader.lengths.group.size
-            rows_read.due = rows_read.read + share
+            rows = len(loader.source)
+            measured = rows if rows <= EXACT_ROWS else LENGTH_PROBES
+            rows_read.due = rows_read.read + measured // loader.lengths.group.size
         terminal.doing("reading lengths")
         steps = loader.steps_for_epochs(train.epochs or 1.0)
     check_schedule(train, steps)
     return steps
+
+
+def refuse_unlabelled(source: SampleSource, recipe: Recipe) -> None:
+    """Raises UserError where none of LABEL_PROBES rows has a token to learn; every rank calls it.
+
+    Of a table they are spread over all rows, and looked at up to the first one that has.
+    """
+
+    def look() -> None:
+        names: list[str] = []
+        if source.rows.has_stream:
+            ids = source.rows.order(0, recipe.run.seed, recipe.data.shuffle)[:LABEL_PROBES].tolist()
+        else:
+            ids = spread(len(source), LABEL_PROBES)
+        for sample_id in map(SampleId, ids):
+            with contextlib.suppress(RowError):  # follows data.on_error when its turn comes
+                if source.encode(sample_id).num_labels:
+                    return
+                names.append(source.rows.name(sample_id))
+        if names:
+            raise UserError(
+                f"data.train: {len(names)} rows have been looked at ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''}), and none has a "
+                f"token to learn: wanted rows with an answer (role assistant) that data.labels={recipe.data.labels} and weights of "
+                "messages leave in; zoo inspect shows what is learnt"
+            )
+
+    if source.rows.has_stream:  # each rank reads its own
+        look()
+    else:
+        agreed(look)
 
 
 def open_data(

@@ -180,22 +180,31 @@ def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    after_last = max(total_steps, train.warmup_steps) + 1
-    decay = train.decay_steps or min(max(total_steps // 10, 1), after_last - 1 - train.warmup_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=train.lr,
         min_lr=train.min_lr,
         lr_warmup_steps=train.warmup_steps,
-        lr_decay_steps=after_last,
         lr_decay_style="WSD" if train.schedule == "wsd" else train.schedule,
-        wsd_decay_steps=decay + 1,
         lr_wsd_decay_style="linear",
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
-        wd_incr_steps=after_last,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run, too, follows its recipe
+        **_lengths(train, total_steps),
     )
+
+
+def follow(schedule: Any, train: TrainConfig, total_steps: int) -> None:
+    """Have a schedule of `build_schedule` be that of another number of updates from the next one on."""
+    for name, steps in _lengths(train, total_steps).items():
+        setattr(schedule, name, steps)
+
+
+def _lengths(train: TrainConfig, total_steps: int) -> dict[str, int]:
+    """What megatron-core's schedule has of the number of updates."""
+    after_last = max(total_steps, train.warmup_steps) + 1
+    decay = train.decay_steps or min(max(total_steps // 10, 1), after_last - 1 - train.warmup_steps)
+    return {"lr_decay_steps": after_last, "wsd_decay_steps": decay + 1, "wd_incr_steps": after_last}

@@ -155,21 +155,18 @@ def first_rows(data: RunData, world: World) -> Rows:
     return Rows(known_rows(data) if world.is_main else {})
 
 
-def begin_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int) -> None:
-    """Have a loader prepare the next step, behind the checkpoint's place; nothing where it does so already.
+def place_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int) -> None:
+    """Send a loader to the checkpoint's place.
 
     Args:
         checkpoint: the state that is resumed from.
         done: steps that the run has behind it.
     """
-    if loader.begun:
-        return
     if checkpoint is not None and rows.anew:
         loader.begin_anew(done)
     elif checkpoint is not None:
         void: dict[str, Any] = {"corrected": []} if rows.others else {}
         loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
-    loader.begin()
 
 
 def log_differences(

@@ -38,7 +38,7 @@ from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.completion import completion
-from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
+from zoo.engine.train.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
@@ -89,6 +89,7 @@ class Run:
         self.state, self.changes = resume.read_state(self.resume_from, recipe, self.description)
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
+        resume.place_loader(self.loader, self.state, self.rows, self.done)
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
@@ -101,12 +102,10 @@ class Run:
         self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
         self.loader, self.source, self.rows_read = self.data.loader, self.data.source, self.data.rows_read
         if self.resume_from is None or self.state is None:
+            refuse_unlabelled(self.source, self.recipe)
             self.rows = resume.first_rows(self.data, self.world)
         else:
             self.rows = resume.check_rows(self.resume_from, self.state, self.data, self.recipe, self.changes)
-
-    def _begin_data(self) -> None:
-        resume.begin_loader(self.loader, self.state, self.rows, self.done)
 
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
@@ -115,7 +114,7 @@ class Run:
         anew = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
         fresh = anew or self.resume_from is None  # weights that no checkpoint has
         if reference is None:
-            self._begin_data()  # while the model is built
+            self.loader.begin()  # while the model is built
         chunks = build.build_model(self.assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
         self.startup.mark("model")
         if recipe.lora.rank:
@@ -138,7 +137,7 @@ class Run:
                 self._resume(self.resume_from)
         if reference is not None:
             reference.give(self.data)
-        self._begin_data()
+        self.loader.begin()
         complete = completion(recipe, self.assembly, self.adapters, self.step, wrapped, world)
         parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update, complete)
         self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts, self._flags)
@@ -205,14 +204,16 @@ class Run:
 
     def _leave_as_it_is(self) -> TrainResult:
         if self.world.is_main:
-            print(messages.at_finished(self.folder, self.done, self.total_steps, self.callbacks.finished))
+            about = (self.callbacks.finished, self.recipe.train)
+            print(messages.at_finished(self.folder, self.done, self.total_steps, *about))
         return agreed(lambda: TrainResult.from_run_dir(self.folder))
 
     def _steps(self) -> None:
         """Train until the last step, the end of the time, an interrupt or a callback that stops the run."""
         train = self.recipe.train
         while self.done < self.total_steps:
-            self._train_step()
+            if not self._train_step():
+                break
             self.saver.prepare(self.trainable)
             self._note_saved(self.saver.poll(self.flags), self.flags)
             self.save_report.expect(self.saver.expected_seconds, self.log)
@@ -245,9 +246,14 @@ class Run:
         self._ends()
         return self.interrupted
 
-    def _train_step(self) -> None:
-        """Take a step, and log it."""
+    def _train_step(self) -> bool:
+        """Take a step, and log it; False where the data have no more: rows counted on could not be encoded."""
         result = self.train_step.take(self.done + 1, last=self.done + 1 >= self.total_steps)
+        if result is None:
+            self._set_total_steps(self.done)
+            return False
+        if result.fetched.total_steps is not None:
+            self._set_total_steps(result.fetched.total_steps)
         self.done, self.flags = self.done + 1, result.totals.flags
         self._log_step(result)
         if result.bad is not None:
@@ -255,10 +261,21 @@ class Run:
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
         self.memory.note(self.log, self.done, self.flags[FLAGS_OF_RUN:])
+        return True
+
+    def _set_total_steps(self, steps: int) -> None:
+        """Go by another number of steps that train.epochs comes to."""
+        self.total_steps = self.callbacks.total_steps = steps
+        self.log.correct_total(self.done + 1, steps)
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""
         totals, fetched = result.totals, result.fetched
+        if bad.cause == "labels":  # nothing to look into, and said once
+            self.log.event("skip", self.done, cause=bad.cause, why=bad.why)
+            if self.detector.counts[bad.cause] == 1:
+                self.log.say(bad_step_records.unlabelled(self.done, bad))
+            return adamw.allocate_state(self.trainable.optimizer)
         known = {"step": self.done, "loss": totals.loss, "grad_norm": totals.grad_norm}
         about = (bad, fetched.batches, result.sums, fetched.position, self.world)
         file = bad_step_records.write(self.folder, known, *about)
@@ -391,7 +408,7 @@ class Run:
                 parameters=parameters,
                 adapters=adapters,
                 updated=muon.counts(self.trainable.chunks),
-                total_steps=self.total_steps,
+                steps=messages.steps_of(self.recipe.train, self.total_steps, self.loader),
                 rows=None if self.source.rows.has_stream else len(self.source),
                 eval_rows=None if (held_out := self.data.held_out) is None else len(held_out),
             )

@@ -82,7 +82,7 @@ class Totals:
 
     real: float
     total: float
-    loss: float
+    loss: float  # nan where the step has no label
     labels: float
     grad_norm: float
     mtp_loss: float | None
@@ -127,7 +127,7 @@ class Totals:
         loss = {name: next(found) for name in names}
         real, total = next(found), next(found)
         everyone = [[next(found) for _ in parts] for _ in ranks]
-        weight = loss["weight"] or 1.0  # no label at all
+        weight = loss["weight"] or math.nan
         further = {} if reported is None else reported.means({name: loss[name] for name in of_loss}, weight)
         mtp_loss = loss["mtp_nll"] / weight if mtp and reported is None else None
         mean = loss["nll"] / weight

@@ -33,6 +33,9 @@ class Fetched:
     batches: list[Any]
     first: Prepared | None  # None: of batches that are to be completed first
     waited: float  # seconds for the loader
+    total_steps: int | None = (
+        None  # steps of the run, by what the loader knew with this one; None: it does not say
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class TrainStep:
         complete: Complete | None = None,
         flags: Callable[[], list[float]] = list,
     ) -> None:
-        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each.
+        """`step`: the family's PackedStep; `loader`: has `next_step`, `state_dict` and `total_steps`; `before_update` is called before each.
 
         `complete`: gives a step's micro-batches what their loss needs of further forward passes. `flags`: numbers of this rank that
         a step's exchange sums up beside its metrics, of the same length on all ranks.
@@ -89,12 +92,19 @@ class TrainStep:
         # Copies to a GPU run beside its computation.
         self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None
 
-    def take(self, number: int, *, last: bool) -> StepResult:
-        """Step `number`, from 1. The update is left out where the step is a bad one. `last`: no step follows."""
+    def take(self, number: int, *, last: bool) -> StepResult | None:
+        """Step `number`, from 1; None where the loader has no more. The update is left out where the step is a bad one.
+
+        `last`: no step follows, by what is known before it. The learning rate follows the loader's number of steps.
+        """
         began, self.number = time.monotonic(), number
         self.times.begin()
         self.progress.enter("data")
         fetched, self.ahead = self.ahead or self.fetch(), None
+        if not fetched.batches:
+            return None
+        if fetched.total_steps is not None:
+            optimization.follow(self.trainable.scheduler, self.recipe.train, fetched.total_steps)
         if self.copies is not None:
             torch.cuda.current_stream().wait_stream(self.copies)
         self.progress.enter("compute")
@@ -120,11 +130,12 @@ class TrainStep:
         position, began = self.loader.state_dict(), time.monotonic()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
-        if self.complete is not None:
-            return Fetched(position, batches, None, waited)
+        total_steps = self.loader.total_steps
+        if self.complete is not None or not batches:
+            return Fetched(position, batches, None, waited, total_steps)
         with torch.cuda.stream(self.copies):
             first = Prepared(*self.step.prepare(batches[0]))
-        return Fetched(position, batches, first, waited)
+        return Fetched(position, batches, first, waited, total_steps)
 
     def forward_backward(self, fetched: Fetched, scale: torch.Tensor | float) -> Sums:
         """Gradients of all micro-batches, their losses multiplied by `scale`; on ranks with the loss, its sums."""
@@ -161,7 +172,8 @@ class TrainStep:
             squares = optimization.squared_norm(trainable.optimizer, self.world.device)
             mine = OfRank(sums, counts, squares, experts, lambda: self.times.take(waited), self.flags)
             totals = Totals.of(mine, self.world, mtp=bool(self.step.mtp_depths), reported=self.step.reported)
-            found.append((totals, self.detector.check(totals.loss, totals.grad_norm)))
+            fault = self.detector.check(totals.loss, totals.grad_norm, labels=totals.labels > 0)
+            found.append((totals, fault))
             return totals.grad_norm
 
         step_if(trainable.optimizer, trainable.scheduler, lambda _: found[0][1] is None, measure)

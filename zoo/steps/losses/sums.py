@@ -33,6 +33,13 @@ class LossInputs:
         None  # (S,) bool on the device: whether each answer is, where they are labelled
     )
     kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
+    spare: bool = False  # of a micro-batch that only keeps a rank in step: neither loss nor metrics count
+
+    def counted(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics as they count: zeros of a `spare` micro-batch."""
+        if not self.spare:
+            return loss, metrics
+        return loss * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
 
 
 def label_loss(

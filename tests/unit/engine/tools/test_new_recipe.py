@@ -3,6 +3,7 @@
 import builtins
 import json
 import sys
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.engine.tools import new_recipe
 from zoo.engine.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters
 from zoo.errors import UserError
+from zoo.registry import families
 
 PUBLISHED = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 
@@ -29,6 +31,12 @@ def conversation(question: str, answer: str, **more: Any) -> dict[str, Any]:
 def write(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def silence(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(bytes(16000))
 
 
 @pytest.fixture
@@ -61,7 +69,26 @@ def test_a_recipe_for_rows_and_random_weights(mixed: str, tmp_path: Path) -> Non
     recipe = written(text, tmp_path)
     assert recipe.data.train == [{"path": mixed, "held_out": 0.2}]
     assert (recipe.data.on_error, recipe.size, recipe.run.dir) == ("skip", "tiny", "runs/my")
-    assert "3 of the first rows can't be used" in text and "gone.png" in str(data.bad[0])
+    assert "3 rows that were looked at can't be used" in text and "gone.png" in str(data.bad[0])
+
+
+def test_rows_are_looked_at_all_over_the_file(tmp_path: Path) -> None:
+    """Images, then sounds, a single video among them, and rows that can't be used in front."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    silence(tmp_path / "a.wav")
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    rows = [{"messages": []}] * 210
+    rows += [conversation("<image>What?", "red", images=["a.png"]) for _ in range(1500)]
+    rows += [conversation("<audio>What?", "one", audios=["a.wav"]) for _ in range(700)]
+    rows[1203] = conversation("<video>What?", "it falls", videos=["a.mp4"])
+    data = look_at_data(write(tmp_path / "rows.jsonl", rows))
+    assert set(data.kinds) == {"image", "audio", "video"} and data.kinds["video"] == 1
+    assert data.kinds["image"] == pytest.approx(2 * data.kinds["audio"], rel=0.15) and len(data.rows) == 201
+    model = look_at_model("tiny", data)
+    text = draft(data, model, False, Path("my.yaml"))
+    family = load_recipe(model.recipe).model.family
+    assert {"image", "audio", "video"} <= set(families()[family].modalities)
+    assert written(text, tmp_path).data.on_error == "skip"
 
 
 def test_a_row_that_is_too_long_sets_the_budget(tmp_path: Path) -> None:

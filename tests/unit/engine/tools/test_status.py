@@ -59,7 +59,10 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
     )
     shown = describe(status)
     assert "state      running\nstep       10 of 100, 0:05 ago, 0:45 to go\n" in shown
-    assert "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 over the last steps\n" in shown
+    assert (
+        "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 on average over the last 9 steps\n"
+        in shown
+    )
     assert (
         "1 of 1 ranks alive, 1 steps skipped, slow steps: 1 by data, rows left out: 2 corrupt_media" in shown
     )
@@ -124,3 +127,8 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(folder_with(tmp_path)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 10
+
+
+def test_steps_in_all_are_those_that_the_run_has_corrected(tmp_path: Path) -> None:
+    folder_with(tmp_path, {"event": "total_steps", "step": 10, "total_steps": 120})
+    assert read_status(tmp_path).total_steps == 120

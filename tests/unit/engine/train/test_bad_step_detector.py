@@ -207,3 +207,18 @@ def test_a_detector_resumes_from_another_s_state() -> None:
     third.load_state_dict(first.state_dict())
     assert not third.ends and third.in_a_row == 0  # a run that was stopped may have as many again
     BadStepDetector(TRAIN).load_state_dict({})
+
+
+def test_steps_without_labels_are_counted_and_leave_the_window_as_it_is() -> None:
+    detector = after(noisy(60))
+    for _ in range(200):
+        found = detector.check(math.nan, 0.0, labels=False)
+        assert found is not None and found.cause == "labels" and not detector.ends
+    assert detector.check(2.2, 1.0) is None
+    found = detector.check(9.0, 1.0)
+    assert (
+        found is not None
+        and found.cause == "spike"
+        and "2 was the median of the last 61 good steps" in found.why
+    )
+    assert detector.counts == {"labels": 200, "spike": 1}

@@ -41,9 +41,10 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
     run.save_report = SimpleNamespace(expect=lambda *_: None)
     at: list[int] = []
 
-    def step() -> None:
+    def step() -> bool:
         run.done += 1
         at.append(len(taken))
+        return True
 
     run._train_step, run._ends, run._note_saved = step, lambda *_: False, lambda *_: None
     run._steps()

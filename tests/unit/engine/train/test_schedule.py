@@ -9,7 +9,7 @@ import pytest
 
 from zoo.config.schema import TrainConfig
 from zoo.engine.train.dataloader import total_steps
-from zoo.engine.train.optimization import build_schedule
+from zoo.engine.train.optimization import build_schedule, follow
 from zoo.errors import ConfigError
 
 LR, MIN_LR, SCALE = 2e-3, 1e-4, 0.1
@@ -82,6 +82,17 @@ def test_every_update_s_rate_with_a_decay_of_its_own_length(steps: int, warm_up:
     assert [plain for _, plain in found] == pytest.approx(want, rel=1e-12)
     assert [scaled for scaled, _ in found] == pytest.approx([SCALE * rate for rate in want], rel=1e-12)
     assert sum(rate < LR * (1 - 1e-9) for rate in want[warm_up:]) == decay
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "linear", "wsd"])
+def test_a_corrected_number_of_updates_is_followed_from_the_next_one_on(schedule: str) -> None:
+    train, optimizer = TrainConfig(lr=LR, min_lr=MIN_LR, warmup_steps=2, schedule=schedule), Groups()
+    made = build_schedule(optimizer, train, 9)
+    for update, total in enumerate([9, 9, 9, 12, 12, 11, 11, 40, 40, 10], 1):
+        follow(made, train, total)
+        made.step(increment=1)
+        want = wanted(update, total, 2, min_lr=MIN_LR, schedule=schedule)
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(want, rel=1e-12), update
 
 
 def test_rates_written_out() -> None:

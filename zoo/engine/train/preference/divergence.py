@@ -36,7 +36,14 @@ class Divergence:
         there = [drift for drift in drifts if drift is not None]
         if not there:  # an earlier pipeline stage
             return list(batches)
-        sums = torch.stack((torch.cat(there).sum(), there[0].new_tensor(float(sum(map(len, there))))))
+        counted = [
+            drift
+            for drift, batch in zip(drifts, batches, strict=True)
+            if drift is not None and not batch.spare
+        ]
+        sums = there[0].new_zeros(2)
+        for drift in counted:
+            sums += torch.stack((drift.sum(), drift.new_tensor(float(len(drift)))))
         if self.world.dp_size > 1:
             dist.all_reduce(sums, group=self.world.groups.dp)
         kl = (sums[0] / sums[1]).clamp(min=0)
