@@ -305,3 +305,46 @@ def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
         assert streams.on_the_way, "a save has something to wait for"
         to_write(run.trainable, run.world)
         return Ahead(len(gathering._there), begun[0], early, behind, len(streams.on_the_way))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank holds after so many steps."""
+
+    digests: dict[tuple[str, int, int, int], str]  # by name, tensor, expert and expert tensor parallel rank
+    copied: bool  # whether its stage has a copy of another one's weight
+    stateless: (
+        int  # elements of parameters that are trained, of which this rank has a range, and no state of it
+    )
+
+
+def parts(
+    rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str, steps: int
+) -> Parts:
+    """Digests of this rank's parameters after so many steps; ranks that hold the same part have the same key."""
+    from zoo.bridge.parallel import ShardInfo, model_parameters
+    from zoo.engine.megatron.inner_optimizer import held_ranges
+
+    with _running(recipe_name, model_size, size, overrides) as run:
+        for _ in range(steps):
+            _step(run)
+        info, digests, copied, stateless = ShardInfo.from_groups(run.world.groups), {}, False, 0
+        states = {
+            held.parameter: bool(one.optimizer.state.get(held.part))
+            for one in run.trainable.optimizer.chained_optimizers
+            if not one.is_stub_optimizer
+            for held in held_ranges(one)
+        }
+        for name, parameter in model_parameters(run.trainable.chunks):
+            shared = getattr(parameter, "shared_embedding", False)
+            copied = copied or (shared and run.world.pp_rank > 0)
+            stateless += parameter.numel() * (states.get(parameter) is False)
+            name = "shared" if shared else name
+            cut = (
+                getattr(parameter, "tensor_model_parallel", False)
+                or getattr(parameter, "partition_dim", -1) >= 0
+            )
+            experts = ".experts." in name
+            place = (info.ep_rank, info.etp_rank) if experts else (0, 0)
+            digests[name, info.tp_rank if cut and not experts else 0, *place] = digest([parameter])
+        return Parts(digests, copied, stateless)

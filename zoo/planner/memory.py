@@ -151,7 +151,7 @@ def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]
     replicas = ranks / (parallel.tp * parallel.pp)  # the ranks that share out a dense weight's state
     expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
     matrices = mine.dense_matrices / replicas + mine.experts_matrices / expert_replicas
-    return mine.trained_dense / replicas, mine.trained_experts / expert_replicas, matrices
+    return (mine.trained_dense - mine.copied) / replicas, mine.trained_experts / expert_replicas, matrices
 
 
 def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float, float, float]:

@@ -84,6 +84,7 @@ class Share:
     experts: int = 0
     trained_dense: int = 0
     trained_experts: int = 0
+    copied: int = 0  # dense ones that another stage updates
     dense_matrices: int = 0  # of the trained ones
     experts_matrices: int = 0
     quantised: int = 0  # frozen matrices of decoder layers, where these are held in FP8
@@ -126,6 +127,7 @@ def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share
         kind = "experts" if weights.cut == "expert" else "dense"
         sums[kind] += count
         sums[f"trained_{kind}"] += count if weights.trained else 0
+        sums["copied"] += count if weights.trained and weights.place not in mine else 0
         sums[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
         if recipe.lora.base_dtype == "fp8" and _quantised(weights) and isinstance(weights.place, int):
             layers[weights.place] = layers.get(weights.place, 0) + count

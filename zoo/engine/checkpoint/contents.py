@@ -213,6 +213,14 @@ def load_optimizer(trainable: Trainable, world: World, index: Index | FormerInde
     _fill(pieces, then, index)
 
 
+def spread_completed(trainable: Trainable) -> None:
+    """Give the fp32 weights that this rank's masters have completed to the ranks that hold them, too. Every rank calls it."""
+    for one in _optimizers(trainable.optimizer):
+        one.optimizer.send_shared()
+        one.start_param_sync_for_bucket_group_subset()
+    settle_all()
+
+
 def _fill(pieces: list[Piece], then: list[Callable[[], None]], index: Index | FormerIndex) -> None:
     fill(pieces, index, direct=True)
     for action in then:
@@ -286,6 +294,7 @@ def _ranges(optimizer: Any) -> dict[Tensor, _Range]:
         held.parameter: _Range(held.start, one.optimizer, held.part)
         for one in _optimizers(optimizer)
         for held in held_ranges(one)
+        if one.optimizer.updates_here(held.part)
     }
 
 

@@ -18,6 +18,7 @@ from zoo.engine.checkpoint.contents import (
     Trainable,
     load_optimizer,
     objects_wanted,
+    spread_completed,
     weights_wanted,
 )
 from zoo.engine.checkpoint.integrity import block_sums
@@ -96,6 +97,7 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     terminal.doing("loading the checkpoint")
     with together():
         _load(trainable, checkpoint, world, ranks)
+    spread_completed(trainable)
 
 
 def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zoo.engine.optimizer.copies import SharedRange
 from zoo.engine.optimizer.host_update import PIECE, HostUpdate, Job, on_host, pieces
 from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
 from zoo.nn.kernels import has_triton
@@ -114,6 +115,8 @@ class AdamW(torch.optim.Optimizer):
         )
         self._host = HostUpdate(threads)
         self._host_parts: list[list[Part]] = []  # the same of parameters on the host
+        self._shared: list[SharedRange] = []
+        self._copies: set[Tensor] = set()  # parameters that another pipeline stage updates
 
     @property
     def updates(self) -> int:
@@ -127,12 +130,28 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = count
 
+    def share(self, one: SharedRange) -> None:
+        """Send a parameter to other pipeline stages after each update, or, where it is their copy, take it over."""
+        self._shared.append(one)
+        self._copies |= {one.part} if one.is_copy else set()
+
+    def send_shared(self) -> None:
+        """Give copies of parameters the values of those that are updated."""
+        for one in self._shared:
+            one.send()
+
+    def updates_here(self, parameter: Tensor) -> bool:
+        """Whether this optimizer has elements of a parameter to update."""
+        return bool(parameter.numel()) and parameter not in self._copies
+
     def on_host(self, parameter: Tensor) -> bool:
         """Whether the host has a parameter's state, and updates it."""
         if not self._offload:
             return False
         if self._offloaded is None:
-            parameters = [one for group in self.param_groups for one in group["params"] if one.numel()]
+            parameters = [
+                one for group in self.param_groups for one in group["params"] if self.updates_here(one)
+            ]
             chosen = on_host([one.numel() for one in parameters], self._offload)
             self._offloaded = {one for one, there in zip(parameters, chosen, strict=True) if there}
         return parameter in self._offloaded
@@ -142,7 +161,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("step", 0)
             for parameter in group["params"]:
-                if parameter.numel() and parameter not in self._moments:
+                if self.updates_here(parameter) and parameter not in self._moments:
                     self.initialize_state(parameter)
 
     def initialize_state(self, parameter: Tensor) -> None:
@@ -236,7 +255,7 @@ class AdamW(torch.optim.Optimizer):
             parts.append([])
             self._host_parts.append([])
             for parameter in group["params"]:
-                if parameter.numel():
+                if self.updates_here(parameter):
                     self._seeds[parameter] = seed
                     if self.updates_by_element(parameter):
                         where = self._host_parts if self.on_host(parameter) else parts
@@ -276,6 +295,7 @@ class AdamW(torch.optim.Optimizer):
                     ):  # of a whole parameter, temporary values would take many times its memory
                         update(piece, **options)
         self._host.finish()
+        self.send_shared()
         self.updates = count
         self.clip = 1.0
 

@@ -21,6 +21,7 @@ from zoo.engine.model.build import Assembly, model_dims
 from zoo.engine.model.graphs import release_graphs, use_graphs
 from zoo.engine.optimizer import muon
 from zoo.engine.optimizer.adamw import AdamW, norm_gradients
+from zoo.engine.optimizer.copies import share_copies
 from zoo.nn.weight_gradients import accumulate_in_place
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -139,6 +140,7 @@ def build_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
     )
+    share_copies(optimizer, world.groups.embd)
     ahead = recipe.parallel.overlap_param_gather and chunks[0].ddp_config.overlap_grad_reduce
     gather_once(optimizer, chunks, ahead=ahead)
     if train.optimizer == "muon":
