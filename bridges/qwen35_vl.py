@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from zoo.bridge.mapping.gated_delta_net import QKV_Z_B_A, gated_delta_net, gated_layer, multi_token
+from zoo.bridge.mapping.gated_delta_net import (
+    QKV_Z_B_A,
+    gated_delta_net,
+    gated_layer,
+    in_fp32,
+    multi_token,
+)
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
 from zoo.bridge.mapping.table import Bridge
@@ -37,6 +43,7 @@ BRIDGE = Bridge(
         *multi_token(singles, stacks, keeps_layout=True),
         rule("vision.{rest}", "model.visual.{rest}"),
     ),
+    fp32=in_fp32(f"{_ZOO}.self_attention"),
     optional=("mtp.{rest}",),
     without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,

@@ -38,7 +38,7 @@ class Qwen3ASRModel(VisionLanguageModel):
         """All clips through the audio tower in one call."""
         if "input_features" not in media:
             return {}
-        features = media["input_features"].to(self.audio.dtype)  # (frames, mel)
+        features = media["input_features"].to(self.config.params_dtype)  # (frames, mel)
         heard = self.audio(features, media["feature_lens"].tolist())
         return {"audio": Encoded(self.projector(heard))}
 

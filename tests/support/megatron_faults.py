@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zoo.engine.megatron import compat
+from zoo.engine.megatron.avoided import AVOIDED, Avoided
 
 
 def shim(name: str) -> compat.Shim:
@@ -19,9 +20,9 @@ def shim(name: str) -> compat.Shim:
 
 def remove_me(name: str) -> NoReturn:
     """The installed megatron-core no longer has the fault."""
-    fault = next(f for f in (*compat.SHIMS, *compat.AVOIDED) if f.name == name)
-    what = f"what zoo does instead: {fault.instead}" if isinstance(fault, compat.Avoided) else "the shim"
-    pytest.fail(f"fixed in megatron-core: remove {name} from zoo/engine/megatron/compat.py, and {what}")
+    fault = next(f for f in (*compat.SHIMS, *AVOIDED) if f.name == name)
+    what = f"what zoo does instead: {fault.instead}" if isinstance(fault, Avoided) else "the shim"
+    pytest.fail(f"fixed in megatron-core: remove {name} from zoo/engine/megatron, and {what}")
 
 
 @contextmanager

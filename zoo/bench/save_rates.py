@@ -194,7 +194,10 @@ class SavesRun(BenchRun):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         dist.barrier()
         began = time.monotonic()
-        state = {"step": self.done, "weights": sharded.origin(self.recipe, self.assembly.source)}
+        state = {
+            "step": self.done,
+            "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
+        }
         self.saver.start(self.trainable, state)
         stall, done = time.monotonic() - began, None
         while done is None:

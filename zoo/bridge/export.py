@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ def export_hf(
     held = comm.gather_objects([name for name, _ in parameters])
     everywhere = sorted({name for names in held for name in names})
     frozen = sorted({n for names in comm.gather_objects(_frozen(parameters)) for n in names})
-    stated = dtype or (parameters[0][1].dtype if source is None else None)
+    stated = dtype or (_most_common(parameters) if source is None else None)
     plan = together(comm, lambda: make_plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: check(plan, parameters, dims, shard))
     try:
@@ -126,23 +127,27 @@ class HeldTensors:
     expect: Callable[[Sequence[str]], None] = lambda names: None
     frozen: Sequence[str] = ()
 
-    def plan(self, dtype: torch.dtype | None = None) -> tuple[Plan, dict[str, Job]]:
-        """What an export of them writes, and how each tensor by zoo's name, in the order in which it is written, is made."""
+    def plan(self, dtype: torch.dtype | None = None) -> tuple[Plan, list[tuple[str, Job]]]:
+        """What an export of them writes, and how what is written of zoo's tensors, in that order, is made."""
         parameters = [
             (name, torch.empty(shape, dtype=self.reader.dtype(name), device="meta"))
             for name, shape in self.shapes.items()
         ]
         dims, source = self.dims, self.source
-        stated = dtype or (parameters[0][1].dtype if source is None else None)
+        stated = dtype or (_most_common(parameters) if source is None else None)
         plan = make_plan(
             self.bridge, sorted(self.shapes), dims, self.config, source, dtype, stated, self.frozen
         )
         check(plan, parameters, dims, ShardInfo())
-        return plan, {
-            name: to_hf(plan.entries[name], name, self.reader, dims, plan.dtype_of(name, tensor))
-            for name, tensor in _by_width(parameters, plan)
-            if plan.entries[name].rule.writes(dims)
-        }
+        jobs = [
+            (name, job)
+            for name, tensor in parameters
+            if name not in plan.copied and plan.entries[name].rule.writes(dims)
+            for job in to_hf(
+                plan.entries[name], name, self.reader, dims, partial(plan.dtype_of, name, tensor)
+            )
+        ]
+        return plan, sorted(jobs, key=lambda pair: -pair[1].planned[0].dtype.itemsize)
 
 
 def export_tensors(
@@ -163,8 +168,8 @@ def export_tensors(
     """
     writer = ExportWriter(folder, overwrite=overwrite)
     plan, jobs = held.plan(dtype)
-    held.expect(list(jobs))
-    planned = [tensor for job in jobs.values() for tensor in job.planned]
+    held.expect(list(dict.fromkeys(name for name, _ in jobs)))
+    planned = [tensor for _, job in jobs for tensor in job.planned]
     try:
         writer.begin()
         carried = [tensor for job in plan.copies for tensor in job.planned]
@@ -172,7 +177,7 @@ def export_tensors(
         counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
         shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
         try:
-            run(jobs.values(), shards, counted or (lambda count: None))
+            run([job for _, job in jobs], shards, counted or (lambda count: None))
         finally:
             shards.close()
         if counted:
@@ -193,6 +198,14 @@ def check_room(writer: ExportWriter, nbytes: int) -> None:
             f"{writer.target}: {size(nbytes)} are to be written and {size(free)} are free on the disk; "
             "make room, or give another folder"
         )
+
+
+def _most_common(parameters: Sequence[tuple[str, Tensor]]) -> torch.dtype:
+    """The dtype that most elements have."""
+    counts: Counter[torch.dtype] = Counter()
+    for _, parameter in parameters:
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0]
 
 
 def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
@@ -227,14 +240,22 @@ def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]
     return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
-def _by_width(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tuple[str, Tensor]]:
-    """As a ShardWriter wants them, and alike on all ranks that share them; without those that are copied."""
-    left = [(name, parameter) for name, parameter in parameters if name not in plan.copied]
-    return sorted(left, key=lambda pair: -plan.dtype_of(*pair).itemsize)
+def _by_width(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tuple[str, Tensor, int]]:
+    """As a ShardWriter wants them, and alike on all ranks that share them; without those that are copied.
+
+    Each comes with the bytes of an element that is written of it; again for parts of another width.
+    """
+    left = [
+        (name, parameter, width)
+        for name, parameter in parameters
+        if name not in plan.copied
+        for width in plan.widths(name, parameter)
+    ]
+    return sorted(left, key=lambda found: -found[2])
 
 
 def _write_parameters(
-    parameters: Sequence[tuple[str, Tensor]],
+    parameters: Sequence[tuple[str, Tensor, int]],
     plan: Plan,
     dims: Dims,
     shard: ShardInfo,
@@ -243,16 +264,16 @@ def _write_parameters(
     shard_bytes: int,
 ) -> list[Shard]:
     """Gather and write each parameter; a rank that cannot write still gathers, as the others wait for it."""
-    planned = [tensor for pair in parameters for tensor in _outputs(*pair, plan, dims, shard)]
+    planned = [tensor for one in parameters for tensor in _outputs(*one, plan, dims, shard)]
     shards = ShardWriter(folder, planned, rank=comm.rank, shard_bytes=shard_bytes)
     failure: UserError | None = None
-    for name, parameter in parameters:
+    for name, parameter, width in parameters:
         entry = plan.entries[name]
         if not _takes_part(entry, dims, shard):
             continue
         tensors = _stacked if entry.rule.stacked else _dense
         for hf_name, tensor in tensors(parameter.detach(), entry, dims, shard, comm):
-            if failure is None:
+            if failure is None and plan.dtype_of(name, parameter, hf_name).itemsize == width:
                 try:
                     shards.write(hf_name, [tensor])
                 except UserError as error:
@@ -272,8 +293,10 @@ def _takes_part(entry: Entry, dims: Dims, shard: ShardInfo) -> bool:
     return entry.rule.writes(dims) and (shard.edp_rank if entry.rule.stacked else shard.dp_rank) == 0
 
 
-def _outputs(name: str, parameter: Tensor, plan: Plan, dims: Dims, shard: ShardInfo) -> list[Planned]:
-    """What of a parameter this rank writes."""
+def _outputs(
+    name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, shard: ShardInfo
+) -> list[Planned]:
+    """What of a parameter this rank writes in elements of `width` bytes."""
     entry = plan.entries[name]
     stacked, per_expert = entry.rule.stacked, entry.layout.per_expert
     first = shard.etp_rank == 0 and (per_expert or shard.ep_rank == 0) if stacked else shard.tp_rank == 0
@@ -285,8 +308,8 @@ def _outputs(name: str, parameter: Tensor, plan: Plan, dims: Dims, shard: ShardI
         count = parameter.shape[0]
         start = shard.ep_rank * count
         mine = [name for expert in range(start, start + count) for name in entry.hf_names(expert)]
-    dtype = plan.dtype_of(name, parameter)
-    return [Planned(hf_name, shapes[hf_name], dtype) for hf_name in mine]
+    planned = [Planned(hf_name, shapes[hf_name], plan.dtype_of(name, parameter, hf_name)) for hf_name in mine]
+    return [tensor for tensor in planned if tensor.dtype.itemsize == width]
 
 
 def _write_copies(plan: Plan, folder: Path, shard_bytes: int) -> list[Shard]:

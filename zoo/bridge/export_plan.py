@@ -17,7 +17,7 @@ from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.load import grow_vocabulary
 from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.native import CARRIED, in_layouts, native, read_layouts
+from zoo.bridge.native import CARRIED, in_layouts, native, published_dtypes, read_layouts
 from zoo.bridge.streams import Job, by_width, carried, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
@@ -37,6 +37,9 @@ class Source:
     dims: Dims
     folder: Path
     layouts: Mapping[str, str] = field(default_factory=dict)  # what zoo's own weights record of them
+    dtypes: Mapping[str, torch.dtype] = field(
+        default_factory=dict
+    )  # of published tensors, where zoo's has another
 
     @classmethod
     def open(
@@ -50,16 +53,27 @@ class Source:
         own = place.kind == "zoo"
         table, layouts = (native(bridge), read_layouts(place.folder)) if own else (bridge, {})
         reader = SafetensorsFolder(place.weights)
+        dtypes = published_dtypes(place.folder) if own else {}
         resolution = table.resolve(reader.names(), zoo_names, dims)
         grow_vocabulary(reader, resolution, table, dims, place.grown_from)
-        return cls(place.files, reader, resolution, bridge, dims, place.folder, layouts)
+        return cls(place.files, reader, resolution, bridge, dims, place.folder, layouts, dtypes)
 
-    def dtype_of(self, zoo_name: str) -> torch.dtype:
-        """The dtype the tensor has."""
+    def dtype_of(self, zoo_name: str, published: str = "") -> torch.dtype:
+        """The dtype that a tensor has, or the `published` one that is a part of it."""
+        if published in self.dtypes:
+            return self.dtypes[published]
         entry = self.resolution.entries.get(zoo_name)
+        if entry is not None and published in self.resolution.source:
+            return self.reader.dtype(self.resolution.source[published])
         if entry is None:  # a new head, in the dtype of the others
             entry = next(iter(self.resolution.entries.values()))
         return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
+
+    def _to_hf(self, entry: Entry, name: str) -> list[Job]:
+        """The published tensors of one that stands here under zoo's name, as `name`."""
+        return to_hf(
+            entry, name, self.reader, self.dims, lambda part: self.dtypes.get(part, self.reader.dtype(name))
+        )
 
     def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
         """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
@@ -73,7 +87,7 @@ class Source:
             if target.startswith(CARRIED):
                 target = target.removeprefix(CARRIED)
             elif (entry := self._native_entry(target)) is not None:
-                jobs.append(to_hf(entry, name, self.reader, self.dims, None))
+                jobs += self._to_hf(entry, name)
                 continue
             jobs.append(carried(name, self.reader, target, to_zoo=False))
         for name in frozen if dtype is None else ():
@@ -99,7 +113,7 @@ class Source:
         if not wanted.rule.writes(self.dims):
             return []
         if entry.layout.patterns == (entry.rule.zoo,):
-            return [to_hf(wanted, self.resolution.source[entry.hf_names()[0]], self.reader, self.dims, None)]
+            return self._to_hf(wanted, self.resolution.source[entry.hf_names()[0]])
         if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
             return []
         names = entry.layout.all_names(entry.binding, self.dims.experts)
@@ -124,12 +138,18 @@ class Plan:
     dtype: torch.dtype | None
     copies: Sequence[Job] = field(default=())  # from the source, by rank 0
     copied: frozenset[str] = frozenset()  # zoo names among them
+    experts: int = 0  # of a layer
 
-    def dtype_of(self, zoo_name: str, parameter: Tensor) -> torch.dtype:
-        """The dtype a tensor is written in."""
+    def dtype_of(self, zoo_name: str, parameter: Tensor, published: str = "") -> torch.dtype:
+        """The dtype that a tensor is written in, or the `published` one that is a part of it."""
         if self.dtype is not None:
             return self.dtype
-        return parameter.dtype if self.source is None else self.source.dtype_of(zoo_name)
+        return parameter.dtype if self.source is None else self.source.dtype_of(zoo_name, published)
+
+    def widths(self, zoo_name: str, parameter: Tensor) -> list[int]:
+        """Bytes of an element of the published tensors of one, the largest first; nearly always they are alike."""
+        names = self.entries[zoo_name].layout.all_names(self.entries[zoo_name].binding, self.experts)
+        return sorted({self.dtype_of(zoo_name, parameter, name).itemsize for name in names}, reverse=True)
 
 
 def make_plan(
@@ -160,7 +180,7 @@ def make_plan(
         plain = _of_scores(plain)
     if stated is not None:
         plain = with_dtype(plain, stated)
-    return Plan(entries, names, plain, source, dtype, copies, frozenset(kept))
+    return Plan(entries, names, plain, source, dtype, copies, frozenset(kept), dims.experts)
 
 
 def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:

@@ -27,10 +27,12 @@ class ExportedTensors:
         """Raises BridgeError for tensors that do not fit, UserError where the source is broken."""
         plan, jobs = held.plan()
         self.config: dict[str, Any] = plan.config
-        held.expect(sorted(jobs))  # as zoo's names are gone through
+        held.expect(sorted({name for name, _ in jobs}))  # as zoo's names are gone through
         self._source = plan.source
         self._of: dict[str, tuple[Job, Planned]] = {
-            planned.name: (job, planned) for job in (*jobs.values(), *plan.copies) for planned in job.planned
+            planned.name: (job, planned)
+            for job in (*(job for _, job in jobs), *plan.copies)
+            for planned in job.planned
         }
         self._made: dict[str, Tensor] = {}
 

@@ -1,6 +1,7 @@
 """zoo's own weights on disk: safetensors under zoo's names, whole tensors, which any parallel layout cuts its parts from.
 
-    FOLDER/zoo.json     format, family, the layouts that exports keep, and what a conversion was allowed to leave out
+    FOLDER/zoo.json     format, family, the layouts that exports keep, what a conversion was allowed to leave out, and dtypes
+                        of published tensors that share one of zoo's with wider ones
     FOLDER/hf/          config.json and the files of tokenizer and processor, as Hugging Face has them
     FOLDER/weights/     model.safetensors, or its shards and their index; `carried.<published name>` is not trained
     FOLDER/zoo_files.json   what was written, with the checksums of the weights (XXH3)
@@ -16,7 +17,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.bridge.files.headers import CheckpointError
+import torch
+
+from zoo.bridge.files.headers import DTYPES, CheckpointError
 from zoo.bridge.files.record import SumCheck, check
 from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Bridge, Entry
@@ -61,6 +64,12 @@ def in_layouts(
         return {name: entry.stored_as(layouts.get(name)) for name, entry in entries.items()}
     except ValueError as error:
         raise CheckpointError(f"{Path(folder) / ABOUT}: {error}; was it written by another zoo?") from None
+
+
+def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
+    """Dtypes of published tensors, by name, that differ from those of zoo's tensors that they are parts of."""
+    named = read_about(folder).get("dtypes")
+    return {name: DTYPES[dtype] for name, dtype in named.items()} if isinstance(named, dict) else {}
 
 
 def check_sums(folder: Path, comm: Comm) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from queue import Empty, Queue
 from typing import Any, Protocol
 
@@ -161,9 +161,14 @@ def of_expert(entry: Entry, expert: int, source: Mapping[str, str], reader: Read
     return [reader.read(name, expert, expert + 1)[0] for name in names]
 
 
-def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype: torch.dtype | None) -> Job:
-    """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`."""
-    shape, stored = reader.shape(zoo_name), dtype or reader.dtype(zoo_name)
+def to_hf(
+    entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Callable[[str], torch.dtype]
+) -> list[Job]:
+    """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`: a job for each width of their dtypes.
+
+    `dtype_of` says which dtype each published tensor is written in.
+    """
+    shape = reader.shape(zoo_name)
     transform, names = entry.layout.transform, entry.layout.all_names(entry.binding, dims.experts)
     shapes = entry.hf_shapes(shape, dims)
 
@@ -193,7 +198,19 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype: torch.
             for which, name in enumerate(names):
                 yield name, part_of_each(which)
 
-    return Job(tuple(Planned(name, shapes[name], stored) for name in names), make)
+    by_width: dict[int, list[Planned]] = {}
+    for name in names:
+        planned = Planned(name, shapes[name], dtype_of(name))
+        by_width.setdefault(planned.dtype.itemsize, []).append(planned)
+    if len(by_width) == 1:
+        return [Job(tuple(planned), make) for planned in by_width.values()]
+    return [Job(tuple(planned), partial(_some, make, planned)) for planned in by_width.values()]
+
+
+def _some(make: Callable[[], Made], planned: list[Planned]) -> Made:
+    """Those of a job's tensors that are planned."""
+    wanted = {one.name for one in planned}
+    return ((name, pieces) for name, pieces in make() if name in wanted)
 
 
 def carried(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:

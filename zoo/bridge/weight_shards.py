@@ -51,13 +51,17 @@ def weight_shards(
         entry = plan.entries[name]
         if not entry.rule.writes(dims):
             continue
-        held, dtype = local(name, parameter.detach()), plan.dtype_of(name, parameter)
+        held = local(name, parameter.detach())
+
+        def written(one: WeightShard, name: str = name, like: Tensor = parameter) -> WeightShard:
+            return replace(one, tensor=one.tensor.to(plan.dtype_of(name, like, one.name)))
+
         if not entry.rule.stacked:
-            yield from _blocks(entry, held.to(dtype), dims, info)
+            yield from map(written, _blocks(entry, held, dims, info))
             continue
         for index, expert in enumerate(held):
             number = info.ep_rank * len(held) + index
-            for one in _blocks(entry, expert.to(dtype), dims, info, number):
+            for one in map(written, _blocks(entry, expert, dims, info, number)):
                 if entry.layout.per_expert:
                     yield one
                 else:

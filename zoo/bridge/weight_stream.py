@@ -206,10 +206,13 @@ class WeightStream:
         self, piece: Piece, ranks: Tensor, whole: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         entry, kind = piece.entry, piece.entry.rule.shard_for(self.dims)
-        dtype = self.plan.dtype_of(entry.zoo, torch.empty(0, dtype=piece.dtype))
+
+        def dtype_of(name: str) -> torch.dtype:
+            return self.plan.dtype_of(entry.zoo, torch.empty(0, dtype=piece.dtype), name)
+
         if piece.expert is None:
             parts = entry.layout.transform.to_hf(_joined(ranks, kind), self.dims)
-            yield from _named(entry.hf_names(), parts, dtype)
+            yield from _named(entry.hf_names(), parts, dtype_of)
             return
         etp, ep = self.shard.etp_size, self.shard.ep_size
         local = self.dims.experts // ep
@@ -217,11 +220,12 @@ class WeightStream:
             expert = rank * local + piece.expert
             parts = entry.layout.transform.to_hf(_joined(shares, kind), self.dims)
             if entry.layout.per_expert:
-                yield from _named(entry.hf_names(expert), parts, dtype)
+                yield from _named(entry.hf_names(expert), parts, dtype_of)
                 continue
             for name, part in zip(entry.hf_names(), parts, strict=True):
                 if name not in whole:
-                    whole[name] = torch.empty(self.dims.experts, *part.shape, dtype=dtype, device=part.device)
+                    shape, dtype = (self.dims.experts, *part.shape), dtype_of(name)
+                    whole[name] = torch.empty(shape, dtype=dtype, device=part.device)
                 whole[name][expert] = part
         if not entry.layout.per_expert and piece.expert == local - 1:
             yield from ((name, whole.pop(name)) for name in entry.hf_names())
@@ -236,6 +240,8 @@ def _joined(ranks: Tensor, kind: Any) -> Tensor:
     return join(list(ranks), kind)
 
 
-def _named(names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _named(
+    names: Sequence[str], parts: Sequence[Tensor], dtype_of: Callable[[str], torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
     for name, part in zip(names, parts, strict=True):
-        yield name, part.to(dtype).contiguous()
+        yield name, part.to(dtype_of(name)).contiguous()

@@ -56,6 +56,7 @@ from zoo.nn.inputs import (
     put_rows,
 )
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
+from zoo.nn.wide import as_held
 
 
 class MultimodalModel(LanguageModule):
@@ -174,20 +175,19 @@ class MultimodalModel(LanguageModule):
         """Tower outputs by tower name; towers without media in this batch are left out."""
         raise NotImplementedError
 
+    @as_held()
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """As megatron-core's, which expects a vocabulary's head; vocabularies have their own sizes, without padding."""
-        about = (prefix, sharded_offsets, metadata)
-        found: dict[str, Any] = (
-            super(LanguageModule, self).sharded_state_dict(*about)
-            if self.scores
-            else super().sharded_state_dict(*about)
-        )
+        parent: Any = super(LanguageModule, self) if self.scores else super()
+        found: dict[str, Any] = parent.sharded_state_dict(prefix, sharded_offsets, metadata)
         for entry in found.values():
             if getattr(entry, "allow_shape_mismatch", False):  # embedding and head
                 entry.global_shape = (self.vocab_size, *entry.global_shape[1:])
         return found
+
+    shared_embedding_or_output_weight = as_held()(LanguageModule.shared_embedding_or_output_weight)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """mcore's schedules hand over what the previous stage sent."""
@@ -359,9 +359,8 @@ class MultimodalModel(LanguageModule):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight().to(hidden.dtype) if tied else None
         states = hidden.reshape(-1, hidden.shape[-1])
         if targets is None:
             states = hidden if rows is None else states.index_select(0, rows)

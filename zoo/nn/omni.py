@@ -20,6 +20,6 @@ class OmniModel(VisionLanguageModel):
         """Images, then videos, through the vision tower in one call; audio clips through the audio tower."""
         encoded = super().encode(media)
         if "input_features" in media:
-            features = media["input_features"].to(self.audio.dtype)  # (frames, mel)
+            features = media["input_features"].to(self.config.params_dtype)  # (frames, mel)
             encoded["audio"] = Encoded(self.audio(features, media["feature_lens"].tolist()))
         return encoded

@@ -77,6 +77,11 @@ def gated_delta_net(zoo: str, hf: str, projections: tuple[tuple[str, ...], Trans
     )
 
 
+def in_fp32(zoo: str) -> tuple[str, ...]:
+    """Parameters of linear attention that are published in fp32, in zoo's names."""
+    return f"{zoo}.A_log", f"{zoo}.out_norm.weight"
+
+
 def gated_layer(
     zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
 ) -> tuple[Rule, ...]:

@@ -118,6 +118,9 @@ class Bridge:
     dialects: tuple[
         Mapping[str, str], ...
     ] = ()  # other naming schemes that are read: their prefix -> published
+    fp32: tuple[
+        str, ...
+    ] = ()  # zoo's patterns of parameters that the family publishes in fp32, beside others in half precision
     export_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
     fresh_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
@@ -143,6 +146,20 @@ class Bridge:
             if match := regex.fullmatch(hf_name):
                 return found.zoo.format(**match.groupdict())
         return None
+
+    def zoo_names(self, hf_names: Collection[str]) -> dict[str, list[str]]:
+        """A checkpoint's names -> the zoo tensors that each may be a part of; without what zoo carries along, and without unknown ones."""
+        source, _ = self._translate(hf_names)
+        found = {
+            actual: [
+                rule.zoo.format(**match.groupdict())
+                for regex, rule in self._hf_regex
+                if (match := regex.fullmatch(name))
+            ]
+            for name, actual in source.items()
+            if not self.is_carried(name)
+        }
+        return {actual: names for actual, names in found.items() if names}
 
     def in_memory(self, hf_name: str, config: Mapping[str, Any]) -> str:
         """The name that a published one has in transformers' model of that config.json."""

@@ -41,11 +41,12 @@ def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
     return {"family": recipe.model.family, "arch": arch, **adapters}
 
 
-def origin(recipe: Recipe, source: Place | None) -> dict[str, Any]:
+def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[str, Any]:
     """What else an export of a checkpoint needs to know: where tensors that are not trained lie, and what was built.
 
     Args:
         source: what the weights came from, as the run's `Assembly` has it.
+        fp32: parameters that a model in half precision holds in fp32, as the `Assembly` has them.
     """
     init = recipe.model.init
     place = look(init)
@@ -53,6 +54,7 @@ def origin(recipe: Recipe, source: Place | None) -> dict[str, Any]:
         "init": str(place.folder.absolute()) if place else init,
         "mtp_loss": recipe.train.mtp_loss,
         **({"grown_from": source.grown_from} if source is not None and source.grown_from else {}),
+        "fp32": list(fp32),
         **({"lora": settings_of(recipe)} if recipe.lora.rank else {}),
     }
 

@@ -57,7 +57,7 @@ class Checkpoints:
             "step": step,
             **asdict(counts),
             "model": sharded.describe(self.recipe, self.parts.assembly.config.hf),
-            "weights": sharded.origin(self.recipe, self.parts.assembly.source),
+            "weights": sharded.origin(self.recipe, self.parts.assembly.source, self.parts.assembly.fp32),
             "ranks": self.world.size,
             "scheduler": trainable.scheduler.state_dict(),
             "optimizer": True,

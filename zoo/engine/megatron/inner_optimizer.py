@@ -31,7 +31,21 @@ def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callab
         mock.patch.object(module, "Adam", inner),
         mock.patch.object(module, "USING_PYTORCH_OPTIMIZER", False),
     ):
-        return make()
+        made = make()
+    for one in made.chained_optimizers:
+        if not one.is_stub_optimizer:
+            _find_places(one)
+    return made
+
+
+def _find_places(one: Any) -> None:
+    """Correct the place of each parameter among those of the inner optimizer's group: fp32 ones stand before the others there.
+
+    megatron-core counts them as they come, so where dtypes are mixed it takes one parameter's state for another's.
+    """
+    for group, kinds in enumerate(zip(one.model_fp32_groups, one.model_float16_groups, strict=True)):
+        for place, parameter in enumerate(parameter for kind in kinds for parameter in kind):
+            one.model_param_group_index_map[parameter] = group, place
 
 
 @dataclass(frozen=True)

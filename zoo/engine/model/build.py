@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
 from zoo.bridge.files.side_files import GENERATION, write_generation_config
-from zoo.bridge.parallel import model_parameters
+from zoo.bridge.parallel import default_comm, model_parameters, together
+from zoo.bridge.wide import Patterns, among, stored_in_fp32
 from zoo.config.checks.engine import uses_transformer_engine
-from zoo.config.locate import Place, locate, look
+from zoo.config.locate import STATE, Place, locate, look
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import agreed
@@ -26,8 +28,10 @@ from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.engine.model.served_processor import ServedProcessor
 from zoo.engine.model.vocabulary import with_rows_for_all
 from zoo.errors import UserError
+from zoo.files import read_object
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
+from zoo.nn.wide import hold_in_fp32
 from zoo.registry import ModelFamily, get_family
 from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss, PreferenceLoss
@@ -48,6 +52,19 @@ class Assembly:
     def served(self) -> ServedProcessor:
         """What an export carries of the processor: it reads rows as the run does."""
         return ServedProcessor(self.processor, self.settings)
+
+    @cached_property
+    def fp32(self) -> Patterns:
+        """Parameters that a model in half precision holds in fp32: as the weights have them, or as the family publishes them."""
+        bridge, source = self.family.load("bridge"), self.source
+        if source is None:
+            return tuple(bridge.fp32)
+        if source.kind == "run":
+            about = read_object(source.folder / STATE).get("weights")
+            return tuple(about.get("fp32", ())) if isinstance(about, dict) else ()
+        return stored_in_fp32(
+            bridge, source.weights, native=source.kind == "zoo", tied=bool(self.config.tied)
+        )
 
     def save_files(self, folder: Path) -> None:
         """Write config.json, the processor's files and generation_config.json."""
@@ -186,9 +203,22 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
         )
         with _drawing(undrawn, world.device, recipe.run.seed):
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
-    if recipe.engine.precision == "bf16":
-        return [Float16Module(chunk.config, chunk) for chunk in chunks]
+    fp32 = together(default_comm(), lambda: assembly.fp32)
+    if recipe.engine.precision != "bf16":
+        return chunks
+    chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    _widen(chunks, fp32, recipe)
     return chunks
+
+
+def _widen(chunks: Sequence[Any], fp32: Patterns, recipe: Recipe) -> None:
+    """Hold parameters in fp32, but for matrices that are held in FP8 once they are loaded."""
+    parameters = dict(model_parameters(chunks))
+    wide = [(name, parameters[name]) for name in among(fp32, parameters)]
+    if recipe.lora.base_dtype == "fp8":
+        wide = [(name, one) for name, one in wide if one.ndim < 2 or not name.startswith("decoder.layers.")]
+    for chunk in chunks:
+        hold_in_fp32(chunk, [one for _, one in wide])
 
 
 def _drawing(loaded: bool, device: torch.device, seed: int) -> AbstractContextManager[Any]:

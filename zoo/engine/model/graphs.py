@@ -73,7 +73,7 @@ def _captured(name: str, missing: str | None) -> bool:
 
 def _missing_in_decoder(decoder: Any) -> str | None:
     """The kernel for packed rows that a decoder on a GPU has to do without."""
-    config, weight = decoder.config, next(decoder.parameters())
+    config, weight = decoder.config, next(decoder.parameters()).detach().to(decoder.config.params_dtype)
     if not weight.is_cuda:
         return None
     mixers = [layer.self_attention for layer in decoder.layers]
@@ -90,7 +90,7 @@ def _missing_in_tower(tower: Any) -> str | None:
     windows, block = _windows(tower), tower.blocks[0]
     if any(windows) and windows[0] is None:
         return "its first layer attends within frames, and how many windows come behind it can't be told by these"
-    weight = block.norm1.weight
+    weight = block.norm1.weight.detach().to(block.attn.qkv.weight.dtype)
     return _missing_attention(weight, len(weight) // block.attn.num_heads) if weight.is_cuda else None
 
 

@@ -146,7 +146,8 @@ def share_out(optimizer: Any, chunks: Sequence[Any], family: ModelFamily, dims: 
             own = (info.on(axis)[0] if axis else 0, one.data_parallel_group.rank())
             dist.all_gather_object(places, own, group=group)
             shards = {index: held[p] for index, p in enumerate(by_axis[axis]) if p in held}
-            exchange = Exchange(group, places, list(by_axis[axis].values()), next(iter(by_axis[axis])))
+            narrowest = min(by_axis[axis], key=lambda one: one.dtype.itemsize)
+            exchange = Exchange(group, places, list(by_axis[axis].values()), narrowest)
             one.optimizer.take(exchange, shards)
 
 

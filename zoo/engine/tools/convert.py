@@ -13,23 +13,26 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge import Dims, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import check_room
 from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
-from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
+from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, DTYPE_NAMES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
+from zoo.bridge.mapping.table import Entry
 from zoo.bridge.native import (
     CARRIED,
     FORMAT,
     in_layouts,
     layouts_of,
     native,
+    published_dtypes,
     read_about,
     read_layouts,
     sums_while_reading,
@@ -68,6 +71,9 @@ class Conversion:
     layouts: Mapping[str, str] = field(default_factory=dict)  # `zoo.bridge.native.layouts_of` what is read
     check_source: Callable[[], None] = lambda: None  # raises where the source is damaged; called at the end
     card: str | None = None  # text of its README.md
+    dtypes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of published tensors that share a tensor of zoo's with wider ones
 
     @property
     def planned(self) -> list[Planned]:
@@ -189,6 +195,7 @@ def _plan_zoo(
     about = {
         "format": FORMAT,
         "family": plan.family.name,
+        "dtypes": dict(conversion.dtypes),
         "allow": list(allow),
         "allowed": list(conversion.allowed),
         "source": name,
@@ -266,8 +273,20 @@ def to_zoo_jobs(
         if not (plan.dims.tied and entries[name].rule.tied_to)
     ]
     names = {actual: published for published, actual in resolution.source.items()}
-    jobs += [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
-    return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()))
+    carry = [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
+    dtypes = {
+        published: DTYPE_NAMES[found]
+        for job in jobs
+        for published in _parts(entries[job.planned[0].name], plan.dims)
+        if (found := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
+    }
+    jobs += carry
+    return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()), dtypes=dtypes)
+
+
+def _parts(entry: Entry, dims: Dims) -> list[str]:
+    """The published tensors that one of zoo's is made of."""
+    return entry.layout.all_names(entry.binding, dims.experts)
 
 
 def to_hf_jobs(
@@ -277,16 +296,22 @@ def to_hf_jobs(
     dtype: torch.dtype | None,
     allow: Sequence[str] = (),
 ) -> Conversion:
-    """How each of zoo's own tensors in a folder becomes the published ones, in the layouts that the folder records."""
+    """How each of zoo's own tensors in a folder becomes the published ones, in the layouts and dtypes that the folder records."""
+    dtypes = published_dtypes(folder)
     resolution = native(plan.bridge).resolve(reader.names(), plan.parameters, plan.dims, allow)
     there = [(name, plan.parameters[name]) for name in resolution.entries]
     fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
     published = in_layouts(plan.bridge.publish(resolution.entries), read_layouts(folder), folder)
     plan.bridge.published_names(published.values(), plan.dims)
+
+    def written(name: str, part: str) -> torch.dtype:
+        return dtype or dtypes.get(part, reader.dtype(name))
+
     jobs = [
-        to_hf(entry, name, reader, plan.dims, dtype)
+        job
         for name, entry in published.items()
         if entry.rule.writes(plan.dims)
+        for job in to_hf(entry, name, reader, plan.dims, partial(written, name))
     ]
     jobs += [carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried]
     return Conversion(by_width(jobs), resolution.allowed)

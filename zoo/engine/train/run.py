@@ -345,7 +345,7 @@ class Run:
             "callbacks": self.callbacks.state_dict(),
             "known_rows": self.rows.known,
             "model": self.description,
-            "weights": sharded.origin(self.recipe, self.assembly.source),
+            "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
         }
         self._note_saved(self.saver.start(self.trainable, state))
         if wait:

@@ -83,8 +83,9 @@ class Adapter(torch.nn.Module, ABC):
     def _add(
         self, name: str, weight: Tensor, shape: tuple[int, ...], cut: Cut, *, sequence_parallel: bool = False
     ) -> None:
-        """A parameter of zeros, shared as `cut` says, of the weight's dtype and reduced as its gradient would be."""
-        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        """A parameter of zeros, shared as `cut` says, in the dtype of its products and reduced as its gradient would be."""
+        dtype = getattr(weight, "read_as", weight.dtype)  # one of fp32 may be multiplied in half precision
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device))
         for mark in ("allreduce", "average_gradients_across_tp_domain"):
             if hasattr(weight, mark):
                 setattr(parameter, mark, getattr(weight, mark))

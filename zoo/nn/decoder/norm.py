@@ -22,6 +22,8 @@ class RMSNorm(torch.nn.Module):
     Zero-centred (layernorm_zero_centered_gamma), the weight is what is added to 1.
     """
 
+    fp32_parameters = ("weight",)
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
@@ -36,8 +38,11 @@ class RMSNorm(torch.nn.Module):
             from zoo.nn.kernels.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.zero_centered)
-        if self.zero_centered:  # in fp32: 1 + weight has too few digits in bf16
-            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        if (
+            self.zero_centered or self.weight.dtype != x.dtype
+        ):  # in fp32: 1 + weight has too few digits in bf16
+            weight = self.weight.float() + (1.0 if self.zero_centered else 0.0)
+            return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

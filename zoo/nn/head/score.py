@@ -15,6 +15,8 @@ class ScoreHead(torch.nn.Module):
     Every tensor-parallel rank has it whole and computes the same.
     """
 
+    fp32_parameters = ("weight",)
+
     def __init__(self, config: Any) -> None:
         """`config`: megatron-core's of the decoder; the weight is normal with its init_method_std."""
         super().__init__()

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +282,32 @@ def test_experts_one_by_one() -> None:
     SequentialMLP.forward(experts, torch.rand(6, 8), torch.tensor([1, 2, 3]), torch.rand(6))
     if called != [1, 2, 3]:
         remove_me("experts-one-by-one")
+
+
+def test_mixed_dtypes_swap_states() -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from zoo.engine.megatron import inner_optimizer
+    from zoo.engine.optimizer.adamw import AdamW
+
+    def swapped(zoo: bool) -> bool:
+        with single_process_world():
+            config, sharded = mcore_config(), DistributedDataParallelConfig(use_distributed_optimizer=True)
+            model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(4, 3)]).bfloat16()
+            model[1].float()
+            ddp = DistributedDataParallel(config, sharded, model)
+            adam = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, use_distributed_optimizer=True)
+            make = partial(get_megatron_optimizer, adam, [ddp], use_gloo_process_groups=False)
+            optimizer = inner_optimizer.build(adam, AdamW, make) if zoo else make()
+            (one,) = optimizer.chained_optimizers
+            return any(
+                held.part.numel() != held.parameter.numel() for held in inner_optimizer.held_ranges(one)
+            )
+
+    if not swapped(zoo=False):
+        remove_me("mixed-dtypes-swap-states")
+    assert not swapped(zoo=True)
 
 
 def test_ddp_is_never_freed() -> None:

@@ -1,4 +1,4 @@
-"""Shims are applied, kept, left out and refused as compat.py says, and every fault that it names has a test and a row in the docs."""
+"""Shims are applied, kept, left out and refused as compat.py says, and every fault that it and avoided.py name has a test and a row in the docs."""
 
 import inspect
 import re
@@ -14,6 +14,7 @@ from packaging.version import Version
 from support.megatron_faults import shim
 
 from zoo.engine.megatron import compat
+from zoo.engine.megatron.avoided import AVOIDED, Avoided
 from zoo.errors import UserError
 
 REPO = Path(__file__).parents[4]
@@ -21,21 +22,21 @@ REPO = Path(__file__).parents[4]
 
 def test_every_fault_has_a_test_and_a_file_that_is_there() -> None:
     here = Path(__file__).parent
-    tests = {compat.Shim: here / "test_shimmed_faults.py", compat.Avoided: here / "test_avoided_faults.py"}
-    for fault in (*compat.SHIMS, *compat.AVOIDED):
+    tests = {compat.Shim: here / "test_shimmed_faults.py", Avoided: here / "test_avoided_faults.py"}
+    for fault in (*compat.SHIMS, *AVOIDED):
         test = f"def test_{fault.name.replace('-', '_')}("
         assert test in tests[type(fault)].read_text(), f"{fault.name}: its test is missing"
         known = Version(version("megatron-core")) <= Version(fault.last_broken)
         assert known, f"{fault.name}: look whether this version has it, and say so or remove it"
-    for avoided in compat.AVOIDED:
+    for avoided in AVOIDED:
         files = re.findall(r"zoo/[\w/.]*\w", avoided.instead)
         assert files and all((REPO / file).exists() for file in files), avoided.instead
 
 
 def test_the_table_of_the_documentation_holds_every_fault() -> None:
     page = (REPO / "docs/megatron-faults.md").read_text()
-    for fault in (*compat.SHIMS, *compat.AVOIDED):
-        does = fault.instead if isinstance(fault, compat.Avoided) else "fixed by a shim"
+    for fault in (*compat.SHIMS, *AVOIDED):
+        does = fault.instead if isinstance(fault, Avoided) else "fixed by a shim"
         row = f"| {fault.name} | {fault.fault} | {does} |"
         assert row in page, f"docs/megatron-faults.md lacks the row\n{row}"
     assert page.count("| fixed by a shim |") == len(compat.SHIMS)

@@ -51,6 +51,8 @@ from zoo.packing.index import chunks, host_to_device, int64, offsets
 class GatedRMSNorm(torch.nn.Module):
     """rms_norm(x) * weight * silu(gate) over a head's width; the norm and the gate in fp32."""
 
+    fp32_parameters = ("weight",)
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
@@ -70,6 +72,8 @@ class GatedRMSNorm(torch.nn.Module):
 
 class GatedDeltaNet(McoreGatedDeltaNet):
     """Projection, causal convolution, gated delta rule, gated norm, projection. Input and output (T, B, hidden)."""
+
+    fp32_parameters = ("A_log", "dt_bias")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -70,6 +70,7 @@ class Router(TopKRouter):
     weights are read, saved and exported by parameters, megatron-core's buffer would be left out.
     """
 
+    fp32_parameters = ("weight", "bias", "expert_bias")
     expert_bias: Tensor | None
     router_replay: _Choice | None  # megatron-core's place for an object with this method
 
@@ -161,8 +162,9 @@ class Router(TopKRouter):
         Of fp32 values in fp32. megatron-core 0.19.2 hands them to Transformer Engine, wherever it is installed, and that
         rounds them to TF32 (10 bits) in both passes. bf16 values lose nothing in products of bf16 (`zoo.nn.decoder.experts.gating`).
         """
-        if input.dtype == torch.float32:
-            return F.linear(input, self.weight, self.bias)
+        if torch.float32 in (input.dtype, self.weight.dtype):
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(input.float(), self.weight.float(), bias)
         if input.dtype == self.weight.dtype == torch.bfloat16 and self.config.moe_router_dtype == "fp32":
             logits = logits_of(input.reshape(-1, input.shape[-1]), self.weight).view(*input.shape[:-1], -1)
             return logits if self.bias is None else logits + self.bias
