@@ -9,6 +9,8 @@ import json
 import math
 import os
 import stat
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +50,22 @@ def cache_folder(name: str) -> Path | None:
     """The folder of files that zoo can rebuild: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name); None without a home."""
     base = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return None if str(base).startswith("~") else base / "zoo" / name
+
+
+def file_clock(folder: Path) -> float:
+    """The time of a folder's file system, in seconds since 1970, by which its files are as old as they are.
+
+    Where no file can be made there: this machine's time.
+    """
+    path = folder / f".clock.{os.getpid()}.{threading.get_ident()}"
+    try:
+        with path.open("xb"):
+            return path.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def sync(path: Path) -> None:

@@ -145,7 +145,7 @@ def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint's state.json states; the number of its folder where that can't be read."""
     try:
         step = read_object(checkpoint / STATE)["step"]
-        if type(step) is int and step >= 0:
+        if type(step) is int and 0 <= step <= 10**15:
             return step
     except (UserError, KeyError):
         pass  # a damaged file, which the sums name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.compose import load_recipe
-from zoo.engine.report.result import read_summary, records
+from zoo.engine.report.result import records
 from zoo.engine.tools.status import RunStatus, read_status
 from zoo.errors import UserError
+from zoo.files import read_object
 
 _LARGEST = 1e30  # of a metric that is drawn
 _KEPT_EVENTS = 1000  # of each kind; what a page shows is far less
@@ -85,7 +85,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         seconds=None if first is None or last is None else last - first,
         recipe=_recipe(folder / "config.yaml"),
         environment=_json(folder / "env.json"),
-        summary=read_summary(folder) or {},
+        summary=_json(folder / "summary.json"),
     )
 
 
@@ -110,11 +110,11 @@ def _recipe(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """The object that a file holds; an empty one where it is not there or somebody has changed it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
-    except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+        return read_object(path)
+    except UserError:
+        return {}
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

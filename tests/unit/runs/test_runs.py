@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from zoo.cli.main import main
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.engine.report.loss_plot import plot_losses, smoothed
 from zoo.engine.report.result import TrainResult, losses_by_step
+from zoo.engine.tools.status import read_status
 from zoo.errors import UserError
 from zoo.runs.charts import Line, chart, lines_of, thinned
 from zoo.runs.history import Series, differences, read_run
@@ -265,12 +267,65 @@ def odd_lines(rng: random.Random) -> list[str]:
     return lines
 
 
+FILES = {  # of a run's folder -> what zoo writes there
+    "health.json": {
+        "time": 1e9, "every": 0.5, "writer": {"machine": "m", "pid": 1, "born": "5"},
+        "ranks": [{"rank": 0, "step": 1, "phase": "eval", "place": "", "waits_in": "", "phase_seconds": 1.0, "silent_seconds": 1.0, "stuck_seconds": 1.0}],
+    },
+    "run.lock": {"token": "t", "host": "h", "machine": "m", "boot": "b", "pid": 1, "born": "5", "time": 1e9},
+    "summary.json": {"steps": 3, "total_steps": 5, "metrics": {"loss": 1.0}, "interrupted": False},
+    "env.json": {"system": "s", "python": "3", "gpus": [], "packages": {}},
+    "checkpoints/.partial-iter_4/saving.json": {"step": 4, "bytes": 10, "time": 1e9, "copied_to": None},
+    "checkpoints/iter_2/state.json": {"step": 2, "model": {}},
+}  # fmt: skip
+
+
+def spoilt(rng: random.Random, content: Any) -> Any:
+    """A JSON value with one part that is anything, at any depth."""
+    if isinstance(content, dict) and content and rng.random() < 0.8:
+        key = rng.choice(list(content))
+        return {**content, key: spoilt(rng, content[key])}
+    if isinstance(content, list) and content and rng.random() < 0.8:
+        return [spoilt(rng, content[0]), *content[1:]]
+    return rng.choice(ODD)
+
+
+def test_odd_files_of_a_run_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A status, a list and a page, whatever the files of a run's folder hold; never a stranger's escape code."""
+    rng = random.Random(1)
+    folder = write_run(tmp_path / "run", steps=3)
+    texts = ["", "{", "[" * 5_000, "\x00\xff", '"x"', "[]", "3"]
+    for number in range(60):
+        for name, content in FILES.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if rng.random() < 0.3:
+                path.write_text(rng.choice(texts) if rng.random() < 0.3 else json.dumps(spoilt(rng, content)))
+            else:
+                path.write_text(json.dumps(content))
+        for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
+            assert main(arguments) == 0, (number, arguments)
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err and "Traceback" not in printed.err
+
+
+def test_a_run_whose_machine_has_another_clock(tmp_path: Path) -> None:
+    """Ages are those of the files: an hour between two clocks makes no run a stalled one."""
+    folder = write_run(tmp_path / "run", steps=3)
+    content = json.loads(json.dumps(FILES["health.json"]))
+    content["time"] = time.time() - 3600
+    (folder / "health.json").write_text(json.dumps(content))
+    status = read_status(folder)
+    assert status.state == "running" and status.health_age is not None and status.health_age < 60
+    assert status.last_step_age is not None and status.last_step_age < 60
+
+
 def test_odd_lines_of_a_log_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever stands in train.jsonl, whoever wrote it: a status, a list, a page, a plot; no escape code on the terminal."""
     rng = random.Random(0)
     folder = tmp_path / "run"
     folder.mkdir()
-    for number in range(150):
+    for number in range(60):
         (folder / "train.jsonl").write_text("\n".join(odd_lines(rng)) + "\n")
         for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
             assert main(arguments) == 0, number

@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.errors import part_of, size
-from zoo.files import write_atomically
+from zoo.engine.report.fields import conforms, is_count
+from zoo.errors import UserError, part_of, size
+from zoo.files import file_clock, read_object, write_atomically
 
 PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
 FILE = "saving.json"
@@ -54,13 +55,17 @@ def saving(run_dir: Path) -> Saving | None:
     """The save that a run is writing, or that it was writing when it was killed; None where there is none."""
     for path in sorted(run_dir.glob(f"checkpoints/{PARTIAL}iter_*/{FILE}")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_object(path)
+            if not conforms(content, {"step": is_count, "bytes": is_count}, ("step", "bytes")):
+                continue
             into = content.get("copied_to")
+            into = into if isinstance(into, str) and Path(into).name == into else None
             with os.scandir(path.parent.with_name(into) if into else path.parent) as entries:
                 written = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".bin"))
-            seconds = max(0.0, time.time() - float(content["time"]))
-            total = int(content["bytes"])
-            return Saving(int(content["step"]), min(written, total), total, seconds, bool(into))
-        except (OSError, ValueError, KeyError, TypeError):  # it has just ended
+            seconds = max(0.0, file_clock(path.parent) - path.stat().st_mtime)
+            return Saving(
+                content["step"], min(written, content["bytes"]), content["bytes"], seconds, bool(into)
+            )
+        except (OSError, UserError):  # it has just ended, or somebody else wrote there
             continue
     return None

@@ -6,8 +6,9 @@ model's description lie beside them in `state.json`. This file reads them; `zoo.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,16 @@ from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters, settings_of
 from zoo.engine.report import terminal
+from zoo.engine.report.fields import Check, conforms, is_count, is_text
 from zoo.errors import UserError
+from zoo.files import read_object
+
+_LONGEST_STATE = 2**28  # bytes of a state.json, which has the position in the data
+_STATE_FIELDS: dict[str, Check] = {
+    "step": is_count, "total_steps": is_count, "ranks": is_count, "train_steps": is_count, "updates": is_count,
+    "model": lambda value: isinstance(value, dict), "data": lambda value: isinstance(value, dict),
+    "bad_steps": lambda value: isinstance(value, dict), "callbacks": lambda value: isinstance(value, dict),
+}  # fmt: skip
 
 
 def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
@@ -61,10 +71,10 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[st
 
 def read_origin(run: Place) -> dict[str, Any]:
     """`origin` of a run's checkpoint."""
-    weights = json.loads((run.folder / STATE).read_text(encoding="utf-8")).get("weights")
-    if weights is None:
+    weights = read_object(run.folder / STATE, most=_LONGEST_STATE).get("weights")
+    if not conforms(weights, {"init": is_text}, ("init",)):
         raise UserError(
-            f"{run.folder}: its {STATE} is of an earlier zoo, which exported at the end of a run alone"
+            f"{run.folder}: its {STATE} does not say what the weights came from, as a run's does; take another checkpoint"
         )
     return weights
 
@@ -83,9 +93,29 @@ def started_from(run: Place) -> Place | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    """`state.json` of a checkpoint.
+
+    Raises:
+        UserError: it is not what a run writes there.
+    """
+    path = checkpoint / STATE
+    state = read_object(path, most=_LONGEST_STATE)
+    if not conforms(state, _STATE_FIELDS, ("step", "model")):
+        raise UserError(f"{path} is not what a run saves; take another checkpoint")
     return state
+
+
+@contextlib.contextmanager
+def using_state() -> Iterator[None]:
+    """What a run takes from a checkpoint's state.json inside the block that is not of the form it has saved is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"the checkpoint's {STATE} is not what a run saves ({type(error).__name__}: {error}); take another checkpoint"
+        ) from error
 
 
 def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
+from zoo.engine.report.fields import (
+    Check,
+    are_counts,
+    are_scores,
+    conforms,
+    is_count,
+    is_measure,
+    is_number,
+    is_text,
+    is_time,
+)
 from zoo.errors import UserError
 from zoo.files import read_object
 
@@ -63,7 +74,12 @@ class TrainResult:
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """`summary.json` of a run folder; None where no run has ended."""
     file = Path(run_dir) / "summary.json"
-    return read_object(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    summary = read_object(file)
+    if not conforms(summary, _SUMMARY):
+        raise UserError(f"{file} is not what a run writes; remove it, and the same command writes it again")
+    return summary
 
 
 def was_completed(run_dir: str | Path, steps: int, export: bool) -> bool:
@@ -109,49 +125,19 @@ def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _is_record(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and "step" in record
-        and ("event" in record or "loss" in record)
-        and all(is_valid(record[key]) for key, is_valid in _FIELDS.items() if key in record)
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 10**15
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
-
-
-def _is_measure(value: Any) -> bool:
-    return value is None or _is_number(value)  # JSON has null for a number that is not finite
-
-
-def _is_time(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 2**32  # seconds since 1970
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _are_scores(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(scores, dict) and all(map(_is_measure, scores.values())) for scores in value.values()
-    )
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {  # of a step or of an event -> whether a value can be one
-    "step": _is_count, "total_steps": _is_count, "bytes": _is_count, "rows": _is_count,
-    "time": _is_time,
-    "loss": _is_measure, "exact_match": _is_measure, "step_ms": _is_number, "write_ms": _is_number, "real_tokens": _is_number,
-    "event": _is_text, "reason": _is_text, "cause": _is_text,
-    "counts": _are_counts, "by_kind": _are_scores,
+_FIELDS: dict[str, Check] = {  # of a step or of an event
+    "step": is_count, "total_steps": is_count, "bytes": is_count, "rows": is_count,
+    "time": is_time,
+    "loss": is_measure, "exact_match": is_measure, "step_ms": is_number, "write_ms": is_number, "real_tokens": is_number,
+    "event": is_text, "reason": is_text, "cause": is_text,
+    "counts": are_counts, "by_kind": are_scores,
 }  # fmt: skip
+_SUMMARY: dict[str, Check] = {
+    "steps": is_count,
+    "total_steps": is_count,
+    "metrics": lambda value: isinstance(value, dict),
+}
+
+
+def _is_record(record: Any) -> bool:
+    return conforms(record, _FIELDS, ("step",)) and ("event" in record or "loss" in record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -19,6 +18,7 @@ from zoo.engine.report.result import read_summary, records
 from zoo.engine.watchdog.health import read_health
 from zoo.engine.watchdog.run_lock import held_since
 from zoo.errors import UserError, printable
+from zoo.files import file_clock
 
 RECENT = 50  # steps that speed and mean loss are taken over, at most
 _STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout
@@ -82,7 +82,7 @@ def read_status(path: str | Path) -> RunStatus:
     recent = recent[1:] if 1 < len(recent) < RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
-    health, summary = read_health(folder), read_summary(folder) or {}
+    health, summary = read_health(folder), _summary(folder)
     state, why = _state(events, last, health, summary, held_since(folder))
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
@@ -102,9 +102,9 @@ def read_status(path: str | Path) -> RunStatus:
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
         mean_loss_steps=len(losses),
-        last_step_age=_age(last),
+        last_step_age=_age(folder, last, [*events, *recent]),
         save_step=step_of(saved) if saved else None,
-        save_age=max(0.0, time.time() - written) if saved else None,
+        save_age=max(0.0, file_clock(folder) - written) if saved else None,
         checkpoint=str(saved) if saved else None,
         saving=f"step {under_way.step}, {under_way}" if live and under_way else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
@@ -130,6 +130,14 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             if len(last) > RECENT:
                 del last[next(iter(last))]
     return events, [last[step] for step in sorted(last)]
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """summary.json; nothing where it is not there or somebody has changed it."""
+    try:
+        return read_summary(folder) or {}
+    except UserError:
+        return {}
 
 
 def _newest(folder: Path) -> tuple[Path | None, float]:
@@ -190,8 +198,15 @@ def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
     return totals[-1] if totals else summary.get("total_steps")
 
 
-def _age(record: dict[str, Any]) -> float | None:
-    return max(0.0, time.time() - record["time"]) if "time" in record else None
+def _age(folder: Path, step: dict[str, Any], lines: list[dict[str, Any]]) -> float | None:
+    """Seconds since a step was logged: how old the log is by its file system's clock, and how long before its last line the step was."""
+    if "time" not in step:
+        return None
+    newest = max(line["time"] for line in lines if "time" in line)
+    with contextlib.suppress(OSError):
+        age = file_clock(folder) - (folder / "train.jsonl").stat().st_mtime
+        return max(0.0, age + newest - step["time"])
+    return None
 
 
 def describe(status: RunStatus) -> str:

@@ -145,7 +145,8 @@ def check_rows(
 
     def look() -> Rows:
         order = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
-        return _compared(checkpoint, state, data, recipe, anew=order)
+        with sharded.using_state():
+            return _compared(checkpoint, state, data, recipe, anew=order)
 
     return agreed(look)
 
@@ -166,7 +167,8 @@ def place_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows
         loader.begin_anew(done)
     elif checkpoint is not None:
         void: dict[str, Any] = {"corrected": []} if rows.others else {}
-        loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
+        with sharded.using_state():
+            loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
 
 
 def log_differences(

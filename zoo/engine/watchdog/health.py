@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from zoo.engine.distributed.processes import birth, machine
+from zoo.engine.report.fields import Check, conforms, is_count, is_number, is_text, is_time
 from zoo.engine.watchdog.diagnosis import Seen
-from zoo.files import write_atomically
+from zoo.errors import UserError
+from zoo.files import file_clock, read_object, write_atomically
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
 HEALTH = "health.json"
+_FIELDS: dict[str, Check] = {"time": is_time, "every": is_number}
+_WRITER: dict[str, Check] = {"machine": is_text, "pid": is_count}
+_RANK: dict[str, Check] = {
+    "rank": is_count, "step": is_count, "phase": is_text, "place": is_text, "waits_in": is_text,
+    "phase_seconds": is_number, "silent_seconds": is_number, "stuck_seconds": is_number,
+}  # fmt: skip
 
 
 def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
@@ -48,14 +56,25 @@ def forget_health(folder: Path) -> None:
 
 
 def read_health(folder: Path) -> dict[str, Any] | None:
-    """The last health.json with its `age` in seconds and `alive`, whether the run seems to exist; None without a readable file."""
+    """The last health.json with its `age` in seconds and `alive`, whether the run seems to exist; None without a readable file.
+
+    The age is by the clock of the file system, so that of the run's machine may be another.
+    """
+    path = folder / HEALTH
     try:
-        found = json.loads((folder / HEALTH).read_text(encoding="utf-8"))
-        writer, age = found["writer"], time.time() - found["time"]
-        if writer["machine"] == machine():
-            found["alive"] = writer["born"] is not None and birth(writer["pid"]) == writer["born"]
-        else:
-            found["alive"] = age < _STALE + 3 * found["every"]
-        return {**found, "age": max(0.0, age)}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        content, age = read_object(path), file_clock(folder) - path.stat().st_mtime
+    except (UserError, OSError):
         return None
+    writer = content.get("writer")
+    if not conforms(content, _FIELDS, (*_FIELDS, "ranks")) or not conforms(
+        writer, _WRITER, ("machine", "pid", "born")
+    ):
+        return None
+    ranks = content["ranks"]
+    if not isinstance(ranks, list) or not all(conforms(rank, _RANK, tuple(_RANK)) for rank in ranks):
+        return None
+    if writer["machine"] == machine():
+        alive = writer["born"] is not None and birth(writer["pid"]) == writer["born"]
+    else:
+        alive = age < _STALE + 3 * content["every"]
+    return {**content, "alive": alive, "age": max(0.0, age)}

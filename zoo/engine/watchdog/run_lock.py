@@ -24,11 +24,16 @@ from types import TracebackType
 from typing import IO, Any
 
 from zoo.engine.distributed.processes import birth, machine
+from zoo.engine.report.fields import Check, conforms, is_count, is_text, is_time
 from zoo.errors import UserError
 
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
 STALE_SECONDS = 60.0  # of a holder that can't be asked for: network file systems may show a touch late
+_FIELDS: dict[str, Check] = {
+    "token": is_text, "host": is_text, "machine": is_text, "boot": is_text, "pid": is_count, "job": is_text, "start": is_count,
+    "time": is_time,
+}  # fmt: skip
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
 
@@ -252,13 +257,13 @@ def _read(path: Path) -> tuple[dict[str, Any], float] | None:
     """What a lock says, {} where it can't be read (yet), and when it was touched; None: there is none."""
     try:
         with path.open(
-            encoding="utf-8"
+            encoding="utf-8", errors="replace"
         ) as file:  # opening asks a network file system for the file as it is now
             text, touched = file.read(10_000), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = {}
-    return (found if isinstance(found, dict) else {}), touched
+        holder = json.loads(text)
+    except (ValueError, RecursionError):
+        holder = {}
+    return (holder if conforms(holder, _FIELDS) else {}), touched

@@ -301,11 +301,11 @@ def test_how_far_a_save_is_stands_beside_its_files(tmp_path: Path, monkeypatch: 
     folder = tmp_path / "checkpoints" / ".partial-iter_40"
     folder.mkdir(parents=True)
     assert progress.saving(tmp_path) is None
-    monkeypatch.setattr(progress.time, "time", lambda: 1000.0)
     progress.begin(folder, 40, 30_000_000)
     (folder / "rank0_0.bin").write_bytes(bytes(8_000_000))
     (folder / "rank1_0.bin").write_bytes(bytes(4_000_000))
-    monkeypatch.setattr(progress.time, "time", lambda: 1002.0)
+    began = (folder / progress.FILE).stat().st_mtime
+    monkeypatch.setattr(progress, "file_clock", lambda folder: began + 2)
     found = progress.saving(tmp_path)
     assert found is not None and (found.step, str(found)) == (40, "saving 12 of 30.0 MB, 6.0 MB/s")
     progress.end(folder)
