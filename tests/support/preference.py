@@ -50,16 +50,12 @@ def digit_items(count: int, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]
 
 def write_pairs(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
     """Write pairs as JSONL; the overrides that train on them."""
-    from zoo.data.digits import ROOT
-
     file.write_text("".join(json.dumps(item) + "\n" for item in digit_items(count, kinds)), encoding="utf-8")
-    return (f"data.train=[{file}]", f"data.eval=[{file}]", f"data.root={ROOT}")
+    return _trains_on(file, kinds)
 
 
 def write_labelled(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
     """Write answers with labels as JSONL, two more undesirable ones than desirable; the overrides that train on them."""
-    from zoo.data.digits import ROOT
-
     items = []
     for number, item in enumerate(digit_items(count, kinds)):
         good, wrong = item["messages"], item["rejected_response"]
@@ -68,7 +64,14 @@ def write_labelled(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tupl
             {"messages": turns, "label": number % 3 == 1, **{k: item[k] for k in MEDIA if k in item}}
         )
     file.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
-    return (f"data.train=[{file}]", f"data.eval=[{file}]", f"data.root={ROOT}")
+    return _trains_on(file, kinds)
+
+
+def _trains_on(file: Path, kinds: Sequence[str]) -> tuple[str, ...]:
+    from zoo.data.digits import ROOT
+
+    root = () if tuple(kinds) == ("text",) else (f"data.root={ROOT}",)  # which text alone has no use for
+    return (f"data.train=[{file}]", f"data.eval=[{file}]", *root)
 
 
 @dataclass(frozen=True)
