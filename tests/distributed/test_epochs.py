@@ -18,7 +18,7 @@ from zoo.data.digits import ROOT
 
 COMMON = (
     "train.epochs=1", "train.global_batch=4", "train.warmup_steps=1", "train.lr=1e-3", "train.schedule=linear", "train.clip_grad=0",
-    "train.aux_loss=0", "data.augment=0", "data.lookahead=8", "data.eval=none", "packing.align=8",
+    "data.augment=0", "data.lookahead=8", "data.eval=none", "packing.align=8",
     "log.tensorboard=false", "log.predictions=0", *rank_tasks.ADAMW,
 )  # fmt: skip
 PADDED = ("packing.mode=none", "train.micro_batch=1")
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model, override
     "padded": (2, "dense", PADDED),
     "dpo": (2, "dense", ("train.loss=dpo",)),
     "reward": (2, "dense", ("train.loss=reward",)),
-    "experts": (2, "moe", ("parallel.ep=2",)),
+    "experts": (2, "moe", ("parallel.ep=2", "train.aux_loss=0")),
     "four ranks": (4, "dense", ()),
     "pp2 vpp2": (2, "dense", ("parallel.pp=2", "parallel.vpp=2")),
     "pp2 dp2": (4, "dense", ("parallel.pp=2", *PADDED)),
