@@ -1,4 +1,4 @@
-"""An extension of griffe: the comment on a field's line is its documentation, as in `zoo show --schema`."""
+"""An extension of griffe: the comment on a field's line is its documentation, where it has no docstring."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from dataclasses import replace as with_parts
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,11 @@ def test_texts_of_runs_stay_texts(count: int, tmp_path: Path) -> None:
         (folder / "plots" / "predictions.png").write_bytes(b"\x89PNG\r\n\x1a\n")
         (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in hostile_log()))
         recipe = load_recipe("qwen3_vl_sft", ["hardware=cpu", "train.keep_best=null"])
-        recipe = zoo.config.schema.with_parts(
+        recipe = with_parts(
             recipe,
             recipe=HOSTILE,
-            data=zoo.config.schema.with_parts(recipe.data, train=[HOSTILE, str(number)]),
-            run=zoo.config.schema.with_parts(recipe.run, callbacks=[HOSTILE]),
+            data=with_parts(recipe.data, train=[HOSTILE, str(number)]),
+            run=with_parts(recipe.run, callbacks=[HOSTILE]),
         )
         save_recipe(recipe, folder / "config.yaml")
         packages = {HOSTILE: HOSTILE}

@@ -15,6 +15,8 @@ from zoo.config.checks.layout import check_layout
 from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.schema import Recipe
+from zoo.config.schema.run import Recompute
+from zoo.config.schema.train import StateDtype
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, host_bytes, memory
@@ -24,8 +26,8 @@ from zoo.planner.speed import Speed
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
 HOST_UPDATE = 2e9  # weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads
-RECOMPUTE = ("none", "selective", "full")
-ACCURACY = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
 _MOST_NODES = 128
 
@@ -147,13 +149,13 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[C
                 seconds = speed.seconds(chosen, ranks)
                 for moments in _moments(model, recipe):
                     held = _holding(chosen, moments) if moments else chosen
-                    rate = ACCURACY.get(moments or "", 1.0)
+                    rate = ACCURACY[moments] if moments else 1.0
                     for part in _offload(model, recipe):
                         there = held if part is None else _offloading(held, part)
                         yield Candidate(there, rate * (seconds + _on_host(model, there, ranks)))
 
 
-def _moments(model: Model, recipe: Recipe) -> tuple[str | None, ...]:
+def _moments(model: Model, recipe: Recipe) -> tuple[StateDtype | None, ...]:
     """Formats of AdamW's moments to choose from; None: as they are given."""
     if "memory" not in recipe.parallel.plan:
         return (None,)
@@ -181,7 +183,7 @@ def _on_host(model: Model, recipe: Recipe, ranks: int) -> float:
     return updated / HOST_UPDATE / (recipe.train.global_batch / recipe.train.micro_batch)
 
 
-def _holding(recipe: Recipe, moments: str) -> Recipe:
+def _holding(recipe: Recipe, moments: StateDtype) -> Recipe:
     """The recipe with moments in that format."""
     return replace(recipe, train=replace(recipe.train, exp_avg_dtype=moments, exp_avg_sq_dtype=moments))
 

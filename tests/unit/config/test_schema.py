@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from typing import Literal, get_args, get_type_hints
 
 import zoo
 from zoo.config.layers.keys import keys
 from zoo.config.schema import Recipe, TrainConfig
 
 
-def test_every_key_has_its_comment() -> None:
+def test_every_key_has_its_docstring() -> None:
     assert [entry.key for entry in keys(Recipe).values() if not entry.doc] == []
 
 
@@ -23,6 +24,28 @@ def test_a_key_as_the_schema_has_it() -> None:
 def test_choices_are_keys_and_hold_the_default() -> None:
     for key in [key for key in keys(Recipe).values() if key.choices]:
         assert key.default in (*key.choices, None)
+
+
+def test_choices_are_literals_and_help_says_each_field() -> None:
+    """Editors read the types and the docstrings under fields, `help` the docstring of the class."""
+    choices = get_type_hints(zoo.TrainConfig)["schedule"]
+    assert choices == Literal["cosine", "constant", "linear", "wsd"]
+    assert keys(Recipe)["train.schedule"].choices == get_args(choices)
+    for key in keys(Recipe).values():
+        section = key.key.rpartition(".")[0]
+        cls = get_type_hints(Recipe)[section] if section else Recipe
+        assert key.doc in " ".join((cls.__doc__ or "").split())
+    assert "log (LogConfig): Where metrics go, besides train.jsonl." in (Recipe.__doc__ or "")
+
+
+def test_repr_is_what_differs_from_the_defaults() -> None:
+    made = Recipe(size="tiny", train=TrainConfig(steps=2, lr=TrainConfig().lr), nproc=None)
+    assert repr(made) == "Recipe(size='tiny', train=TrainConfig(steps=2))"
+    composed = zoo.load_recipe("qwen3_omni_sft", overrides=["size=tiny", "data.train=[a.jsonl]"])
+    names = {name: getattr(zoo, name) for name in zoo.__all__ if name.endswith("Config")}
+    assert eval(repr(composed), {"Recipe": Recipe, **names}) == composed
+    many = zoo.DataConfig(train=[{"question": "?"}] * 1000)
+    assert repr(many) == "DataConfig(train=[{'question': '?'}, {'question': '?'}, ... 998 more])"
 
 
 def test_composing_a_recipe_imports_no_torch() -> None:

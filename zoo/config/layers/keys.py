@@ -1,22 +1,21 @@
 """A schema, which is a dataclass of dataclasses, read as data: every key with its type, default and one-line meaning.
 
-The comment behind a field is the documentation of its key. `zoo show --schema` and the hints in error messages come
-from here, so that nothing is written twice. `number` and `choice` declare fields whose values are bounded.
+The docstring under a field is the documentation of its key, and its `Literal` type says which texts it takes. `zoo show --schema`,
+`help` and the hints in error messages come from here, so that nothing is written twice. `number` declares fields with bounds.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import io
 import sys
-import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from itertools import pairwise
+from types import ModuleType, NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from zoo.errors import printable
 
@@ -91,13 +90,6 @@ def number(
     return setting(default, when=when, off=off, bounds=bounds)
 
 
-def choice(
-    default: str | None, *choices: str, when: When | tuple[When, ...] | None = None, off: Any = None
-) -> Any:
-    """A field that holds one of a few texts; for `when` and `off` see `setting`."""
-    return setting(default, when=when, off=off, choices=choices)
-
-
 def setting(
     default: Any, *, when: When | tuple[When, ...] | None = None, off: Any = None, **metadata: Any
 ) -> Any:
@@ -108,7 +100,7 @@ def setting(
         when: when the key has an effect, all of several; every key of a recipe states it, `ALWAYS` or the fitting one of
             `zoo.config.facts.conditions`.
         off: a value, beside an empty default, that asks for nothing, and so may stand where the key has no effect.
-        metadata: `bounds` or `choices`.
+        metadata: `bounds`.
     """
     known = {"when": (when,) if isinstance(when, When) else when, "off": off, **metadata}
     if callable(default):
@@ -129,9 +121,9 @@ class Key(NamedTuple):
     """One key of a schema."""
 
     key: str  # dotted name
-    type: str  # annotation of the field
+    type: str  # annotation of the field, `str` for a choice of texts
     default: Any  # value when nothing sets it
-    doc: str  # the comment behind the field
+    doc: str  # the docstring under the field
     bounds: Bounds | None = None  # of a number, or of each in a mapping to numbers
     choices: tuple[str, ...] = ()  # all texts that it takes; empty: any
     when: tuple[When, ...] | None = None  # when it has an effect; None: not stated
@@ -212,40 +204,46 @@ def unknown_hint(schema: type, name: str) -> str:
 
 def _keys_of(cls: Any, prefix: str) -> list[Key]:
     hints = get_type_hints(cls)
-    docs = _comments(cls)
+    docs = docs_of(cls)
     found: list[Key] = []
     for item in fields(cls):
-        if is_dataclass(hints[item.name]):
-            found += _keys_of(hints[item.name], f"{prefix}{item.name}.")
+        hint = hints[item.name]
+        if is_dataclass(hint):
+            found += _keys_of(hint, f"{prefix}{item.name}.")
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
             name, limits = f"{prefix}{item.name}", item.metadata
-            doc, choices = docs.get(item.name, ""), limits.get("choices", ())
+            doc, bounds, choices = docs.get(item.name, ""), limits.get("bounds"), choices_of(hint)
             when, off = limits.get("when"), limits.get("off")
-            found.append(Key(name, str(item.type), default, doc, limits.get("bounds"), choices, when, off))
+            kind = str(item.type)
+            if choices:
+                kind = "str" if get_origin(hint) is Literal else "str | None"
+            found.append(Key(name, kind, default, doc, bounds, choices, when, off))
     return found
 
 
-def _comments(cls: type) -> dict[str, str]:
-    """The comment on each field's line, by field name."""
-    classes, comments = _parsed(sys.modules[cls.__module__])
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The texts of a Literal, or of a Literal or None; empty for another type."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    return get_args(parts[0]) if len(parts) == 1 and get_origin(parts[0]) is Literal else ()
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, by field name."""
+    body = _classes(sys.modules[cls.__module__])[cls.__name__].body
     return {
-        node.target.id: comments[node.end_lineno]
-        for node in classes[cls.__name__].body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and node.end_lineno in comments
+        node.target.id: below.value.value
+        for node, below in pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(below.value.value, str)
     }
 
 
 @cache
-def _parsed(module: ModuleType) -> tuple[dict[str, ast.ClassDef], dict[int, str]]:
-    """The classes of a module by name, and its comments by line: parsing takes longer than all else of reading a schema."""
-    source = inspect.getsource(module)
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    classes = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
-    return classes, comments
+def _classes(module: ModuleType) -> dict[str, ast.ClassDef]:
+    """The classes of a module by name: parsing takes longer than all else of reading a schema."""
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.layers.foreign import foreign_hint
-from zoo.config.layers.keys import Key, keys, sections, shown_value, unknown_hint
+from zoo.config.layers.keys import Key, choices_of, keys, sections, shown_value, unknown_hint
 from zoo.config.layers.layer import Edit, Layer, escaped, layer_of, merge_into, nested
 from zoo.errors import ConfigError, printable
 
@@ -30,11 +30,27 @@ def schema_tree(schema: type) -> DictConfig:
 @cache
 def _pickled_tree(schema: type) -> bytes:
     """Making a tree takes 40 times as long as reading this."""
-    tree = OmegaConf.structured(schema)
-    OmegaConf.set_readonly(tree, False)
-    for section in sections(schema):
-        OmegaConf.set_readonly(OmegaConf.select(tree, section), False)
+    tree = OmegaConf.structured(_with_texts(schema))
+    for section in ("", *sections(schema)):
+        node = OmegaConf.select(tree, section) if section else tree
+        OmegaConf.set_readonly(node, False)
+        node._metadata.object_type = node._metadata.ref_type = node._metadata.object_type.schema
     return pickle.dumps(tree)
+
+
+@cache
+def _with_texts(schema: type) -> type:
+    """The dataclass with `str` for each Literal, which OmegaConf does not know before 2.4; `schema` of it is the dataclass itself."""
+    hints, made = get_type_hints(schema), []
+    for item in fields(schema):
+        hint: Any = hints[item.name]
+        factory: Any = item.default_factory
+        if is_dataclass(hint):
+            hint = factory = _with_texts(factory)
+        elif choices_of(hint):
+            hint = str | None if get_origin(hint) is not Literal else str
+        made.append((item.name, hint, field(default=item.default, default_factory=factory)))
+    return make_dataclass(schema.__name__, made, frozen=True, kw_only=True, namespace={"schema": schema})
 
 
 def schema_of(tree: DictConfig) -> type:

@@ -81,7 +81,7 @@ AVOIDED = (
         name="ep-overlap-drops-the-mask",
         fault="the schedule that overlaps expert exchange with computing routes without the padding mask",
         last_broken="0.19.2",
-        instead="no key of a recipe switches that schedule on (zoo/config/schema.py)",
+        instead="no key of a recipe switches that schedule on (zoo/config/schema)",
     ),
     Avoided(
         name="cp-batch-slices-four-keys",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
@@ -20,6 +20,7 @@ from zoo.config.locate import is_hub_id, locate, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import Recipe
+from zoo.config.schema.run import Recompute
 from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.megatron.core_import import import_core
@@ -235,7 +236,7 @@ def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
 
 def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Settings that take less memory for the same model on the same ranks."""
-    levels = ("none", "selective", "full")
+    levels = get_args(Recompute)
     for level in levels[levels.index(recipe.engine.recompute) + 1 :]:
         yield f"engine.recompute={level}", replace(recipe, engine=replace(recipe.engine, recompute=level))
     packing, train = recipe.packing, recipe.train

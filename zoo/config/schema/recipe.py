@@ -1,0 +1,101 @@
+"""The whole recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as with_parts
+from typing import Any, ClassVar
+
+from zoo.config.entries import has_objects, split_objects
+from zoo.config.facts import conditions as given
+from zoo.config.layers.keys import ALWAYS, keys, number, setting
+from zoo.config.layers.section import section
+from zoo.config.layers.tree import changed_keys, replaced, values_of
+from zoo.config.schema.data import DataConfig, PackingConfig
+from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
+from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
+from zoo.config.schema.train import TrainConfig
+
+# A key and its default with the bounds of a number stay on one line.
+# fmt: off
+
+
+@section
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe:
+    """A whole run. `zoo train` resolves one from defaults, recipe, size, hardware and overrides."""
+
+    recipe: str = setting("custom", when=ALWAYS)
+    """name or path of the recipe file it came from"""
+    size: str | None = setting(None, when=ALWAYS)
+    """a size that `zoo list` shows; default: published size on a GPU, tiny without"""
+    hardware: str | None = setting(None, when=ALWAYS)
+    """8xh200, 2x8xh100, 4xa100-40, 8x80gb, cpu, auto, a path; default: auto on a GPU"""
+    nproc: int | None = number(None, 1, 4096, when=ALWAYS)
+    """ranks started on this machine; default: one a GPU, or nproc_cpu without"""
+    nproc_cpu: int = number(1, 1, 4096, when=given.OPEN_RANKS)
+    """ranks started where there is no GPU, at most one a core"""
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    export: bool = setting(True, when=ALWAYS)
+    """write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end"""
+
+    _set_by_user: ClassVar[frozenset[str] | None] = None
+    """None: not known"""
+
+    @property
+    def set_by_user(self) -> frozenset[str]:
+        """The keys that overrides, the user's file and `replace` have set; of a recipe built by hand those that differ from their defaults."""
+        if self._set_by_user is None and self.recipe == Recipe.recipe:
+            return frozenset(key for key, value in values_of(self).items() if value != keys(Recipe)[key].default)
+        return self._set_by_user or frozenset()
+
+    def marked(self, set_by_user: frozenset[str] | None) -> Recipe:
+        """This recipe, which then has these as `set_by_user`."""
+        object.__setattr__(self, "_set_by_user", set_by_user)
+        return self
+
+    @property
+    def named_parts(self) -> set[str]:
+        """Parts of the model that some key names: an inner part (a tower's merger) among them is no part of its tower then."""
+        return {*self.model.freeze, *self.train.lr_scale, *(self.lora.parts if self.lora.rank else ())}
+
+    def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
+        """A copy with other values, checked like overrides.
+
+        Args:
+            changes: by dotted key, ``{"train.lr": 1e-4, "data.train[0].weight": 2}``, or nested.
+            more: by name, a section's as a dict or as its dataclass: ``replace(train={"lr": 1e-4}, nproc=2)``.
+
+        Rows as objects may stand in data.train and data.eval: `zoo.train` writes them to the run folder.
+
+        Raises:
+            ConfigError: a key that there is not, or a value that is none of its kind.
+        """
+        named_changes = {name.replace("__", "."): value for name, value in more.items()}  # data__train=rows
+        plain, objects = split_objects({**(changes or {}), **named_changes})
+        held: dict[str, Any] = {name: getattr(self.data, name) for name in ("train", "eval")}
+        held = {name: entries for name, entries in held.items() if has_objects(entries)}
+        section = plain.get("data", {})
+        whole = not isinstance(section, Mapping)  # a DataConfig, which has all keys
+        named = {name for name in held if f"data.{name}" in plain or whole or name in section}
+        parts: dict[str, Any] = {name: one for name, one in held.items() if name not in named} | objects
+        emptied: dict[str, Any] = {name: [] for name in held}
+        base = with_parts(self, data=with_parts(self.data, **emptied))
+        changed = replaced(base, plain)
+        changed = with_parts(changed, data=with_parts(changed.data, **parts)) if parts else changed
+        known = self._set_by_user
+        return changed.marked(None if known is None else known | changed_keys(self, plain))
+
+
+# fmt: on
