@@ -125,7 +125,7 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
         if durable:
             sync(partial)
     if durable:
-        sync(path.parent)
+        sync_names(path.parent)
 
 
 class Lines:

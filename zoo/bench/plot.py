@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.errors import UserError
+from zoo.files import replaced, write_atomically
 
 COLOURS = {
     "packed": "tab:blue", "row": "tab:blue", "padded": "tab:orange", "padded to a width": "tab:red", "transformers": "tab:gray",
@@ -79,7 +80,8 @@ def draw(report: dict[str, Any], path: Path) -> Path:
         f"{report['recipe']} size={report['size']}, {gpus[0]}, {report['date']}", fontsize="medium"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as partial:
+        figure.savefig(partial, dpi=120)
     pyplot.close(figure)
     return path
 
@@ -147,6 +149,5 @@ def fill(page: Path, results: Sequence[Path], images: Path) -> None:
             picture = draw(report, images / f"bench_{path.stem}.png")
             parts.append(f"![{path.stem}]({picture.relative_to(page.parent)})\n")
     body = "\n".join(parts)
-    page.write_text(
-        f"{before}{opening}\n{body}\n{closing}{after}" if body else f"{before}{opening}{closing}{after}"
-    )
+    filled = f"\n{body}\n" if body else ""
+    write_atomically(page, f"{before}{opening}{filled}{closing}{after}")

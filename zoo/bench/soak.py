@@ -20,6 +20,7 @@ from typing import Any
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
 from zoo.errors import UserError
+from zoo.files import replaced, write_atomically
 from zoo.subprocesses import module_command
 
 PERIOD = 0.25  # seconds between two looks
@@ -100,7 +101,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> Report:
     began = time.monotonic()
     marks = _watch(_command(options, overrides), folder)
     report = _report(options, marks, _records(folder / "run"), time.monotonic() - began)
-    (folder / "soak.json").write_text(json.dumps(as_dict(report)) + "\n", encoding="utf-8")
+    write_atomically(folder / "soak.json", json.dumps(as_dict(report)) + "\n")
     plot(report, folder / "soak.png")
     return report
 
@@ -289,6 +290,7 @@ def plot(report: Report, path: Path) -> Path:
         axis.axvline(options.after, color="0.6", linestyle=":")
         axis.grid(alpha=0.3)
     time_.legend()
-    figure.savefig(path, dpi=110)
+    with replaced(path) as partial:
+        figure.savefig(partial, dpi=110)
     pyplot.close(figure)
     return path

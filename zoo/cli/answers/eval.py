@@ -42,10 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.engine.tools.evaluate import evaluate
 
-    found = evaluate(path, rows[0] if rows else None, overrides, here=True, **values)
-    if out is not None:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found.predictions)
-        Path(out).write_text("".join(lines), encoding="utf-8")
+    found = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
     if as_json:
         plain = {"rows": found.rows, "loss": found.loss, "scores": found.scores, "by_kind": found.by_kind}
         print(json.dumps(plain))

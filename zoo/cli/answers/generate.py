@@ -9,7 +9,8 @@ data.train takes: a file, a folder, digits:heldout, or an entry such as '{hub: o
 out. Media are read with the run's settings.
 
   image=FILE             a file that the prompt is about; repeat it for several
-  out=FILE               where to write the answers of rows; default: standard output
+  out=FILE               where to write the answers of rows; default: standard output. A run that fails leaves the former file, and
+                         says where the answers are that it had made
   max_new_tokens=256     most tokens of an answer
   temperature=0          0: the most likely tokens (greedy); above: drawn at random
   top_p=1 seed=0         draw from the most likely tokens alone that together reach top_p
@@ -21,7 +22,6 @@ In a chat a line is a question, with files as image=FILE before its text; an emp
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -69,22 +69,25 @@ def run(arguments: Sequence[str]) -> int:
     if rows is None and prompt is None:
         if not sys.stdin.isatty():
             raise UserError(f"no prompt and no rows, and standard input is no terminal to chat on: {USAGE}")
+        if out is not None:
+            raise UserError(
+                f"out={out}: a chat is not written to a file; leave it out, or give a prompt or rows"
+            )
         return _chat(path, overrides, values)
     if rows is not None and (prompt is not None or any(files.values())):
         raise UserError(f"rows={rows} has prompts and files of its own; leave the others out: {USAGE}")
 
     from zoo.engine.tools.generate import generate
+    from zoo.engine.tools.out_file import line_of
 
     options: dict[str, Any] = {**files, **values}
-    answers = generate(path, rows, overrides, prompt=prompt, here=True, **options)
+    answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
     if rows is None:
         print(answers[0]["text"])
         return 0
-    text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
     if out is None:
-        sys.stdout.write(text)
+        sys.stdout.write("".join(f"{line_of(answer)}\n" for answer in answers))
     else:
-        Path(out).write_text(text, encoding="utf-8")
         print(f"{len(answers)} answers written to {out}")
     return 0
 

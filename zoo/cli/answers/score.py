@@ -20,7 +20,6 @@ With top_k= it writes the tokens that a teacher finds most likely at each of the
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,18 +50,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
+    from zoo.engine.tools.out_file import line_of
     from zoo.engine.tools.score import score
 
     if "temperature" in own:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
     most = _number(own, "max_rows", int) if "max_rows" in own else None
-    found = score(path, rows, overrides, max_rows=most, here=True)
-    text = "".join(f"{json.dumps(row)}\n" for row in found)
+    found = score(path, rows, overrides, max_rows=most, out=own.get("out"), here=True)
     if "out" in own:
-        Path(own["out"]).write_text(text, encoding="utf-8")
         print(f"{len(found)} rows written to {own['out']}")
     else:
-        sys.stdout.write(text)
+        sys.stdout.write("".join(f"{line_of(row)}\n" for row in found))
     return 0
 
 

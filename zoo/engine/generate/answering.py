@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,11 @@ class Answering:
     bad_rows: BadRows
 
     def all(
-        self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int] = frozenset()
+        self,
+        rows: Sequence[Any],
+        numbers: Sequence[int],
+        unanswered: frozenset[int] = frozenset(),
+        keep: Callable[[Mapping[int, dict[str, Any]]], object] = lambda results: None,
     ) -> dict[int, dict[str, Any]]:
         """The results of all rows, by number, on every rank; see `result`.
 
@@ -46,6 +50,7 @@ class Answering:
             rows: a `RowSet`, or rows; the same on every rank.
             numbers: which of them are answered.
             unanswered: numbers of those whose last answer is a stand-in.
+            keep: called with this rank's new results, as often on every rank.
         """
         here, decoding = self.decoding.here, self.decoding
         groups = [numbers[first : first + self.batch] for first in range(0, len(numbers), self.batch)]
@@ -58,8 +63,12 @@ class Answering:
             given = prompts or spare
             samples = [prompt.sample for prompt in given.values()]
             tokens = decoding.answer(samples, list(given))
-            for (number, prompt), found in zip(prompts.items(), tokens, strict=False):
-                mine[number] = self.result(prompt, found)
+            new = {
+                number: self.result(prompt, answer)
+                for (number, prompt), answer in zip(prompts.items(), tokens, strict=False)
+            }
+            keep(new)
+            mine |= new
         return _gathered(mine, here)
 
     def result(self, prompt: Prompt, tokens: list[int]) -> dict[str, Any]:

@@ -101,6 +101,13 @@ def asked(path: str | Path, rows: Rows, overrides: Sequence[str] = ()) -> Iterat
         yield for_rows(recipe, [plain_entry(_without(entry, given)) for entry in entries])
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuse numbers of rows by name that are no whole numbers from 1; None is no limit."""
+    for name, value in counts.items():
+        if value is not None and not (type(value) is int and value >= 1):
+            raise UserError(f"{name}={shown_value(value)}: wanted a whole number from 1")
+
+
 def for_rows(recipe: Recipe, entries: Sequence[Any]) -> Recipe:
     """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
     ranks = world_size(recipe)

@@ -25,7 +25,8 @@ from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
 from zoo.engine.scores.answer_scores import Score
 from zoo.engine.scores.choose import Scores
-from zoo.engine.tools.asking import Rows, asked
+from zoo.engine.tools.asking import Rows, asked, check_counts
+from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, row_sums
 
 
@@ -55,10 +56,11 @@ def evaluate(
     rows: Rows = None,
     overrides: Sequence[str] = (),
     *,
-    metrics: Sequence[str] = (),
+    metrics: str | Sequence[str] = (),
     max_new_tokens: int = 256,
     batch: int = 16,
     max_rows: int | None = None,
+    out: str | Path | None = None,
     here: bool = False,
 ) -> Evaluation:
     """Evaluate a checkpoint on rows with answers, in separate processes.
@@ -68,23 +70,30 @@ def evaluate(
         rows: a file or folder, a bundled set ("digits:heldout"), an entry as data.train takes it, a list of these, or rows as
             dicts or a datasets.Dataset. None: those that the run held out.
         overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
-        metrics: names of scores: exact_match, accuracy, anls, wer, cer, entry points of the group `zoo.scores`, or
+        metrics: names of scores, a list or separated by commas: exact_match, accuracy, anls, wer, cer, entry points of the group `zoo.scores`, or
             `module:function` of (prediction, answers) -> number or (total, weight). None: by each row's task or media.
         max_new_tokens: most tokens of an answer.
         batch: most prompts that are answered at once.
         max_rows: the first so many rows only.
+        out: a file to write the predictions to, one JSON object a line; a failed call leaves the former file, and says where rows are
+            that were done.
         here: a single rank runs in this process, as in the command `zoo eval`.
 
     Raises:
         UserError: no such checkpoint, file or score, an override that can't run, or a bad row (under data.on_error=raise).
     """
-    scores, sampling = Scores.named(metrics), Sampling(max_new_tokens)
-    with asked(path, rows, overrides) as recipe:
+    names = metrics.split(",") if isinstance(metrics, str) else metrics
+    scores = Scores.named([name.strip() for name in names if name.strip()])
+    sampling = Sampling(max_new_tokens)
+    check_counts(batch=batch, max_rows=max_rows)
+    with out_file(out) as file, asked(path, rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
         options = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
+        options["kept"] = file.kept and str(file.kept)
         task = "zoo.engine.tools.evaluate:evaluate_here"
-        found = run_task(task, recipe, world_size(recipe), options, fresh=not here)
-    return summed(found, scores)
+        found = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)
+        file.write(found.predictions)
+        return found
 
 
 def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,7 +112,8 @@ def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any
         sums = _losses(answering, source)
         rows = {number: source.rows.row(SampleId(number)) for number in sums}
         asked = [number for number, row in rows.items() if row.text is None]
-        said = answering.all(source.rows, asked) if asked else {}
+        kept = KeptRows(options.get("kept"), answering.decoding.here)
+        said = answering.all(source.rows, asked, keep=kept.add) if asked else {}
         if source.counts and answering.decoding.here.is_main:
             print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
         return [_of_row(rows[number], sums[number], said.get(number)) for number in sums]

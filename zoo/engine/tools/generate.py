@@ -27,7 +27,8 @@ from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.tools.asking import Rows, asked, for_rows, recipe_of
+from zoo.engine.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
+from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.errors import UserError
 
 Paths = str | Path | Sequence[str | Path]
@@ -49,6 +50,7 @@ def generate(
     seed: int = 0,
     batch: int = 16,
     max_rows: int | None = None,
+    out: str | Path | None = None,
     here: bool = False,
 ) -> list[dict[str, Any]]:
     """Answer some rows, or one prompt, in separate processes.
@@ -66,6 +68,8 @@ def generate(
         seed: of the draws.
         batch: most prompts that are answered at once.
         max_rows: answer the first so many rows only.
+        out: a file to write the result to, one JSON object a line; a failed call leaves the former file, and says where rows are
+            that were done.
         here: a single rank runs in this process, as in the command `zoo generate`.
 
     Returns:
@@ -79,17 +83,20 @@ def generate(
     if (prompt is None) == (rows is None):
         raise UserError("wanted either rows or a prompt")
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    check_counts(batch=batch, max_rows=max_rows)
     files = {"image": image, "audio": audio, "video": video}
     given = rows if prompt is None else [prompt_row(prompt, files)]
     open_ones: list[int] = []
     if isinstance(given, list | tuple) and all(map(is_row, given)):
         open_ones = [number for number, row in enumerate(given) if ends_with_question(row)]
         given = [with_stand_in(row) for row in given]
-    with asked(path, given, overrides) as recipe:
+    with out_file(out) as file, asked(path, given, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
         options = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones, "max_rows": most}
+        options["kept"] = file.kept and str(file.kept)
         task, ranks = "zoo.engine.tools.generate:generate_here", world_size(recipe)
         found: list[dict[str, Any]] = run_task(task, recipe, ranks, options, fresh=not here)
+        file.write(found)
         return found
 
 
@@ -101,7 +108,8 @@ def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, 
         given = open_rows(
             entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True
         )
-        found = answering.all(given, range(len(given)), frozenset(options["unanswered"]))
+        kept = KeptRows(options.get("kept"), answering.decoding.here)
+        found = answering.all(given, range(len(given)), frozenset(options["unanswered"]), kept.add)
         if bad.counts and answering.decoding.here.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
         return list(found.values())

@@ -27,7 +27,8 @@ from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
-from zoo.engine.tools.asking import Rows, asked
+from zoo.engine.tools.asking import Rows, asked, check_counts
+from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, smallest_count
 
 
@@ -38,6 +39,7 @@ def score(
     overrides: Sequence[str] = (),
     *,
     max_rows: int | None = None,
+    out: str | Path | None = None,
     here: bool = False,
 ) -> list[dict[str, Any]]:
     """Compute the log-probabilities of the answers in some rows, in separate processes.
@@ -47,6 +49,8 @@ def score(
         rows: as `zoo.evaluate` takes them (media paths of dicts from the current folder).
         overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
         max_rows: the first so many rows only.
+        out: a file to write the result to, one JSON object a line; a failed call leaves the former file, and says where rows are
+            that were done.
         here: a single rank runs in this process, as in the command `zoo score`.
 
     Returns:
@@ -57,10 +61,13 @@ def score(
     Raises:
         UserError: no such checkpoint or file, an override that can't run, or a bad row (under data.on_error=raise).
     """
-    with asked(path, rows, overrides) as recipe:
-        options = {"max_rows": max_rows or recipe.train.eval_rows or None}
+    check_counts(max_rows=max_rows)
+    with out_file(out) as file, asked(path, rows, overrides) as recipe:
+        options: dict[str, Any] = {"max_rows": max_rows or recipe.train.eval_rows or None}
+        options["kept"] = file.kept and str(file.kept)
         task = "zoo.engine.tools.score:score_here"
         found: list[dict[str, Any]] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
+        file.write(found)
         return found
 
 
@@ -84,7 +91,8 @@ def score_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,
         )
-        mine = _Scorer(step, chunks, here).run(recipe_batches(recipe, source, here))
+        kept = KeptRows(options.get("kept"), here)
+        mine = _Scorer(step, chunks, here, kept).run(recipe_batches(recipe, source, here))
         return _gather(mine, source, here)
 
 
@@ -95,6 +103,7 @@ class _Scorer:
     step: Any
     chunks: Sequence[Any]
     here: World
+    kept: KeptRows
 
     def run(self, batches: EvalBatches) -> dict[int, dict[str, Any]]:
         """The results of this rank's rows, by row number."""
@@ -102,18 +111,21 @@ class _Scorer:
         for indices, batch in zip(batches.bins, batches, strict=True):
             given = batch if batch is not None else batches.spare()
             logprobs = self._forward(given)
+            new: dict[int, dict[str, Any]] = {}
             if batch is not None and logprobs is not None and self.here.cp_rank == 0:
                 rows = by_sample(given, given.input_ids, given.labels, logprobs)
                 for index, (ids, labels, values) in zip(indices, rows, strict=True):
                     labels = torch.cat(
                         (labels.new_full((1,), -100), labels[1:])
                     )  # nothing stands before the first
-                    found[index] = {
+                    new[index] = {
                         "source": batches.source.rows.name(index),
                         "token_ids": ids.tolist(),
                         "labels": labels.tolist(),
                         "logprobs": values.tolist(),
                     }
+            self.kept.add(new)
+            found |= new
         return found
 
     def _forward(self, batch: Any) -> Tensor | None:
