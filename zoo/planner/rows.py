@@ -7,6 +7,7 @@ from typing import Any
 
 from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
+from zoo.errors import UserError
 from zoo.packing.cost import ModelCost
 from zoo.planner.activations import Row
 
@@ -20,7 +21,13 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
         labels: share of the tokens that carry a loss.
         media: share of them that are of media, in items of at most 1024 tokens (a picture of a million pixels), or of
             as many as data.max_pixels gives.
+
+    Raises:
+        UserError: a share that is not from 0 to 1.
     """
+    for name, share in (("labels", labels), ("media", media)):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UserError(f"{name}={share!r}: wanted a share between 0 and 1")
     total = recipe.packing.budget * (recipe.train.micro_batch if recipe.packing.mode == "none" else 1)
     return Row(
         lengths=_pieces(total, min(SAMPLE, recipe.packing.budget)),

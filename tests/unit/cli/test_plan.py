@@ -1,14 +1,18 @@
 """zoo plan, zoo list and zoo show, for people and for machines."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import zoo
 from zoo.cli.main import main
 from zoo.config.checks import engine
+from zoo.errors import UserError
 
 BIG = ["plan", "recipe=qwen3_vl_sft", "size=30b-a3b", "hardware=8xh200"]
 
@@ -128,3 +132,16 @@ def test_lists_and_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["show", "--schema", "--json"]) == 0
     keys = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert keys["engine.recompute"]["choices"] == ["none", "selective", "full"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({name: share}, f"^{name}=.*: wanted a share") for name in ("labels", "media") for share in (3.0, -0.1, math.nan, True, "0.5")),
+        *(({"ranks": ranks}, "^ranks=.*: wanted a whole number above 0") for ranks in (0, -1, 1.5, True, "2", 10**30)),
+    ],
+)  # fmt: skip
+def test_shares_and_ranks_from_python(options: dict[str, Any], message: str) -> None:
+    recipe = zoo.load_recipe("qwen3_sft", ["size=tiny", "hardware=cpu"])
+    with pytest.raises(UserError, match=message):
+        zoo.plan(recipe, **{"ranks": 1, **options})

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from zoo.engine.tools.verify import Verification
 
 _SHOWN = 20
-_MOST = 1000  # nats
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -58,9 +57,7 @@ def _number(text: str) -> float:
     try:
         tolerance = float(text)
     except ValueError:
-        tolerance = -1.0
-    if not 0 <= tolerance <= _MOST:
-        raise UserError(f"tolerance={printable(text, 200)}: wanted a number from 0 to {_MOST}, such as 1e-3")
+        raise UserError(f"tolerance={printable(text, 200)}: wanted a number, such as 1e-3") from None
     return tolerance
 
 

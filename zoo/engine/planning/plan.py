@@ -106,6 +106,8 @@ def plan(
     recipe = with_architecture(recipe)
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
+    if type(ranks) is not int or not 1 <= ranks < 10**9:
+        raise ConfigError(f"ranks={ranks!r}: wanted a whole number above 0")
     row = typical_row(recipe, model.cost, **shares)
     recipe = validate(choose_layout(model, recipe, ranks, row), ranks, here=here)
     fused = recipe.engine.precision == "bf16"

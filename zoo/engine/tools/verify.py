@@ -38,6 +38,7 @@ from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score
 from zoo.errors import UserError
 
+MOST = 1000  # nats; the largest tolerance
 LOGPROBS = 1e-3  # largest difference that passes for two ways to compute the same in fp32
 
 
@@ -112,8 +113,10 @@ def verify(
         quiet: no progress on stderr.
 
     Raises:
-        UserError: a checkpoint does not exist, or the two belong to different families.
+        UserError: a checkpoint does not exist, a tolerance that is no number from 0, or the two belong to different families.
     """
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= MOST:
+        raise UserError(f"tolerance={tolerance!r}: wanted a number from 0 to {MOST}, such as 1e-3")
     if rows is not None:
         locate_rows(str(rows), "rows")
     given = [locate(str(path)) for path in (a, b)]

@@ -1,6 +1,7 @@
 """Checkpoints that are nearly alike, and configs that leave out what transformers writes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
+import zoo
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.files import recipe_names
@@ -16,6 +18,7 @@ from zoo.engine.tools import verify as verify_module
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import transformers_class
 from zoo.engine.tools.verify import verify
+from zoo.errors import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
@@ -97,3 +100,9 @@ def test_every_recipe_has_a_model_of_transformers() -> None:
 def test_score_takes_its_rows_as_verify_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["score", str(tmp_path / "nowhere"), "rows=digits:heldout"]) == 2
     assert "of CHECKPOINT and ROWS given" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -1.0, 1001, True, "0.1", None])
+def test_a_tolerance_is_a_number_from_zero(tolerance: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^tolerance=.*: wanted a number from 0 to 1000"):
+        zoo.verify(tmp_path, tmp_path, tolerance=tolerance)
