@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +88,18 @@ class AnswerFinder:
                 before = label_spans.answer_begins(body, answer)
         except ValueError as error:
             raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
-        count = 0
-        while before and len(self._decode(ids[span.start : span.start + count])) < before:
-            count += 1
-        return span.start + count
+        return span.start + self._tokens_of(ids[span.start : span.end - 1], before)
+
+    def _tokens_of(self, ids: list[int], characters: int) -> int:
+        """How many of the first tokens it takes to say so many characters."""
+
+        def said(count: int) -> int:
+            return len(self._decode(ids[:count]))
+
+        enough = 1
+        while enough < len(ids) and said(enough) < characters:
+            enough *= 2
+        return bisect_left(range(min(enough, len(ids))), characters, lo=enough // 2, key=said)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

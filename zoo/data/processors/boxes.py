@@ -72,12 +72,13 @@ def with_boxes(
     messages = []
     for role, content in row.messages:
         head, *rest = content.split(BOX)
+        written = [head]
         for piece in rest:
             box = next(left)
             if box.image >= len(sizes) and (coordinates.scale == "pixels" or not box.norm):
                 text = f"a box is of image {box.image}, whose size it needs, but the row has {len(sizes)} images."
                 raise RowError(row.source, "bad_row", text)
             size = sizes[box.image] if box.image < len(sizes) else None
-            head += coordinates.written(box, size, read[box.image] if read else None) + piece
-        messages.append(Message(role, head))
+            written += [coordinates.written(box, size, read[box.image] if read else None), piece]
+        messages.append(Message(role, "".join(written)))
     return replace(row, messages=tuple(messages), boxes=())

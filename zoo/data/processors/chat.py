@@ -14,7 +14,10 @@ from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 
-THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*)", re.DOTALL)
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+MOST_SEARCHED = (
+    2**26
+)  # characters in which a row's pieces are looked for again, where a template reorders them
 NOT_SET = (
     "tools",
     "documents",
@@ -94,9 +97,10 @@ def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for message in messages:
         content = message["content"]
-        match = THOUGHT.fullmatch(content) if isinstance(content, str) else None
-        if match and message["role"] == "assistant":
-            message = {**message, "content": match["rest"], "reasoning_content": match["thought"].strip()}
+        if message["role"] == "assistant" and isinstance(content, str) and THOUGHT_ENDS in content:
+            thought, _, rest = content.partition(THOUGHT_ENDS)
+            thought = thought.lstrip().removeprefix(THOUGHT_BEGINS).strip()
+            message = {**message, "content": rest.lstrip(), "reasoning_content": thought}
         found.append(message)
     return found
 
@@ -146,7 +150,7 @@ def check_tools(row: Row, text: str) -> None:
         for piece in PLACEHOLDER.split(said)[::2]
     ]
     for what, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
-        missing = next((name for name in names if name.strip() not in text), None)
+        missing = _not_written(names, text, what, row.source)
         if missing is not None:
             said = f"the chat template writes no {what}: {missing[:40]!r} is not in its text; use one that does, or leave the row out."
             raise RowError(row.source, "labels", said)
@@ -158,12 +162,37 @@ def check_said(row: Row, text: str) -> None:
     Raises:
         RowError: it has not ("labels").
     """
-    for role, said in row.messages:
-        pieces = PLACEHOLDER.split(said)[::2] if role in ("system", "user") else ()
-        missing = next((piece.strip() for piece in map(plain, pieces) if piece.strip() not in text), None)
+    for role in ("system", "user"):
+        said = [content for speaker, content in row.messages if speaker == role]
+        pieces = [plain(piece) for content in said for piece in PLACEHOLDER.split(content)[::2]]
+        missing = _not_written(pieces, text, f"what the {role} says", row.source)
         if missing is not None:
-            said = f"the chat template leaves out what the {role} says: {missing[:40]!r}; leave it out of the row, too, or use a template that writes it."
-            raise RowError(row.source, "labels", said)
+            error = f"the chat template leaves out what the {role} says: {missing.strip()[:40]!r}; leave it out of the row, too, or use a template that writes it."
+            raise RowError(row.source, "labels", error)
+
+
+def _not_written(pieces: Iterable[str], text: str, what: str, source: str) -> str | None:
+    """The first of the pieces that is not in a template's text; None where all are.
+
+    Templates keep the order of a row, so a piece is looked for behind the one before it first: that takes the time of reading
+    the text once, however many pieces there are.
+
+    Raises:
+        RowError: so many are written in another order that finding them would take long ("labels").
+    """
+    behind, spent = 0, 0
+    for piece in map(str.strip, pieces):
+        start = text.find(piece, behind)
+        if start < 0:
+            spent += len(text)
+            if spent > MOST_SEARCHED:
+                said = f"the chat template writes {what} in another order than the row, and the row is too long for that; cut it."
+                raise RowError(source, "labels", said)
+            start = text.find(piece, 0, behind + len(piece))
+            if start < 0:
+                return piece
+        behind = start + len(piece)
+    return None
 
 
 def call_begins(body: str, content: str, names: Sequence[str]) -> int:

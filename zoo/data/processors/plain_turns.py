@@ -3,17 +3,21 @@
 Where turns begin with special tokens, answers are found among the tokens (`zoo.data.processors.processor`). Plain text could stand
 in a row's own texts as well, so here the template is rendered up to each answer and with it: the answer is what came
 in between. Templates like these often end an answer with a space only; a model trained on that would not learn to stop, so
-each answer gets the end-of-turn token.
+each answer gets the end-of-turn token. The work grows with the square of a chat's length, so that long chats of many turns are refused.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zoo.data.processors.labels import Span
+
+MOST_WRITTEN = 2**28  # characters that a template may write for the answers of one chat, each up to its place
+TURN = 400  # characters of text that a template writes in the time that it takes to begin a turn
 
 
 def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: str) -> tuple[str, list[Span]]:
@@ -22,8 +26,9 @@ def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: s
     `render(messages, add_generation_prompt=...)` is the chat template.
 
     Raises:
-        ValueError: what the template writes of a conversation's beginning depends on what follows.
+        ValueError: what the template writes of a conversation's beginning depends on what follows, or the chat is too long.
     """
+    _check_length(messages)
     text, spans, seen = "", [], ""
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -34,6 +39,24 @@ def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: s
             spans.append(Span(len(text), len(text) + len(answer)))
             text, seen = text + answer, after
     return text + _rest(render(messages, add_generation_prompt=False), seen), spans
+
+
+def _check_length(messages: Sequence[dict[str, Any]]) -> None:
+    """ValueError for a chat whose answers would take long to find."""
+    answers = sum(message["role"] == "assistant" for message in messages)
+    size = sum(TURN + _characters(message["content"]) for message in messages)
+    if answers * size > MOST_WRITTEN:
+        raise ValueError(
+            f"{answers} answers in a chat of this length are too many for a chat template whose turns begin with plain text, "
+            "which is written anew for each; cut the chat into shorter ones"
+        )
+
+
+def _characters(content: Any) -> int:
+    """Characters of a message's texts."""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text") or "") for part in content) if isinstance(content, list) else 0
 
 
 def _rest(whole: str, beginning: str) -> str:
@@ -61,17 +84,18 @@ def spans(
         for token, place in zip(once["input_ids"], once["offset_mapping"], strict=True)
         if token not in media
     ]
-    places = [index for index, token in enumerate(input_ids.tolist()) if token not in media]
-    if [int(input_ids[place]) for place in places] != [token for token, _ in kept]:
+    ids = input_ids.tolist()
+    places = [index for index, token in enumerate(ids) if token not in media]
+    if [ids[place] for place in places] != [token for token, _ in kept]:
         raise ValueError("the processor's tokens are not those of the text that it was given")
-    found = []
-    for first, last in written:
-        inside = [
-            place
-            for place, (_, (start, end)) in zip(places, kept, strict=True)
-            if start < last and end > first
-        ]
-        if not inside:
+    ends = [span.end for span in written]
+    inside: list[list[int]] = [[] for _ in written]  # of each span, its first and its last token so far
+    for place, (_, (start, end)) in zip(places, kept, strict=True):
+        number = bisect_right(ends, start)  # the first span that ends behind the token's start
+        while number < len(written) and written[number].start < end:
+            inside[number][1:] = [place]
+            number += 1
+    for tokens, (first, last) in zip(inside, written, strict=True):
+        if not tokens:
             raise ValueError(f"no token says {text[first:last]!r}")
-        found.append(Span(inside[0], inside[-1] + 1))
-    return found
+    return [Span(tokens[0], tokens[-1] + 1) for tokens in inside]

@@ -8,11 +8,12 @@ import importlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from zoo.config.entries import BUNDLED, is_bundled
 from zoo.data.errors import RowError
@@ -72,19 +73,18 @@ def _of_csv(path: Path, spec: str) -> Iterator[tuple[int, dict[str, Any] | RowEr
     """The rows of a CSV file: columns by the names of its first line, empty cells left out."""
     csv.field_size_limit(LINE_MB * 2**20)
     with reading(spec), path.open(encoding="utf-8-sig", newline="") as file:
-        table = csv.reader(file, delimiter=SEPARATORS[path.suffix], strict=True)
+        lines = _CsvLines(file, spec)
+        table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         names: list[str] | None = None
         while True:
-            line = table.line_num + 1
+            line = lines.begin_row()
             try:
                 cells = next(table)
             except StopIteration:
                 return
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{spec}: not UTF-8 near line {line}: {error.reason}; save the file as UTF-8."
-                ) from error
             except csv.Error as error:
+                if names is None:
+                    raise UserError(f"{spec}:{line}: no names of columns: {error}.") from error
                 yield line, RowError("", "bad_row", f"no row of CSV: {error}.")
                 continue
             if not cells:
@@ -99,9 +99,51 @@ def _of_csv(path: Path, spec: str) -> Iterator[tuple[int, dict[str, Any] | RowEr
                 yield line, _cells(dict(zip(names, cells, strict=True)))
 
 
+class _CsvLines:
+    """The lines of a CSV file, of which a row may have several; no more is read of a row than its limit."""
+
+    def __init__(self, file: TextIO, spec: str) -> None:
+        self._file, self._spec = file, spec
+        self._number = self._size = 0  # lines so far, and characters of those of the row
+
+    def begin_row(self) -> int:
+        """The number of the next line, with which a row begins."""
+        self._size = 0
+        return self._number + 1
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next line.
+
+        Raises:
+            csv.Error: the row is over LINE_MB.
+            UserError: the line is no UTF-8.
+        """
+        limit = LINE_MB * 2**20
+        try:
+            line = part = self._file.readline(limit + 1)
+            while len(part) > limit and part[-1] not in "\r\n":
+                part = self._file.readline(limit + 1)
+        except UnicodeDecodeError as error:
+            text = f"{self._spec}: not UTF-8 near line {self._number + 1}: {error.reason}; save the file as UTF-8."
+            raise UserError(text) from error
+        if not line:
+            raise StopIteration
+        self._number += 1
+        self._size += len(line)
+        if self._size > limit:
+            raise csv.Error(
+                f"it is over {LINE_MB} MiB; close an open quote, or put media into files of their own"
+            )
+        return line
+
+
 def _check_names(names: list[str], spec: str) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    counts = Counter(names)
+    if len(counts) < len(names):
+        twice = next(name for name in names if counts[name] > 1)
         raise UserError(f"{spec}: the first line names the column {shown(twice)!r} twice; rename one.")
 
 

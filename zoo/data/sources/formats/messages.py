@@ -59,25 +59,37 @@ def _joined_turns(turns: list[Turn], source: str) -> list[Turn]:
     Raises:
         RowError: their weights differ, or a text follows tool calls ("bad_row").
     """
-    joined: list[Turn] = []
+    groups: list[list[Turn]] = []
+    called = False  # whether the last group has called tools
     for turn in turns:
-        last = joined[-1] if joined else None
+        last = groups[-1][-1] if groups else None
         if last is None or not last.message.role == turn.message.role == "assistant":
-            joined.append(turn)
+            groups.append([turn])
+            called = bool(turn.calls)
             continue
-        both = f"{last.where} and {turn.where} are turns of the assistant in a row"
-        if last.weight != turn.weight:
+        first = groups[-1][0]
+        both = f"{first.where} and {turn.where} are turns of the assistant in a row"
+        if first.weight != turn.weight:
             text = (
-                f"{both} of weights {last.weight:g} and {turn.weight:g}; give them one weight, or join them."
+                f"{both} of weights {first.weight:g} and {turn.weight:g}; give them one weight, or join them."
             )
             raise RowError(source, "bad_row", text)
-        if last.calls and turn.message.content.strip():
+        if called and turn.message.content.strip():
             text = f"{both}, and the first calls tools; put the results, of role 'tool', between them."
             raise RowError(source, "bad_row", text)
-        content = last.message.content + ("" if last.calls else turn.message.content)
-        message = Message("assistant", content)
-        joined[-1] = last._replace(message=message, calls=[*last.calls, *turn.calls])
-    return joined
+        called = called or bool(turn.calls)
+        groups[-1].append(turn)
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _joined(turns: list[Turn]) -> Turn:
+    """One turn of several; no text follows a call but white space, which is left out."""
+    calls: list[Any] = []
+    texts = []
+    for turn in turns:
+        texts += [] if calls else [turn.message.content]
+        calls += turn.calls
+    return turns[0]._replace(message=Message("assistant", "".join(texts)), calls=calls)
 
 
 def _message(message: Any, where: str, source: str) -> Turn:
