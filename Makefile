@@ -19,13 +19,6 @@ env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds; RESOLUTIO
 
 demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
 	@$(VENV)/bin/zoo train $(DEMO_ARGS)
-	@echo
-	@echo "Next:"
-	@echo "  open runs/demo/plots/predictions.png                                     first: what it answers to rows it has not seen"
-	@echo "  open runs/demo/plots/loss.png                                            the loss, and what was learnt"
-	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft                              the whole recipe: video, several images, text as well"
-	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft nproc=2 parallel.ep=2 run.dir=runs/ep   experts over two ranks"
-	@echo "  $(VENV)/bin/zoo show recipe=qwen3_omni_sft                               every key of the recipe"
 
 check: env ## ruff, mypy and the tests that your change touches: under a minute for a typical file
 	@$(PYTHON) scripts/check.py

@@ -41,7 +41,7 @@ def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
     ]
     said = [task.communicate(timeout=240) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
-    assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[0]
+    assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[1]
     assert said[1][0] == ""  # one rank speaks
     assert zoo.train(tmp_path / "here", "nproc=2").code == 0
     assert metrics(tmp_path / "slurm") == metrics(tmp_path / "here")

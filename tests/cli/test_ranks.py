@@ -19,7 +19,7 @@ def straight(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "run"
     done = zoo.train(folder, "nproc=2")
     assert (done.code, done.err) == (0, ""), done
-    assert "| 2 ranks (dp=2) | " in done.out.splitlines()[0]
+    assert "| 2 ranks (dp=2) | " in done.out.splitlines()[1]
     steps = [line.split("  ")[0] for line in done.out.splitlines() if line.startswith("step ")]
     assert steps == [f"step {n}/6" for n in range(1, 7)]
     assert summary(folder)["metrics"]["rows"] == 2

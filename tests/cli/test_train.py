@@ -26,9 +26,15 @@ def times(folder: Path) -> dict[str, int]:
 
 def test_what_a_run_prints(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
     folder, done = finished
-    lines = done.out.splitlines()
+    printed, _, following = done.out.partition("\n\nNext:\n")
+    assert f"  open {folder}/plots/predictions.png " in following and f" eval {folder} " in following
+    lines = printed.splitlines()
+    assert (
+        lines.pop(0)
+        == "zoo: qwen3_omni tiny, random weights | trains on train.jsonl | numbers: zoo train --help"
+    )
     assert lines[0] == (
-        "zoo: recipe qwen3_omni_sft | size tiny (given) | family qwen3_omni | weights random | "
+        "zoo: recipe qwen3_omni_sft | size tiny (given) | weights random | "
         f"evaluates on {zoo.data / 'heldout.jsonl'} | 1 rank (dp=1) | {folder}"
     )
     assert "trains on 11 rows of train.jsonl, evaluates on 2 of heldout.jsonl | 6 steps" in lines[1]
@@ -214,12 +220,12 @@ def test_own_data_alone(
     how = ["data.eval=auto", "train.steps=4", "train.eval_every=2", "train.save_every=2", "export=false"]
     done = zoo.train(folder, f"data.train={mine}", *how, *overrides)
     assert (done.code, done.err) == (0, ""), done
-    assert headline in done.out.splitlines()[0]
+    assert headline in done.out.splitlines()[1]
     assert "digits" not in done.out
     lines = map(json.loads, (folder / "train.jsonl").read_text(encoding="utf-8").splitlines())
     found = [line for line in lines if line.get("event") == "eval"]
     if rows == 0:
-        assert "trains on 8 rows of mine.jsonl, no evaluation | 4 steps" in done.out.splitlines()[1]
+        assert "trains on 8 rows of mine.jsonl, no evaluation | 4 steps" in done.out.splitlines()[2]
         assert found == [] and summary(folder)["metrics"] == {} and "eval at" not in done.out
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["iter_2", "iter_4"]
     else:

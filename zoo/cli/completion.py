@@ -193,7 +193,9 @@ def _sizes(recipe: str, given: Sequence[str]) -> list[str]:
             text = path.read_text(encoding="utf-8", errors="replace")
             named = re.findall(r"^\s+family:\s*[\"']?(\w+)", text, re.MULTILINE)
     family = named[-1] if named else "*"
-    return sorted({path.stem for path in recipes.glob(f"sizes/{family}/*.yaml")})
+    from zoo.config.recipes.size_order import size_order
+
+    return sorted({path.stem for path in recipes.glob(f"sizes/{family}/*.yaml")}, key=size_order)
 
 
 def _recipe_of(given: Sequence[str]) -> str:

@@ -117,6 +117,11 @@ class DataEntry:
         name = self.path or self.hub or "rows"
         return f"{name}[{self.split}]" if self.split else name
 
+    @property
+    def selected(self) -> str:
+        """The same with the kinds of rows that are taken."""
+        return f"{self} ({', '.join(self.kinds)})" if self.kinds else str(self)
+
 
 def parse_entry(value: Any, key: str) -> DataEntry:
     """An entry as it was written.

@@ -18,6 +18,7 @@ from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.layers.keys import nearest
 from zoo.config.layers.layer import Layer, filled
 from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
+from zoo.config.recipes.size_order import size_order
 from zoo.errors import ConfigError
 from zoo.files import expanded
 
@@ -33,8 +34,8 @@ def recipe_names() -> list[str]:
 
 
 def size_names(family: str) -> list[str]:
-    """Sizes of `family`; empty when there are none."""
-    return _names(files("zoo.recipes") / "sizes" / family)
+    """Sizes of `family`, from the smallest; empty when there are none."""
+    return sorted(_names(files("zoo.recipes") / "sizes" / family), key=size_order)
 
 
 def hardware_names() -> list[str]:

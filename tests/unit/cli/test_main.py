@@ -65,7 +65,8 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["--verison"], "--verison: no such option; nearest: zoo --version"),
         (["show", "--shema"], "--shema: no such option; nearest: --schema"),
         (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
-        (["list", "all"], "all: zoo list takes --json, or runs and a folder"),
+        (["list", "qwen3_v"], "qwen3_v: no such family, recipe or GPU; nearest: qwen3_vl, qwen35_vl, qwen3"),
+        (["list", "demo", "all"], "all: zoo list takes one name, or runs and a folder"),
         (
             ["bench"],
             "zoo bench: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",
@@ -139,11 +140,39 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
 
     monkeypatch.setattr(launcher, "launch", fake)
     assert main(["train", *recipe, "nproc=2", "--parallel.ep=2", "train.steps=3"]) == 0
-    assert capsys.readouterr().out == (
-        "zoo: recipe qwen3_omni_sft | size tiny (no GPU is here; published: size=30b-a3b) | family qwen3_omni | "
-        "weights random | evaluates on digits:heldout | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny\n"
-    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "zoo: qwen3_omni tiny, random weights | trains on digits:train | numbers: zoo train --help",
+        "zoo: recipe qwen3_omni_sft | size tiny (no GPU is here; published: size=30b-a3b) | weights random | "
+        "evaluates on digits:heldout | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny",
+    ]
+    assert lines[2:4] == ["", "Next:"]
+    assert any(" report x " in line for line in lines[4:])
     assert seen[0].train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], "trains on digits:train (image, audio) | "),
+        (["data.train=[/a/very/long/folder/of/rows.jsonl,b.jsonl]"], "trains on rows.jsonl and 1 more | "),
+        ([f"data.train=[{'r' * 200}.jsonl,b,c]", f"model.init=some/{'m' * 90}"], "... and 2 more | "),
+        (
+            ["data.train=[{path: 'digits:train', kinds: [audio_in_video, multi_audio, multi_image, text]}]"],
+            "...",
+        ),
+    ],
+)
+def test_the_first_line_of_a_run_is_short(overrides: list[str], wanted: str) -> None:
+    from zoo.cli.training.train import _first_line
+
+    recipe = compose.load_recipe("demo", [text for text in overrides if "model.init" not in text])
+    for text in overrides:
+        if text.startswith("model.init"):
+            recipe = recipe.replace({"model.init": text.partition("=")[2]})
+    line = _first_line(recipe)
+    assert wanted in line and line.endswith("numbers: zoo train --help")
+    assert len(line) < 120
 
 
 @pytest.mark.parametrize(
@@ -241,10 +270,10 @@ def test_other_ranks_print_no_headline_and_say_who_they_are(
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
-    assert "qwen3_omni " in printed and NAME in printed and "30b-a3b | tiny" in printed
+    assert "qwen3_omni " in printed and "tiny, 30b-a3b" in printed
     assert main(["list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["families"]["qwen3_omni"]["sizes"] == ["30b-a3b", "tiny"]
+    assert found["families"]["qwen3_omni"]["sizes"] == ["tiny", "30b-a3b"]
     assert found["recipes"][NAME]["description"]
     assert "cpu" in found["hardware"]
 

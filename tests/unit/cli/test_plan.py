@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 import zoo
 from zoo.cli.main import main
 from zoo.config.checks import engine
+from zoo.config.compose import about
+from zoo.config.files import hardware_names, recipe_names, size_names
+from zoo.config.recipes.size_order import size_order
 from zoo.errors import UserError
+from zoo.registry import families
 
 BIG = ["plan", "recipe=qwen3_vl_sft", "size=30b-a3b", "hardware=8xh200"]
 
@@ -122,6 +127,48 @@ def test_a_show_tells_what_was_changed(capsys: pytest.CaptureFixture[str], tmp_p
     assert set(found["changed"]) == {"train.lr", "train.steps"}
     assert found["changed"]["train.steps"] == {"value": 7, "base": 1800}
     assert found["recipe"]["train"]["lr"] == 1e-4
+
+
+def test_a_list_fits_a_screen_and_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    words = set(re.split(r"[\s,]+", "\n".join(lines)))
+    assert {size for family in families() for size in size_names(family)} <= words
+    assert {*families(), *hardware_names()} <= words
+    for name in recipe_names():
+        splits = [(name[:at], name[at + 1 :]) for at, sign in enumerate(name) if sign == "_"]
+        assert name in words or any(set(split) <= words for split in splits), name
+
+
+def test_a_name_lists_what_is_known_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for family in families().values():
+        assert main(["list", family.name]) == 0
+        printed = capsys.readouterr().out
+        assert all(part in printed for part in (family.title, *family.parts, " ".join(family.proved)))
+        own = {name for name in recipe_names() if about(name)["family"] == family.name}
+        assert own <= set(printed.split())
+    for name, told in (
+        ("demo", about("demo")["description"]),
+        ("h100", "80 GB"),
+        ("recipes", "qwen3_vl_dpo_lora "),
+    ):
+        assert main(["list", name]) == 0
+        assert told in capsys.readouterr().out
+    assert main(["list", "h100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["h100"]["memory_gb"] == 80
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["tiny", "tiny-moe", "270m", "0.8b", "1b", "4b", "12b", "27b", "30b-a3b", "235b-a22b"],
+        ["tiny", "onevision-0.5b", "1.5-7b", "1.6-mistral-7b", "4.6-106b-a12b", "1.1t"],
+    ],
+)
+def test_sizes_are_in_the_order_of_their_parameters(names: list[str]) -> None:
+    assert sorted(reversed(names), key=size_order) == names
 
 
 def test_lists_and_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

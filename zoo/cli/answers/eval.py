@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 USAGE = "zoo eval CHECKPOINT [ROWS] [metrics=...] [out=FILE] [key=value ...]"
 WHOLE = ("max_new_tokens", "batch", "max_rows")
-NAMES = {"exact_match": "exact match", "anls": "ANLS", "wer": "WER", "cer": "CER"}
+NAMES = {
+    "exact_match": "exact match",
+    "anls": "ANLS",
+    "wer": "WER (lower is better)",
+    "cer": "CER (lower is better)",
+}
 _WRONG = 5  # rows that are shown
 
 

@@ -1,8 +1,10 @@
 """
-usage: zoo list [--json]
+usage: zoo list [NAME] [--json]
+       zoo list families | recipes | hardware [--json]
        zoo list runs [FOLDER] [--json]
 
-Shows model families with what they read, their sizes and the parallelism that tests prove, recipes, hardware.
+Shows model families with what they read and their sizes, the names of recipes, and hardware. NAME is one of these: a family (its
+parts, and the parallelism that tests prove), a recipe or a GPU. A section shows all of its kind so.
 
 With `runs` it shows the run folders beneath FOLDER (default: runs) with their state, step, loss and score.
 """
@@ -10,11 +12,19 @@ With `runs` it shows the run folders beneath FOLDER (default: runs) with their s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zoo.cli.arguments import split_flags
 from zoo.errors import UserError
+
+SECTIONS = ("families", "recipes", "hardware")
+_WIDTH = 118
+_ON_HARDWARE = (
+    "8xh200 are eight in a node, 2x8xh200 two such nodes; a100-40: the same GPU with 40 GB; 8x80gb: any of 80 GB; "
+    "cpu: a machine without a GPU; auto: what is here"
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -22,10 +32,14 @@ def run(arguments: Sequence[str]) -> int:
     flags, rest = split_flags(arguments, ("--json",))
     if rest[:1] == ["runs"] and len(rest) <= 2:
         return _runs(rest[1] if len(rest) == 2 else "runs", "--json" in flags)
-    if rest:
-        raise UserError(f"{rest[-1]}: zoo list takes --json, or runs and a folder")
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]}: zoo list takes one name, or runs and a folder")
     found = catalogue()
-    print(json.dumps(found, indent=2) if "--json" in flags else _table(found))
+    if rest:
+        found = _section(found, rest[0])
+        print(json.dumps(found, indent=2) if "--json" in flags else _details(found))
+        return 0
+    print(json.dumps(found, indent=2) if "--json" in flags else _overview(found))
     return 0
 
 
@@ -76,24 +90,92 @@ def _gpu(gpu: Any) -> dict[str, Any]:
     }
 
 
-def _table(found: dict[str, Any]) -> str:
-    lines = ["families"]
+def _section(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The part of the catalogue that a name stands for: a section, or an entry of one; a family with its recipes."""
+    if name in SECTIONS:
+        return {name: found[name]}
+    part: dict[str, Any] = {
+        section: {name: found[section][name]} for section in SECTIONS if name in found[section]
+    }
+    if not part:
+        from zoo.config.layers.keys import nearest
+
+        near = nearest(name[:100], [*SECTIONS, *(known for section in SECTIONS for known in found[section])])
+        hint = f"nearest: {', '.join(near)}" if near else "zoo list shows the names"
+        raise UserError(f"{name}: no such family, recipe or GPU; {hint}")
+    if "families" in part:
+        part["recipes"] = {
+            key: recipe for key, recipe in found["recipes"].items() if recipe["family"] == name
+        }
+    return part
+
+
+def _overview(found: Mapping[str, Any]) -> str:
+    """Everything by name, on a screen."""
+    lines = ["families (zoo list NAME shows one)"]
+    width = max(map(len, found["families"]), default=0)
     for name, family in found["families"].items():
-        lines.append(f"  {name:<18} {family['title']}: {', '.join(family['modalities'])}")
-        lines.append(f"  {'':<18} size={' | '.join(family['sizes']) or '-'}")
-        inner = [f"{part} (of {outer})" for part, outer in family["inner_parts"].items()]
-        lines.append(f"  {'':<18} parts: {', '.join([*family['parts'], *inner])}")
-        proved = " ".join(family["proved_parallelism"]) or "none"
-        lines.append(f"  {'':<18} parallelism with the gradients of one rank, by test: {proved}")
-    lines.append("recipes")
-    width = max(18, *map(len, found["recipes"]))
-    for name, recipe in found["recipes"].items():
-        lines.append(f"  {name:<{width}} {recipe['description'] or ''}")
-    lines.append("hardware")
-    lines.append(
-        "  8xh200 are eight in a node, 2x8xh200 two such nodes; a100-40: the same GPU with 40 GB; 8x80gb: any of 80 GB"
+        reads = ", ".join(family["modalities"])
+        lines += _wrapped(f"  {name:<{width}}  {reads:<25}  ", ", ".join(family["sizes"]) or "-")
+    lines.append("recipes: NAME_TASK, as in recipe=NAME_TASK (zoo list recipes)")
+    for tasks, names in _by_tasks(found["recipes"]).items():
+        if tasks == ("",):
+            for name in names:
+                lines += _wrapped(f"  {name:<{width}}  ", found["recipes"][name]["description"] or "-")
+            continue
+        lines += _wrapped(f"  {'NAME':<{width}}  ", " ".join(names))
+        lines += _wrapped(f"  {'TASK':<{width}}  ", " ".join(tasks))
+    lines.append("hardware, as in hardware=8xh200 (zoo list hardware)")
+    lines += _wrapped("  ", " ".join(found["hardware"]))
+    return "\n".join(lines)
+
+
+def _by_tasks(recipes: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """Tasks -> the names that stand before all of these in recipes; no task for a recipe that is named by itself.
+
+    `base_lora` is the task `lora` of `base`, or the task `dpo_lora` where `base` is the recipe `x_dpo`.
+    """
+    known = list(recipes)
+    tasks: dict[str, list[str]] = {}
+    for name in known:
+        before, _, task = name.rpartition("_")
+        if before in known:
+            before, _, outer = before.rpartition("_")
+            task = f"{outer}_{task}"
+        tasks.setdefault(before or name, []).append(task if before else "")
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for before, of_it in tasks.items():
+        groups.setdefault(tuple(of_it), []).append(before)
+    return groups
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
-    lines.append(f"  {'cpu':<18} a machine without a GPU")
-    lines += [f"  {name:<18} {gpu['about']}" for name, gpu in found["hardware"].items() if gpu]
-    lines.append(f"  {'auto':<18} what is here")
+
+
+def _details(found: Mapping[str, Any]) -> str:
+    """All that is known of some entries."""
+    lines = []
+    for name, family in found.get("families", {}).items():
+        lines.append(f"{name:<18} {family['title']}: {', '.join(family['modalities'])}")
+        lines.append(f"{'':<18} size={' | '.join(family['sizes']) or '-'}")
+        inner = [f"{part} (of {outer})" for part, outer in family["inner_parts"].items()]
+        lines.append(f"{'':<18} parts: {', '.join([*family['parts'], *inner])}")
+        proved = " ".join(family["proved_parallelism"]) or "none"
+        lines.append(f"{'':<18} parallelism with the gradients of one rank, by test: {proved}")
+    width = max(18, *map(len, found.get("recipes", {"": 0})))
+    lines += [
+        f"{name:<{width}} {recipe['description'] or ''}" for name, recipe in found.get("recipes", {}).items()
+    ]
+    if len(lines) == 1 and "recipes" in found:
+        (name,) = found["recipes"]
+        lines.append(f"{'':<{width}} zoo show recipe={name}")
+    if len(found.get("hardware", {})) > 1:
+        lines.append(_ON_HARDWARE)
+    lines += [
+        f"{name:<18} {gpu.get('about', 'a machine without a GPU')}"
+        for name, gpu in found.get("hardware", {}).items()
+    ]
     return "\n".join(lines)

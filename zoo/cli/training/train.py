@@ -14,6 +14,10 @@ and `zoo train recipe=my.yaml` are the same.
 Exit codes: 0 done, 2 a mistake that you can fix, 130 Ctrl-C, 75 SIGTERM, SIGUSR1, SIGHUP or SIGQUIT (start the same command
 again), 76 left because a rank died or hangs.
 
+A step's line has the loss (mean over its labels, in nats), the learning rate, real tokens a second (without padding), the share of
+computed tokens that is padding, the share of time spent waiting for data, and the time to go. An evaluation's has the loss and the share of
+answers that are exactly right, by kind of row.
+
 Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a
 rank. --slurm-template trains nothing: it writes a batch script for these arguments, to be submitted by sbatch.
 """
@@ -21,13 +25,18 @@ rank. --slurm-template trains nothing: it writes a batch script for these argume
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags, split_recipe
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
+
+_FIRST_LINE = 119  # characters
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -57,6 +66,7 @@ def _run(arguments: Sequence[str]) -> int:
     def announce(recipe: Recipe, ranks: int) -> None:
         if os.environ.get("RANK", "0") != "0":
             return
+        print(_first_line(recipe), flush=True)
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
         if resolved.taken:
             print(f"zoo: {resolved.taken}", flush=True)
@@ -64,7 +74,10 @@ def _run(arguments: Sequence[str]) -> int:
             chosen = _planned(resolved.recipe, recipe)
             print(f"zoo: planned for {recipe.hardware or 'these ranks'}: {chosen}", flush=True)
 
-    return launch(resolved.recipe, here=True, announce=announce).code
+    result = launch(resolved.recipe, here=True, announce=announce)
+    if result.code == 0 and os.environ.get("RANK", "0") == "0":
+        print("\n".join(["", "Next:", *_next(resolved.recipe, Path(result.run_dir))]), flush=True)
+    return result.code
 
 
 def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
@@ -95,8 +108,25 @@ def _planned(before: Recipe, after: Recipe) -> str:
     return " ".join(shown) or "nothing has to be cut"
 
 
+def _first_line(recipe: Recipe) -> str:
+    """What is trained on which rows, in under 120 characters, and where a run's numbers are explained."""
+    from zoo.config.entries import parse_entry
+
+    entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]
+    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+    model = " ".join(filter(None, (_short(recipe.model.family, 16), _short(recipe.size or "", 20))))
+    init = "random" if recipe.model.init == "random" else _short(Path(recipe.model.init).name, 30)
+    before, after = f"zoo: {model}, {init} weights | trains on ", f"{more} | numbers: zoo train --help"
+    rows = Path(entries[0].selected).name if entries else "no rows"
+    return f"{before}{_short(rows, _FIRST_LINE - len(before) - len(after))}{after}"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
-    """The first line of a run: what will be trained, on what, and where to."""
+    """The second line of a run: its recipe, what it is evaluated on, and where to."""
     from zoo.config.derived import data_parallel
 
     sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -104,9 +134,39 @@ def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
     shown.append(f"dp={data_parallel(recipe, ranks)}")
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return (
-        f"zoo: recipe {recipe.recipe} | size {recipe.size or '-'} ({size_why}) | family {recipe.model.family} | "
-        f"weights {recipe.model.init} | {_evaluation(recipe)} | {count} ({' '.join(shown)}) | {recipe.run.dir}"
+        f"zoo: recipe {recipe.recipe} | size {recipe.size or '-'} ({size_why}) | weights {recipe.model.init} | "
+        f"{_evaluation(recipe)} | {count} ({' '.join(shown)}) | {recipe.run.dir}"
     )
+
+
+def _next(recipe: Recipe, folder: Path) -> list[str]:
+    """What to look at and to run after a run that is done, a line each."""
+    from zoo.config.compose import about
+    from zoo.config.files import recipe_names
+
+    zoo = _command()
+    plots = folder / "plots"
+    base = about(recipe.recipe)["base"] if recipe.recipe in recipe_names() else None
+    steps = [
+        (f"open {plots / 'predictions.png'}", "first: what it answers to rows it has not seen"),
+        (f"open {plots / 'loss.png'}", "the loss, and what was learnt"),
+        (f"{zoo} eval {folder}", "its answers to those rows, scored by kind"),
+        (f"{zoo} report {folder}", "the run as a page"),
+        (f"{zoo} train recipe={base}", "the recipe that this one stands on"),
+        (f"{zoo} show {folder / 'config.yaml'}", "every key of the recipe"),
+    ]
+    answered = (plots / "predictions.png").is_file()
+    left_out = {0: answered, 1: (plots / "loss.png").is_file(), 2: answered, 4: base is not None}
+    shown = [step for number, step in enumerate(steps) if left_out.get(number, True)]
+    width = max(len(command) for command, _ in shown)
+    return [f"  {command:<{width}}  {why}" for command, why in shown]
+
+
+def _command() -> str:
+    """How to call zoo from here."""
+    if shutil.which("zoo"):
+        return "zoo"
+    return sys.argv[0] if Path(sys.argv[0]).name == "zoo" else "python -m zoo"
 
 
 def _evaluation(recipe: Recipe) -> str:

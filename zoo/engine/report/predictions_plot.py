@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ RIGHT, WRONG, INK, QUIET, CARD = "#1a8f4b", "#c8313b", "#1d2433", "#6b7385", "#f
 COLUMNS, PANELS, FRAMES = 2, 4, 4  # cards side by side, media of a card, frames of a video
 LARGEST = 512  # pixels of a picture's longer side
 _LINES = 3  # of a prompt
+_ANSWER, _LONG_ANSWER, _ANSWER_WIDTH = 11.0, 8.0, 0.82  # points; a share of the texts' half of a card
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def plot_predictions(folder: Path, step: int, found: Sequence[Prediction]) -> Pa
     right = sum(one.right for one in found)
     top = 1 - 0.62 / (0.7 + 1.9 * rows)
     title = f"{folder.resolve().name}: answers to held-out rows at step {step:,}"
+    title = title if len(title) <= 80 else f"{ELLIPSIS}{title[-79:]}"
     figure.text(
         0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False
     )
@@ -121,30 +123,77 @@ def _card(figure: Any, place: Any, one: Prediction) -> None:
     axis.set(xlim=(0, 1), ylim=(0, 1))
     axis.set_axis_off()
     style = {"va": "top", "parse_math": False, "transform": axis.transAxes}
-    axis.text(0, 0.93, one.row.kind or "row", fontsize=8, color=QUIET, **style)
+    fit = _Fit(figure, axis)
+    axis.text(0, 0.93, fit.lines(one.row.kind or "row", 8, 0.7, 1), fontsize=8, color=QUIET, **style)
     axis.text(0.98, 0.93, "\N{CHECK MARK} right" if one.right else "\N{BALLOT X} wrong", fontsize=10, color=colour, weight="bold", ha="right", **style)  # fmt: skip
-    axis.text(0, 0.80, _wrapped(one.prompt), fontsize=8.5, color=INK, **style)
+    axis.text(0, 0.80, fit.lines(one.prompt, 8.5, 0.98, _LINES), fontsize=8.5, color=INK, **style)
     for y, name, said, shade in ((0.42, "answer", one.answer, INK), (0.22, "model", one.prediction, colour)):
         axis.text(0, y, name, fontsize=8, color=QUIET, **style)
-        axis.text(
-            0.17,
-            y + 0.015,
-            _wrapped(said, 30, 1) or "(nothing)",
-            fontsize=11,
-            color=shade,
-            weight="bold",
-            **style,
-        )
+        text, size = fit.answer(said or "(nothing)")
+        axis.text(0.17, y + 0.015, text, fontsize=size, color=shade, weight="bold", **style)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Breaks and cuts texts to the width that they take on a card, as its fonts measure them."""
+
+    figure: Any
+    axis: Any
+
+    def answer(self, text: str) -> tuple[str, float]:
+        """An answer in one line, or a longer one in two lines of smaller letters; and the size of its letters."""
+        text = " ".join(text.split())
+        if self._width(text[:100], _ANSWER) <= _ANSWER_WIDTH and len(text) <= 100:
+            return text, _ANSWER
+        return self.lines(text, _LONG_ANSWER, _ANSWER_WIDTH, 2), _LONG_ANSWER
+
+    def lines(self, text: str, size: float, width: float, most: int) -> str:
+        """The text in at most so many lines of a width (a share of the axis); what is left out is an ellipsis."""
+        rest, lines = " ".join(text.split()), []
+        while rest and len(lines) < most:
+            cut = self._longest(rest, size, width)
+            if cut < len(rest):
+                last = len(lines) == most - 1
+                cut = self._longest(rest, size, width, ELLIPSIS) if last else self._at_space(rest, cut)
+                lines.append(rest[:cut].rstrip() + (ELLIPSIS if last else ""))
+            else:
+                lines.append(rest)
+            rest = rest[cut:].lstrip()
+        return "\n".join(lines)
+
+    def _longest(self, text: str, size: float, width: float, end: str = "") -> int:
+        """How many letters of the text fit, at least one."""
+        low, high = 1, min(len(text), 400)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self._width(text[:middle] + end, size) <= width else (low, middle - 1)
+            )
+        return low
+
+    @staticmethod
+    def _at_space(text: str, cut: int) -> int:
+        """The end of the last whole word before the cut, unless that would leave half the line empty."""
+        space = text.rfind(" ", 0, cut + 1)
+        return space if space > cut // 2 else cut
+
+    def _width(self, text: str, size: float) -> float:
+        """The share of the axis that a line in bold letters takes."""
+        from matplotlib.font_manager import FontProperties
+
+        renderer = self.figure.canvas.get_renderer()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # letters that the font has not
+            width, _, _ = renderer.get_text_width_height_descent(
+                text, FontProperties(size=size, weight="bold"), False
+            )
+        return float(width) / float(self.axis.get_window_extent(renderer).width)
 
 
 def _plain(text: str) -> str:
     while found := PLACEHOLDER.match(text.lstrip()):
         text = text.lstrip()[found.end() :]
     return " ".join(plain(PLACEHOLDER.sub(r" [\1] ", text)).split())
-
-
-def _wrapped(text: str, width: int = 42, lines: int = _LINES) -> str:
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
 
 
 def _panels(row: Row) -> Iterator[tuple[str, Any]]:

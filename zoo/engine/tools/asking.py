@@ -91,6 +91,8 @@ def asked(path: str | Path, rows: Rows, overrides: Sequence[str] = ()) -> Iterat
                 )
                 for number, entry in enumerate(entries_of(_parsed(rows), "rows"))
             ]
+            if not any(Path(entry.path or "").is_relative_to(folder) for entry in entries):  # rows by name
+                _say_where_rows_differ(recipe, settings, entries)
         if not entries:
             raise UserError(
                 "rows: there are none; wanted a file, an entry as data.train takes it, or a list of dicts"
@@ -145,6 +147,20 @@ def _own_rows(recipe: Recipe, settings: RunSettings, name: str) -> tuple[Recipe,
         )
     _say(f"rows that the run evaluated on: {', '.join(evaluated_on(whole.data))}")
     return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), found
+
+
+def _say_where_rows_differ(recipe: Recipe, settings: RunSettings, entries: Sequence[DataEntry]) -> None:
+    """Say which rows the run evaluated on, where rows that are named are others: its scores are then none of the run's."""
+    if not settings.rows:
+        return
+    whole = recipe.replace(dict(settings.rows)).data
+    own = with_defaults(whole).eval
+    taken = [(source_of(entry), entry.kinds, entry.held_out) for entry in entries]
+    if own and taken != [(source_of(entry), entry.kinds, entry.held_out) for entry in own]:
+        rows = ", ".join(entry.selected for entry in entries)
+        _say(
+            f"rows: {rows}; the run evaluated on others: {', '.join(evaluated_on(whole))} (rows=auto takes those)"
+        )
 
 
 def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:

@@ -40,6 +40,18 @@ def test_right_and_wrong_are_marked_in_the_picture(tmp_path: Path) -> None:
     assert has(right, GREEN) and not has(right, RED)
 
 
+@pytest.mark.parametrize("text", ["0" * 256, "W" * 300, "a long answer in words " * 20, "\u6f22\u5b57" * 80])
+def test_long_texts_stay_on_their_card(text: str, tmp_path: Path) -> None:
+    messages = (Message("user", text), Message("assistant", text))
+    shown = [Prediction(Row(messages, kind=text[:100]), text, text, False)]
+    with Image.open(plot_predictions(tmp_path, 1, shown)) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    height, width, _ = pixels.shape
+    beside = pixels[height // 4 :, width // 2 :]  # the second card's place, which is empty
+    assert (beside == 255).all()
+    assert (pixels[-int(0.02 * height) :] == 255).all()
+
+
 def test_media_that_are_gone_leave_the_texts(tmp_path: Path) -> None:
     row = replace(some(1)[0].row, images=("gone.png",), videos=(), audios=(), root=tmp_path)
     assert plot_predictions(tmp_path, 1, [Prediction(row, "1", "", False)]).is_file()
