@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
+from zoo.config.hand_built import BY_HAND, hand_built_chain, split_overrides, with_objects
 from zoo.config.layers.keys import shown_value
-from zoo.config.layers.layer import Layer, escaped, override_layer
+from zoo.config.layers.layer import Layer, Overrides, escaped
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
 from zoo.config.recipes.chain import base_chain, is_shipped, recipe_name, refuse_file_keys, without_file_keys
@@ -76,24 +77,37 @@ class Resolved:
     taken: str = ""  # what was taken from the run of model.init, in a sentence; "" for nothing
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or YAML path, resolved.
+def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recipe:
+    """The recipe of that name or YAML path, or the one that a program has built, resolved.
 
     Args:
-        name_or_path: a name that `zoo list` shows, or a path of a YAML file (also a run's `config.yaml`).
-        overrides: ``a.b=c`` or ``--a.b=c``, values read as YAML.
+        recipe: a name that `zoo list` shows, a path of a YAML file (also a run's `config.yaml`), or a `zoo.Recipe`. A recipe that
+            was built by hand says what a file with `base:` (its `recipe`) says: size and hardware are put under what it gives.
+        overrides: ``a.b=c`` or ``--a.b=c``, values read as YAML; or a dict of keys, dotted or nested, and values.
 
     Raises:
         ConfigError: a name, key or value is wrong; the message says which and what was wanted.
     """
-    return resolve(str(name_or_path), overrides).recipe
+    return resolve(recipe, overrides).recipe
 
 
-def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     """:func:`load_recipe`, with the reason for the size that was taken."""
-    typed = override_layer(overrides)
+    typed, objects = split_overrides(overrides)
     refuse_file_keys(typed, allowed=("task",))
-    chain = base_chain(name_or_path, typed)
+    if isinstance(recipe, Recipe) and recipe.composed:
+        _refuse_overlays([typed], "the recipe given")
+        changes = {**typed.tree, **objects, **{edit.path: edit.value for edit in typed.edits}}
+        changed = recipe.replace(changes)
+        refuse_without_effect(changed)
+        return Resolved(changed, "as given", recipe, recipe.recipe)
+    if isinstance(recipe, Recipe):
+        chain, held = hand_built_chain(recipe, typed)
+        objects = {key: rows for key, rows in held.items() if key not in _keys_of([typed])} | objects
+        name = recipe.recipe
+    else:
+        name = str(recipe)
+        chain = base_chain(name, typed)
     root, own = chain[0], [*chain[1:], typed]
     layers, stamps, sized = [without_file_keys(root)], {}, True
     init = _last([root, *own], "model.init")
@@ -107,7 +121,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         choice = _choose_overlays(root, own, weights)
         layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
         stamps = {
-            "recipe": recipe_name(name_or_path, chain, typed),
+            "recipe": recipe_name(name, chain, typed),
             "size": choice.size,
             "hardware": choice.hardware,
         }
@@ -123,7 +137,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
         )
         apply(tree, without_file_keys(layer))
-    if "parallel.plan" not in {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}:
+    if "parallel.plan" not in _keys_of(own):
         _leave_what_is_given(tree, own)
     for key, value in stamps.items():
         set_key(tree, key, value)
@@ -133,9 +147,14 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     )
     users = own if is_shipped(root) or root.tree.get("resolved") else [root, *own]
     origins = _set_by([layer for layer in users if not is_shipped(layer)])
-    recipe = to_values(tree).marked(frozenset(origins))
-    refuse_without_effect(recipe, origins)
-    return Resolved(recipe, why, to_values(base), named, taken)
+    composed = with_objects(to_values(tree), objects).marked(frozenset(origins), composed=True)
+    refuse_without_effect(composed, origins)
+    return Resolved(composed, why, to_values(base), named, taken)
+
+
+def _keys_of(layers: Sequence[Layer]) -> set[str]:
+    """The keys that some layers set."""
+    return {key for layer in layers for key, _ in leaves_of(Recipe, _tree_of(layer))}
 
 
 def _set_by(layers: Sequence[Layer]) -> dict[str, str]:
@@ -155,7 +174,7 @@ def about(name_or_path: str) -> dict[str, Any]:
 
 
 def recipe_for_weights(
-    init: str, family: str, overrides: Sequence[str] = (), settings: Layer | None = None
+    init: str, family: str, overrides: Overrides = (), settings: Layer | None = None
 ) -> Recipe:
     """A recipe that does no more than name weights, which lie here, and their family.
 
@@ -166,12 +185,12 @@ def recipe_for_weights(
     """
     tree = schema_tree(Recipe)
     apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
-    typed = override_layer(overrides)
+    typed, objects = split_overrides(overrides)
     if settings is not None:
         apply(tree, settings)
     _take_arch(tree, _weights(_last([typed], "model.init") or init))
     apply(tree, typed)
-    return to_values(tree)
+    return with_objects(to_values(tree), objects)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -231,6 +250,10 @@ def _refuse_no_family(layers: Sequence[Layer]) -> None:
     """A file that says nothing of a model: a misspelt key in it is named first."""
     for layer in layers:
         dict(leaves_of(Recipe, _tree_of(layer), f"{layer.origin}: " if layer.origin else ""))
+    if layers[0].origin == BY_HAND:
+        raise ConfigError(
+            f"{BY_HAND}: model.family is not set; give model=zoo.ModelConfig(family=...), or recipe={root_recipes()[0]!r} (or another)"
+        )
     raise ConfigError(
         f"{layers[0].origin}: model.family is not set; write `base: {root_recipes()[0]}` (or another recipe) "
         f"as its first line"
@@ -271,7 +294,7 @@ def _overlay(layer: Layer) -> Layer:
 
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
-    given = {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}
+    given = _keys_of(own)
     for key in ("plan", "planned"):
         names = tree.parallel[key]
         left = [name for name in names if given.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))]
@@ -316,7 +339,7 @@ def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], size
         return ""
     run = read_recipe(str(config))
     users = own if is_shipped(root) else [root, *own]
-    given = {key for layer in users for key, _ in leaves_of(Recipe, _tree_of(layer))}
+    given = _keys_of(users)
     if "batch" in tree.parallel.plan:
         given.add("train.global_batch")
     if (_last([run], "machine.gpus") is None) != (tree.machine.gpus is None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
@@ -194,13 +194,16 @@ def entries_of(data: Any, key: str) -> list[Any]:
     Raises:
         ConfigError: an entry that is none.
     """
+    if isinstance(data, str | os.PathLike):
+        return [str(data)]
     if isinstance(data, Mapping):  # a row stands in a list
         return [data]
     if isinstance(data, list | tuple) and not (data and all(map(is_row, data))):
         found = []
         for one in data:
-            plain = isinstance(one, str) or (isinstance(one, Mapping) and one.get("rows") is None)
-            found.append(one if plain else parse_entry(one, key))
+            entry = str(one) if isinstance(one, os.PathLike) else one
+            plain = isinstance(entry, str) or (isinstance(entry, Mapping) and entry.get("rows") is None)
+            found.append(entry if plain else parse_entry(entry, key))
         return found
     return entries_of([data if not isinstance(data, tuple) else list(data)], key)
 
@@ -231,14 +234,25 @@ def split_objects(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             plain["data"] = dict(plain["data"])
             places.append((plain["data"], name))
         for held, key in places:
-            value = held.get(key)
-            if value is None or isinstance(value, str):
-                continue
-            found = entries_of(value, f"data.{name}")
-            if has_objects(found):
+            found = object_entries(held.get(key), f"data.{name}")
+            if found:
                 objects[name] = found
                 del held[key]
+        if is_dataclass(plain.get("data")):
+            section: Any = plain["data"]
+            found = object_entries(getattr(section, name), f"data.{name}")
+            if found:
+                objects[name] = found
+                plain["data"] = replace(section, **{name: []})
     return plain, objects
+
+
+def object_entries(value: Any, key: str) -> list[Any]:
+    """The entries that a value stands for, where some of them are rows as objects; else none."""
+    if value is None or isinstance(value, str):
+        return []
+    found = entries_of(value, key)
+    return found if has_objects(found) else []
 
 
 def _check_type(name: str, value: Any, wanted: str, key: str) -> None:

@@ -20,13 +20,11 @@ from zoo.config.checks.schedule import check_schedule
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
-from zoo.config.files import read_size
 from zoo.config.gpus import find_gpu, near_gpus
 from zoo.config.layers.keys import keys, nearest, nearest_keys, sections
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
-from zoo.registry import get_family
 
 # What parallel.plan may name.
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
@@ -41,7 +39,7 @@ def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
         UnknownFamilyError: no package registers `model.family`.
     """
-    recipe = _with_arch(recipe.replace())  # types and choices, for a recipe that was built by hand
+    recipe = recipe.replace()  # types and choices, for a recipe that was copied by hand
     check_arch(recipe.model.arch, "model.arch")
     _check_values(recipe)
     check_model(recipe)
@@ -103,15 +101,6 @@ def _check_accepted(recipe: Recipe) -> None:
             near = ", ".join(nearest_keys(Recipe, name))
             hint = f"nearest: {near}" if near else "`zoo show --schema` lists the keys"
             raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
-
-
-def _with_arch(recipe: Recipe) -> Recipe:
-    """The recipe with the architecture of its size, which one that was built by hand may leave out."""
-    if recipe.model.arch or recipe.model.init != "random" or not (recipe.size and recipe.model.family):
-        return recipe
-    get_family(recipe.model.family)  # a misspelt family is named as such
-    arch = (read_size(recipe.model.family, recipe.size).tree.get("model") or {}).get("arch")
-    return recipe.replace({"model.arch": arch or {}})
 
 
 def _derived(recipe: Recipe) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from zoo.engine.report.progress_line import clock
+from zoo.engine.report.result import Model, run_of
 from zoo.errors import UserError
 from zoo.files import write_atomically
 from zoo.pages import render
@@ -47,17 +48,17 @@ _EVENTS = (
 )
 
 
-def report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+def report(runs: Model | Sequence[Model], out: str | Path | None = None) -> Path:
     """Write a page about runs, finished or not, and return its path.
 
     Args:
-        runs: run folders; up to 8.
+        runs: run folders, or what names them: a `TrainResult`, a recipe, or a recipe's name or file; up to 8.
         out: the file; default: report.html in the first run's folder.
 
     Raises:
         UserError: a folder holds no run, or there are too many.
     """
-    folders = [runs] if isinstance(runs, (str, Path)) else list(runs)
+    folders = [run_of(run) for run in (runs if isinstance(runs, list | tuple) else [runs])]
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"zoo report takes 1 to {MOST_RUNS} run folders, not {len(folders)}")
     found = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]

@@ -16,7 +16,6 @@ from zoo.config.entries import MEDIA_KEYS, DataEntry, parse_entry
 from zoo.config.layers.keys import keys, show_value
 from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
-from zoo.config.validate import validate
 from zoo.engine.tools.convert import size_in_bytes
 from zoo.errors import ConfigError, UserError
 
@@ -88,7 +87,7 @@ def test_a_recipe_that_was_built_by_hand() -> None:
         size="tiny", model=ModelConfig(family="qwen3_vl"), train=TrainConfig(steps=1, lr=float("inf"))
     )
     with pytest.raises(ConfigError, match=r"^train.lr=inf: wanted a number from 0 to 100$"):
-        validate(recipe, 1)
+        load_recipe(recipe)
 
 
 def test_the_schema_shows_them() -> None:

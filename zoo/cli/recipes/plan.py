@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from zoo.cli.arguments import split_flags, split_recipe
-from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 
 KEYS = ("ranks", "labels", "media")
@@ -32,28 +32,15 @@ def run(arguments: Sequence[str]) -> int:
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
 
     from zoo.config.compose import load_recipe
-    from zoo.config.files import AUTO, CPU
     from zoo.engine.planning.plan import plan
     from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
-    ranks = _ranks(given["ranks"]) if "ranks" in given else planned_ranks(recipe)
-    shares = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
-    found = plan(recipe, ranks, **shares, here=recipe.hardware in (None, AUTO, CPU))
+    ranks = _ranks(given["ranks"]) if "ranks" in given else None
+    shares: dict[str, Any] = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
+    found = plan(recipe, ranks, **shares)
     print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
     return 1 if found.fits is False else 0
-
-
-def planned_ranks(recipe: Recipe) -> int:
-    """Ranks of the hardware a recipe names, else those a run would have here."""
-    machine = recipe.machine
-    if machine.gpus and recipe.nproc is None:
-        return machine.gpus * machine.nodes
-    if recipe.nproc is not None:
-        return recipe.nproc * machine.nodes
-    from zoo.engine.launch.prepare import world_size
-
-    return world_size(recipe)
 
 
 def _ranks(text: str) -> int:

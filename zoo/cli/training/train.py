@@ -82,9 +82,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
-    from zoo.cli.recipes.plan import planned_ranks
     from zoo.config.validate import validate
     from zoo.engine.launch.slurm import write_template
+    from zoo.engine.planning.plan import planned_ranks
     from zoo.engine.planning.plan_process import planned
 
     ranks = planned_ranks(recipe)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.reader import MOST_DEPTH, MOST_TEXT, UnreadableError, check_size, read_yaml
+from zoo.config.layers.section import given
 from zoo.errors import ConfigError, printable
 
 _REFERENCE = re.compile(r"(\\*)\$\{([^{}]*)\}?")
@@ -21,6 +22,8 @@ _VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
 _ENTRY = re.compile(r"([\w.]+)\[(\d{1,9})\]((?:\.\w+)*)")  # data.train[0].weight
 
 _LONGEST_KEY = 300  # characters
+
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Edit:
     rest: tuple[str, ...]  # keys within the entry
     value: Any
 
+    @property
+    def path(self) -> str:
+        """As it was written: data.train[0].weight."""
+        return ".".join([f"{self.key}[{self.index}]", *self.rest])
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -42,9 +50,20 @@ class Layer:
     edits: tuple[Edit, ...] = ()  # of lists, after the tree
 
 
-def override_layer(overrides: Sequence[str]) -> Layer:
-    """All overrides as one layer; the last one wins where a key is given twice."""
-    given = []
+def override_layer(overrides: Overrides) -> Layer:
+    """All overrides as one layer; the last one wins where a key is given twice.
+
+    Args:
+        overrides: texts ``a.b=c`` or ``--a.b=c``, values read as YAML; or keys, dotted or nested, and values of a program.
+
+    Raises:
+        ConfigError: an override that is none, names the recipe, or has a value that is no YAML or too large.
+    """
+    if isinstance(overrides, Mapping):
+        if "recipe" in overrides:
+            raise ConfigError("overrides: recipe: the recipe is named once, before its overrides")
+        return layer_of((key, plain_values(value)) for key, value in overrides.items())
+    pairs = []
     for text in [overrides] if isinstance(overrides, str) else overrides:
         if not isinstance(text, str):
             raise ConfigError(f"{shown_value(text)}: an override is a text such as 'train.steps=100'")
@@ -55,11 +74,19 @@ def override_layer(overrides: Sequence[str]) -> Layer:
             )
         if key == "recipe":
             raise ConfigError(f"{text}: the recipe is named once, before its overrides")
-        given.append((key, parse_value(key, value)))
-    return layer_of(given)
+        pairs.append((key, parse_value(key, value)))
+    return layer_of(pairs)
 
 
-def layer_of(given: Iterable[tuple[str, Any]]) -> Layer:
+def combined(texts: Sequence[str], overrides: Overrides) -> Overrides:
+    """Overrides that are set after those of the texts."""
+    if not isinstance(overrides, Mapping):
+        return [*texts, *overrides]
+    split = [text.partition("=") for text in texts]
+    return {**{key: parse_value(key, value) for key, _, value in split}, **overrides}
+
+
+def layer_of(pairs: Iterable[tuple[str, Any]]) -> Layer:
     """Dotted keys and values as one layer; an entry of a list is set after all that is no such entry.
 
     Raises:
@@ -67,7 +94,7 @@ def layer_of(given: Iterable[tuple[str, Any]]) -> Layer:
     """
     tree: dict[str, Any] = {}
     edits = []
-    for key, value in given:
+    for key, value in pairs:
         _check(key, value)
         entry = _ENTRY.fullmatch(key)
         if entry is None:
@@ -112,6 +139,25 @@ def parse_value(key: str, text: str) -> Any:
         shown = printable(text, 200)
         raise ConfigError(f"{key}={shown}: the value is no valid YAML ({error}); quote it") from None
     return filled(parsed, key, "")
+
+
+def plain_values(value: Any) -> Any:
+    """A program's value as plain ones in which no text is a reference; a section as what its program has given of it."""
+    try:
+        return escaped(_given_values(value))
+    except RecursionError:
+        raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None
+
+
+def _given_values(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in fields(value) if item.name in given(value)]
+        return {name: _given_values(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {name: _given_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_given_values(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def escaped(value: Any) -> Any:

@@ -58,7 +58,7 @@ def base_chain(name_or_path: str, typed: Layer | None = None) -> list[Layer]:
         if "resolved" in layer.tree:
             raise ConfigError(f"{layer.origin}: resolved: {FILE_KEYS['resolved']}")
     if typed is not None and "task" in typed.tree:
-        return _with_task(chain, typed.tree["task"])
+        return with_task(chain, typed.tree["task"])
     return [part for layer in chain for part in _after_its_task(layer)]
 
 
@@ -67,7 +67,7 @@ def _after_its_task(layer: Layer) -> list[Layer]:
     return [layer] if task is None else [read_task(str(task)), layer]
 
 
-def _with_task(chain: Sequence[Layer], task: Any) -> list[Layer]:
+def with_task(chain: Sequence[Layer], task: Any) -> list[Layer]:
     """The chain with another task: that of the recipe that does it on the same base, or the task's own keys below the user's files."""
     names = [SFT, *task_names()]
     if task not in names:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from dataclasses import replace as with_parts
 from typing import Any, ClassVar
 
-from zoo.config.entries import has_objects, split_objects
+from zoo.config.entries import object_entries, split_objects
 from zoo.config.facts import conditions as given
-from zoo.config.layers.keys import ALWAYS, keys, number, setting
-from zoo.config.layers.section import section
-from zoo.config.layers.tree import changed_keys, replaced, values_of
+from zoo.config.layers.keys import ALWAYS, number, setting, shown_value, unknown_hint
+from zoo.config.layers.section import given as given_names
+from zoo.config.layers.section import is_whole, section
+from zoo.config.layers.tree import changed_keys, replaced
 from zoo.config.schema.data import DataConfig, PackingConfig
 from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
 from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
 from zoo.config.schema.train import TrainConfig
+from zoo.errors import ConfigError
 
 # A key and its default with the bounds of a number stay on one line.
 # fmt: off
@@ -50,19 +52,44 @@ class Recipe:
     export: bool = setting(True, when=ALWAYS)
     """write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end"""
 
-    _set_by_user: ClassVar[frozenset[str] | None] = None
-    """None: not known"""
+    _set_by_user: ClassVar[frozenset[str] | None] = None  # None: not known
+    _composed: ClassVar[bool | None] = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value: Any = getattr(self, item.name)
+            kind: Any = item.default_factory
+            if is_dataclass(kind) and not isinstance(value, kind):  # type: ignore[arg-type]
+                object.__setattr__(self, item.name, _section(item.name, kind, value))
+
+    @property
+    def composed(self) -> bool:
+        """Whether it is one that `zoo.load_recipe` gave or was copied from one; False: a program built it, and size and hardware wait."""
+        if self._composed is not None:
+            return self._composed
+        lacks_arch = not self.model.arch and self.model.init == ModelConfig.init
+        return is_whole(self) and is_whole(self.model) and not lacks_arch
 
     @property
     def set_by_user(self) -> frozenset[str]:
-        """The keys that overrides, the user's file and `replace` have set; of a recipe built by hand those that differ from their defaults."""
-        if self._set_by_user is None and self.recipe == Recipe.recipe:
-            return frozenset(key for key, value in values_of(self).items() if value != keys(Recipe)[key].default)
+        """The keys that overrides, the user's file and `replace` have set; of a recipe built by hand those that its program gave."""
+        if self._set_by_user is None and not self.composed:
+            return frozenset(self._given_keys())
         return self._set_by_user or frozenset()
 
-    def marked(self, set_by_user: frozenset[str] | None) -> Recipe:
-        """This recipe, which then has these as `set_by_user`."""
+    def _given_keys(self) -> Iterator[str]:
+        names = () if is_whole(self) else given_names(self)  # a copy by dataclasses.replace names all
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if is_dataclass(value):
+                yield from (f"{item.name}.{name}" for name in given_names(value))
+            elif item.name in names or value != item.default:
+                yield item.name
+
+    def marked(self, set_by_user: frozenset[str] | None, *, composed: bool) -> Recipe:
+        """This recipe, which then has these as `set_by_user` and `composed`."""
         object.__setattr__(self, "_set_by_user", set_by_user)
+        object.__setattr__(self, "_composed", composed)
         return self
 
     @property
@@ -84,8 +111,9 @@ class Recipe:
         """
         named_changes = {name.replace("__", "."): value for name, value in more.items()}  # data__train=rows
         plain, objects = split_objects({**(changes or {}), **named_changes})
-        held: dict[str, Any] = {name: getattr(self.data, name) for name in ("train", "eval")}
-        held = {name: entries for name, entries in held.items() if has_objects(entries)}
+        names = ("train", "eval")
+        held = {name: object_entries(getattr(self.data, name), f"data.{name}") for name in names}
+        held = {name: entries for name, entries in held.items() if entries}
         section = plain.get("data", {})
         whole = not isinstance(section, Mapping)  # a DataConfig, which has all keys
         named = {name for name in held if f"data.{name}" in plain or whole or name in section}
@@ -94,8 +122,18 @@ class Recipe:
         base = with_parts(self, data=with_parts(self.data, **emptied))
         changed = replaced(base, plain)
         changed = with_parts(changed, data=with_parts(changed.data, **parts)) if parts else changed
-        known = self._set_by_user
-        return changed.marked(None if known is None else known | changed_keys(self, plain))
+        further = {*changed_keys(base, plain), *(f"data.{name}" for name in objects)}
+        return changed.marked(self.set_by_user | further, composed=self.composed)
 
 
 # fmt: on
+def _section(name: str, kind: Any, value: Any) -> Any:
+    """A section of a mapping of its keys."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name}={shown_value(value)}: {name} is a section; zoo.{kind.__name__}(...) or a dict is wanted"
+        )
+    for key in value:
+        if key not in {item.name for item in fields(kind)}:
+            raise ConfigError(f"{name}.{key}: no such key; {unknown_hint(Recipe, f'{name}.{key}')}")
+    return kind(**value)

@@ -63,9 +63,18 @@ def write_objects(rows: Iterable[Any], path: Path, name: str) -> int:
     return count
 
 
+def listed(rows: Any) -> Any:
+    """A pandas DataFrame, or an iterator, as a list of rows; all else as it is."""
+    return list(as_dicts(rows)) if _is_table(rows) or isinstance(rows, Iterator) else rows
+
+
+def _is_table(rows: Any) -> bool:
+    return hasattr(rows, "itertuples") and hasattr(rows, "columns")
+
+
 def as_dicts(rows: Any) -> Iterable[Any]:
     """The rows of a pandas DataFrame as dicts, cells without a value left out; other rows as they are."""
-    if not (hasattr(rows, "itertuples") and hasattr(rows, "columns")):
+    if not _is_table(rows):
         return rows
     names = [str(name) for name in rows.columns]
     return (

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zoo.config.compose import save_recipe
+from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -47,7 +47,7 @@ class WorkerError(RuntimeError):
 @untouched()
 @worker_processes.ended()
 def launch(
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     *,
     data: Any = None,
     eval_data: Any = None,
@@ -62,8 +62,9 @@ def launch(
     process stays as it was whatever happens to them, and uses no memory of a GPU.
 
     Args:
+        recipe: as `zoo.load_recipe` takes it: a `zoo.Recipe`, composed or built by hand, a recipe's name, or a path of its file.
         data: in the place of data.train: rows (a list of dicts with pictures, arrays and bytes in them, any iterable of
-            these, a datasets.Dataset) or entries. Rows are written to the run folder once, for all ranks to map.
+            these, a datasets.Dataset, a pandas DataFrame) or entries. Rows are written to the run folder once, for all ranks to map.
         eval_data: the same in the place of data.eval.
         callbacks: objects with some of on_start, on_step, on_eval, on_predictions, on_save and on_end, each taking a
             `zoo.Event`, beside those of run.callbacks. Rank 0 calls them; where it is a child process, it has copies of them.
@@ -76,7 +77,7 @@ def launch(
         WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    recipe = with_files(recipe, data, eval_data)
+    recipe = with_files(load_recipe(recipe), data, eval_data)
     here = here and not (callbacks or _calls_users(recipe))  # whose functions may end a process
     with ExitStack() as stack:
         children: list[WaitingRanks] = []

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.checks.effects import refuse_without_effect
+from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -67,11 +68,13 @@ class OpenModel:
         ranks.engines.append(self)
 
     @classmethod
-    def open(cls, recipe: Recipe, *, train: bool = True, beside: OpenModel | None = None) -> Self:
+    def open(
+        cls, recipe: Recipe | str | Path, *, train: bool = True, beside: OpenModel | None = None
+    ) -> Self:
         """Start the process groups, build the recipe's model and load its weights. Every rank calls it.
 
         Args:
-            recipe: as `zoo.load_recipe` gives it; its data and its run folder are not used, unless adapters belong to weights
+            recipe: as `zoo.load_recipe` takes it; its data and its run folder are not used, unless adapters belong to weights
                 that have no Hugging Face folder: those are written to `base/` in the run folder.
             train: False leaves gradients and optimizer out, for a model that only gives log-probabilities.
             beside: an open engine whose process groups this one shares, as a reference model does that lies on the same ranks.
@@ -80,6 +83,7 @@ class OpenModel:
         Raises:
             UserError: the recipe cannot run on these ranks, another engine is open, or the weights do not fit.
         """
+        recipe = load_recipe(recipe)
         refuse_without_effect(recipe)
         with untouched():
             import_core()

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from zoo.config.checks.effects import refuse_without_effect
+from zoo.config.compose import load_recipe
 from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
-from zoo.config.devices import gpu_count, gpu_memory
+from zoo.config.devices import cores, gpu_count, gpu_memory
+from zoo.config.files import AUTO, CPU
 from zoo.config.locate import is_hub_id, locate, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.recipes.published import arch_of_hub
@@ -85,24 +87,30 @@ def _plain(text: Any) -> SimpleNamespace:
 
 @untouched()
 def plan(
-    recipe: Recipe,
-    ranks: int,
+    recipe: Recipe | str | Path,
+    ranks: int | None = None,
     *,
     labels: float | None = None,
     media: float | None = None,
-    here: bool = True,
+    here: bool | None = None,
 ) -> Plan:
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 
     Args:
+        recipe: as `zoo.load_recipe` takes it: a `zoo.Recipe`, composed or built by hand, a recipe's name, or a path of its file.
+        ranks: default: those of the recipe's hardware, or of this machine.
         labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.rows`.
         media: share of a row's tokens that belong to media; default: the one in `zoo.planner.rows`.
-        here: the ranks are this machine's, which has to have the packages that the recipe's keys need.
+        here: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
+            names no other machine.
 
     Raises:
         ConfigError: the recipe does not fit that many ranks, or the architecture is not known here.
     """
+    recipe = load_recipe(recipe)
     refuse_without_effect(recipe)
+    ranks = planned_ranks(recipe) if ranks is None else ranks
+    here = recipe.hardware in (None, AUTO, CPU) if here is None else here
     recipe = with_architecture(recipe)
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
@@ -113,6 +121,16 @@ def plan(
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _limit_here(ranks)
     return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saves=True)
+
+
+def planned_ranks(recipe: Recipe) -> int:
+    """Ranks of the hardware a recipe names, else those a run would have here."""
+    machine = recipe.machine
+    if recipe.nproc is not None:
+        return recipe.nproc * machine.nodes
+    if machine.gpus:
+        return machine.gpus * machine.nodes
+    return gpu_count() or min(recipe.nproc_cpu, cores())
 
 
 def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:

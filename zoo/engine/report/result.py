@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.config.compose import load_recipe
+from zoo.config.derived import run_folder
+from zoo.config.files import recipe_names
+from zoo.config.schema import Recipe
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
 from zoo.engine.report.fields import (
     Check,
@@ -22,7 +26,9 @@ from zoo.engine.report.fields import (
     is_time,
 )
 from zoo.errors import UserError
-from zoo.files import read_object
+from zoo.files import expanded, read_object
+
+Model = Any  # a path, a hub id, a recipe, a recipe's name or file, or a TrainResult
 
 _LONGEST_LINE = 2**20  # bytes of a line of train.jsonl that are read; zoo writes a few thousand at most
 
@@ -141,3 +147,29 @@ _SUMMARY: dict[str, Check] = {
 
 def _is_record(record: Any) -> bool:
     return conforms(record, _FIELDS, ("step",)) and ("event" in record or "loss" in record)
+
+
+def run_of(model: Model) -> str:
+    """Where a checkpoint lies: the path itself, or the run folder of a recipe or of a result.
+
+    Raises:
+        UserError: the recipe has no run, or is wrong; or the model is none of these.
+    """
+    if isinstance(model, TrainResult):
+        return model.run_dir
+    if not isinstance(model, str | Path | Recipe):
+        raise UserError(
+            f"a {type(model).__name__} is no checkpoint: a path, a hub id, a recipe or the result of zoo.train is wanted"
+        )
+    if not isinstance(model, Recipe):
+        path = expanded(model)
+        is_recipe = path.suffix in (".yaml", ".yml") or (str(model) in recipe_names() and not path.exists())
+        if not is_recipe:
+            return str(model)
+    recipe = load_recipe(model)
+    folder = expanded(run_folder(recipe))
+    if not folder.is_dir():
+        raise UserError(
+            f"recipe {recipe.recipe}: its run folder {folder} does not exist; train it first, or name another checkpoint"
+        )
+    return str(folder)

@@ -17,8 +17,9 @@ from typing import Any
 from zoo.config.compose import recipe_for_weights
 from zoo.config.derived import data_parallel
 from zoo.config.entries import AUTO, DataEntry, check_entries, entries_of, parse_entry
+from zoo.config.hand_built import split_overrides
 from zoo.config.layers.keys import shown_value
-from zoo.config.layers.layer import override_layer, parse_value
+from zoo.config.layers.layer import Overrides, parse_value
 from zoo.config.layers.tree import leaves_of
 from zoo.config.locate import Place, read_arch
 from zoo.config.schema import Recipe
@@ -31,6 +32,7 @@ from zoo.engine.launch.objects import plain_entry, write_entry
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model.meta_model import family_of
 from zoo.engine.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
+from zoo.engine.report.result import Model, run_of
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -38,7 +40,7 @@ from zoo.files import expanded
 Rows = Any
 
 
-def recipe_of(place: Place, overrides: Sequence[str], *, quiet: bool = False) -> Recipe:
+def recipe_of(place: Place, overrides: Overrides, *, quiet: bool = False) -> Recipe:
     """The recipe under which a checkpoint's model is run, with the settings of its run, which are said unless it is `quiet`.
 
     Raises:
@@ -58,21 +60,22 @@ def recipe_of(place: Place, overrides: Sequence[str], *, quiet: bool = False) ->
 
 
 @contextmanager
-def asked(path: str | Path, rows: Rows, overrides: Sequence[str] = ()) -> Iterator[Recipe]:
+def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe]:
     """The recipe that asks a checkpoint's model about rows, which are its data.eval; call `run_task` with it inside the block.
 
     Args:
-        path: where the checkpoint lies.
+        path: where the checkpoint lies, or what names its run (`run_of`).
         rows: see `Rows`. None is "auto", or what an override says of data.eval.
         overrides: of the recipe.
 
     Raises:
         UserError: no such checkpoint or rows, those of a reward model, or an override that is wrong.
     """
+    path = run_of(path)
     place = language_model(path)
     settings = settings_of(place)
     recipe = recipe_of(place, overrides)
-    given = {key for key, _ in leaves_of(Recipe, override_layer(overrides).tree)}
+    given = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
     if "data.eval" in given:
         if rows is not None:
             raise UserError(

@@ -53,6 +53,7 @@ from zoo.engine.checkpoint import model_card as card
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model.meta_model import MetaModel, build_meta_model, published_names
+from zoo.engine.report.result import Model, run_of
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -88,7 +89,7 @@ class Conversion:
 
 @untouched()
 def convert(
-    source: str | Path,
+    source: Model,
     target: str | Path,
     *,
     dtype: torch.dtype | str | None = None,
@@ -105,7 +106,7 @@ def convert(
     folder of a training run, become a Hugging Face folder that `from_pretrained` loads.
 
     Args:
-        source: what to convert.
+        source: what to convert; what names a run, too: its `TrainResult`, recipe, or recipe's name or file.
         target: the folder to write; it appears when it is whole.
         dtype: dtype of the tensors that zoo trains, torch's or a name (bf16, fp16, fp32); None keeps the source's. Tensors that zoo does
             not train keep their bytes.
@@ -127,7 +128,8 @@ def convert(
     """
     dtype, shard_bytes, overwrite = float_dtype(dtype), size_in_bytes(shard_size), _flag(overwrite)
     allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow
-    place = locate(str(source), revision)
+    source = run_of(source)
+    place = locate(source, revision)
     check_beside_weights(place)
     target = expanded(target)
     if push_to and place.kind == "hf":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.layers.layer import Overrides
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
@@ -23,6 +24,7 @@ from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
+from zoo.engine.report.result import Model
 from zoo.engine.scores.answer_scores import Score
 from zoo.engine.scores.choose import Scores
 from zoo.engine.tools.asking import Rows, asked, check_counts
@@ -52,9 +54,9 @@ class Evaluation:
 
 @untouched()
 def evaluate(
-    path: str | Path,
+    path: Model,
     rows: Rows = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     metrics: str | Sequence[str] = (),
     max_new_tokens: int = 256,
@@ -66,10 +68,11 @@ def evaluate(
     """Evaluate a checkpoint on rows with answers, in separate processes.
 
     Args:
-        path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (adapters included).
+        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
+            recipe, or recipe's name or file (adapters included).
         rows: a file or folder, a bundled set ("digits:heldout"), an entry as data.train takes it, a list of these, or rows as
-            dicts or a datasets.Dataset. None: those that the run held out.
-        overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
+            dicts, a datasets.Dataset or a pandas DataFrame. None: those that the run held out.
+        overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`; or as a dict.
         metrics: names of scores, a list or separated by commas: exact_match, accuracy, anls, wer, cer, entry points of the group `zoo.scores`, or
             `module:function` of (prediction, answers) -> number or (total, weight). None: by each row's task or media.
         max_new_tokens: most tokens of an answer.

@@ -6,6 +6,7 @@ The model is zoo's own, under any parallel layout (`zoo.engine.generate`). Greed
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import is_row, parse_entry
+from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.sources.formats.choose import Form
+from zoo.data.sources.objects import listed
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
@@ -27,23 +30,24 @@ from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
+from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.errors import UserError
 
-Paths = str | Path | Sequence[str | Path]
+Media = Any  # a file, a picture, an array, bytes; or a list of these
 
 
 @untouched()
 def generate(
-    path: str | Path,
+    path: Model,
     rows: Rows = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     prompt: str | None = None,
-    image: Paths = (),
-    audio: Paths = (),
-    video: Paths = (),
+    image: Media = (),
+    audio: Media = (),
+    video: Media = (),
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -56,12 +60,14 @@ def generate(
     """Answer some rows, or one prompt, in separate processes.
 
     Args:
-        path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (adapters included).
+        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
+            recipe, or recipe's name or file (adapters included).
         rows: as `zoo.evaluate` takes them, "auto" for those that the run held out. A row's last answer is left out of its prompt; a
             dict may end with the question.
         overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
         prompt: one question, in the place of rows.
-        image: files that it is about, before its text; and so audio and video.
+        image: what it is about, before its text: a file, a PIL image, an array, bytes, or a list of these; and so audio (an array
+            without a rate is at 16 kHz) and video (files).
         max_new_tokens: most tokens of an answer.
         temperature: 0 is greedy; above, tokens are drawn at random.
         top_p: draws from the most likely tokens alone that together reach this probability.
@@ -85,7 +91,7 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_counts(batch=batch, max_rows=max_rows)
     files = {"image": image, "audio": audio, "video": video}
-    given = rows if prompt is None else [prompt_row(prompt, files)]
+    given = listed(rows) if prompt is None else [prompt_row(prompt, files)]
     open_ones: list[int] = []
     if isinstance(given, list | tuple) and all(map(is_row, given)):
         open_ones = [number for number, row in enumerate(given) if ends_with_question(row)]
@@ -122,7 +128,7 @@ class Chat:
         self._answering = answering
         self._row: dict[str, Any] = {"messages": []}
 
-    def ask(self, text: str, files: Mapping[str, Paths]) -> str:
+    def ask(self, text: str, files: Mapping[str, Media]) -> str:
         """The model's answer to a question with files.
 
         Raises:
@@ -153,9 +159,15 @@ def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iter
         yield Chat(answering)
 
 
-def prompt_row(text: str, files: Mapping[str, Paths]) -> dict[str, Any]:
-    """A row with a question, the files before its text, by absolute paths."""
-    named = {kind: [paths] if isinstance(paths, str | Path) else list(paths) for kind, paths in files.items()}
-    marks = "".join(f"<{kind}>" * len(paths) for kind, paths in named.items())
-    media = {MEDIA[kind]: [str(Path(path).absolute()) for path in paths] for kind, paths in named.items()}
+def prompt_row(text: str, files: Mapping[str, Media]) -> dict[str, Any]:
+    """A row with a question, the media before its text, files by absolute paths."""
+    named = {
+        kind: list(media) if isinstance(media, list | tuple) else [media] for kind, media in files.items()
+    }
+    marks = "".join(f"<{kind}>" * len(media) for kind, media in named.items())
+    media = {MEDIA[kind]: [_absolute(medium) for medium in media] for kind, media in named.items()}
     return {"messages": [{"role": "user", "content": marks + text}], **media}
+
+
+def _absolute(medium: Any) -> Any:
+    return str(Path(medium).absolute()) if isinstance(medium, str | os.PathLike) else medium

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights
 from zoo.config.entries import MediaLimits
+from zoo.config.layers.layer import Overrides
 from zoo.config.locate import Place, quantisation, read_arch
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.row_set import foreign_media
@@ -53,7 +54,7 @@ def _without_bars() -> Iterator[None]:
 
 @plain_fp32()
 @torch.no_grad()
-def hf_logprobs(place: Place, rows: str | Path, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> list[dict[str, Any]]:
     """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one; `overrides` of data hold."""
     import transformers
 

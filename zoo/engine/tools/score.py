@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
@@ -27,6 +28,7 @@ from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
+from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, smallest_count
@@ -34,9 +36,9 @@ from zoo.engine.train.evaluation import recipe_batches, smallest_count
 
 @untouched()
 def score(
-    path: str | Path,
+    path: Model,
     rows: Rows = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     max_rows: int | None = None,
     out: str | Path | None = None,
@@ -45,7 +47,8 @@ def score(
     """Compute the log-probabilities of the answers in some rows, in separate processes.
 
     Args:
-        path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
+        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
+            recipe, or recipe's name or file.
         rows: as `zoo.evaluate` takes them (media paths of dicts from the current folder).
         overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
         max_rows: the first so many rows only.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
@@ -23,6 +24,7 @@ from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
 from zoo.engine.report import terminal
+from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked
 from zoo.engine.train.distillation.teacher import top_of
 from zoo.engine.train.distillation.token_files import ROWS, RowTokens, TokenWriter
@@ -48,10 +50,10 @@ DATA = (
 
 @untouched()
 def top_tokens(
-    path: str | Path,
+    path: Model,
     rows: Rows,
     out: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     top_k: int = 64,
     temperature: float = 1.0,

@@ -26,6 +26,7 @@ from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Folder, of_expert
+from zoo.config.layers.layer import Overrides, combined
 from zoo.config.locate import Place, locate, read_arch
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.engine.checkpoint.export import exported_tensors
@@ -33,6 +34,7 @@ from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model.meta_model import build_meta_model, published_names
 from zoo.engine.model.run_settings import as_overrides, settings_of
+from zoo.engine.report.result import Model, run_of
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score
@@ -92,11 +94,11 @@ class Verification:
 
 @untouched()
 def verify(
-    a: str | Path,
-    b: str | Path,
+    a: Model,
+    b: Model,
     *,
     rows: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     tolerance: float = LOGPROBS,
     here: bool = False,
     quiet: bool = True,
@@ -119,7 +121,7 @@ def verify(
         raise UserError(f"tolerance={tolerance!r}: wanted a number from 0 to {MOST}, such as 1e-3")
     if rows is not None:
         locate_rows(str(rows), "rows")
-    given = [locate(str(path)) for path in (a, b)]
+    given = [locate(run_of(path)) for path in (a, b)]
     with _side(given[0]) as left, _side(given[1]) as right:
         if left.family != right.family:
             raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
@@ -274,11 +276,11 @@ def _size(difference: float | None) -> float:
 
 
 def _compare_rows(
-    places: Sequence[Place], rows: str | Path, overrides: Sequence[str], here: bool
+    places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool
 ) -> list[dict[str, Any]]:
     """Row by row, each side by its own code, read as the run did that made one of them."""
     known = [settings for settings in map(settings_of, places) if settings.values]
-    overrides = [*(as_overrides(known[0]) if known else ()), *overrides]
+    overrides = combined(as_overrides(known[0]) if known else (), overrides)
     left, right = (_logprobs(place, rows, overrides, here) for place in places)
     mixed = len({place.kind == "hf" for place in places}) > 1
     found = []
@@ -298,7 +300,7 @@ def _compare_rows(
     return found
 
 
-def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bool) -> list[dict[str, Any]]:
+def _logprobs(place: Place, rows: str | Path, overrides: Overrides, here: bool) -> list[dict[str, Any]]:
     if place.kind == "hf":
         return hf_logprobs(place, rows, overrides)
-    return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
+    return score(place.folder, rows, combined(["engine.precision=fp32"], overrides), here=here)

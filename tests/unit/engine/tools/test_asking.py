@@ -1,12 +1,15 @@
 """Rows that a checkpoint is asked about come from every source of data.train, and are read as the run read its own."""
 
+import io
 import json
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
+from PIL import Image
 from support.tiny_qwen3 import write_tiny_qwen3
 
 import zoo
@@ -14,10 +17,12 @@ from zoo.config.compose import save_recipe
 from zoo.config.entries import parse_entry
 from zoo.config.locate import Place, look
 from zoo.config.schema import DataConfig, Recipe
+from zoo.data.sources.objects import ObjectRows
 from zoo.data.sources.row_set import open_rows
 from zoo.engine.model import run_settings
 from zoo.engine.model.run_settings import KEPT, NOT_KEPT, settings_of, settings_of_recipe, write_settings
 from zoo.engine.tools.asking import asked
+from zoo.engine.tools.generate import prompt_row
 from zoo.errors import UserError
 
 COUNT = 20
@@ -234,3 +239,16 @@ def test_python_takes_them_too(weights: Path, tmp_path: Path) -> None:
     entry = {"path": parquet(tmp_path), "held_out": 0.2}
     assert len(zoo.score(weights, entry, max_rows=2, here=True)) == 2
     assert zoo.evaluate(weights, datasets.Dataset.from_list(ROWS[:2]), max_new_tokens=1, here=True).rows == 2
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_prompt_is_about_pictures_of_a_program(as_array: bool, weights: Path) -> None:
+    pixels = np.arange(32 * 48 * 3, dtype=np.uint8).reshape(32, 48, 3)
+    picture = pixels if as_array else Image.fromarray(pixels)
+    row = prompt_row("Which?", {"image": [picture, "photo.png"], "audio": (), "video": ()})
+    assert row["messages"][0]["content"] == "<image><image>Which?"
+    with asked(weights, [row], {"data": {"on_error": "raise"}}) as recipe:
+        held = ObjectRows(Path(parse_entry(recipe.data.eval[0], "rows").path or ""), "rows")(0)
+    blob, path = held["images"]
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(blob.data))), pixels)
+    assert path == str(Path("photo.png").absolute())
