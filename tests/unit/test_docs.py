@@ -24,7 +24,8 @@ from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe
-from zoo.data.sources.rows import KEYS, MEDIA, PLACEHOLDER
+from zoo.data.sources.formats.row_keys import ROW_KEYS
+from zoo.data.sources.rows import MEDIA, PLACEHOLDER
 from zoo.registry import families
 
 REPO = Path(__file__).parents[2]
@@ -245,7 +246,7 @@ def test_recipe_files_resolve(page: Path, tmp_path: Path) -> None:
 def test_rows_are_rows(page: Path) -> None:
     for text in blocks(page, "json"):
         row = json.loads(text)
-        assert set(row) <= set(KEYS), text
+        assert set(row) <= ROW_KEYS["messages"].all, text
         marks = [mark for turn in row["messages"] for mark in PLACEHOLDER.findall(turn["content"])]
         for name, key in MEDIA.items():
             assert marks.count(name) == len(row.get(key, ())), text

@@ -86,8 +86,8 @@ class DataEntry:
     format: str | None = (
         None  # of the rows, or module:function for one of your own; default: recognised by their keys
     )
-    columns: dict[str, str] | None = (
-        None  # zoo's name of a column -> its name in the source, such as {messages: chat}
+    columns: dict[str, str | None] | None = (
+        None  # zoo's name of a column -> its name in the source, such as {messages: chat}; null: nothing is read as it
     )
     prompt: str | None = None  # the question of rows that have none: formats captions, transcripts, classes
     classes: list[str] | None = (
@@ -259,7 +259,7 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
     if value is None and "None" in wanted:
         return
     kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,), "dict[str, str]": (Mapping,),
+        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,), "dict[str, str | None]": (Mapping,),
         "list[str]": (list, tuple),
     }  # fmt: skip
     plain = wanted.removesuffix(" | None")
@@ -267,7 +267,7 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
     if wrong:
         said = {
             "str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false",
-            "dict[str, str]": "a mapping of zoo's names to the source's", "list[str]": "a list of texts",
+            "dict[str, str | None]": "a mapping of zoo's names to the source's", "list[str]": "a list of texts",
         }[plain]  # fmt: skip
         raise ConfigError(f"{key}: {name}={value!r}: wanted {said}")
 
@@ -323,8 +323,11 @@ def _announced(name: str) -> bool:
 
 def _check_columns(entry: DataEntry, key: str) -> None:
     for name, column in (entry.columns or {}).items():
-        if not isinstance(name, str) or not isinstance(column, str) or not column:
-            raise ConfigError(f"{key}: columns of {entry}: {name!r}: {column!r}: wanted two names")
+        plain = column is None or (isinstance(column, str) and column)
+        if not isinstance(name, str) or not plain:
+            raise ConfigError(
+                f"{key}: columns of {entry}: {name!r}: {column!r}: wanted two names, or null for a column that is not read"
+            )
 
 
 def check_entries(train: list[Any], evals: list[Any]) -> None:

@@ -19,13 +19,14 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import PREFERENCE
 from zoo.data.sources.mixture import Mixture, Part, SampleId
-from zoo.data.sources.references import Access
+from zoo.data.sources.references import Access, shown
 from zoo.data.sources.rows import Row
 from zoo.data.sources.streams import RowStream, is_stream, open_stream
 from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
 from zoo.files import expanded
 
+MOST_NAMED = 20  # columns that a note lists
 ONE_SOUND = "one audio"  # among what a model takes: a sound, but no second one in a row
 
 
@@ -112,16 +113,20 @@ class RowSet(Sequence[Row]):
         return Mixture(shares, seed, shuffle)
 
     def notes(self, *, pairs: bool = False) -> list[str]:
-        """What a user should know of how rows are read, by the first row of each part; `pairs`: both answers are trained on."""
+        """What a user should know of how rows are read, by the rows in memory or the first one of each part; `pairs`: both answers are trained on."""
         found: list[str] = []
-        if pairs:
-            return found
         for part, name in zip(self.parts, self.names, strict=True):
             row = part.peek() if isinstance(part, RowStream) else _first_row(part)
-            if row is not None and row.form == PREFERENCE:
+            if row is not None and row.form == PREFERENCE and not pairs:
                 found.append(
                     f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
                 )
+            rows = part if isinstance(part, list) else [row] if row is not None else []
+            skipped = dict.fromkeys(name for names in {one.skipped for one in rows} for name in names)
+            if skipped:
+                listed = ", ".join(shown(one) for one in sorted(skipped)[:MOST_NAMED])
+                more = f" and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
+                found.append(f"{name} has columns that are not read: {listed}{more}")
         return found
 
     @property

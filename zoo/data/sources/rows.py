@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.choose import FORMATS, PREFERENCE, Form, to_own
+from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
 from zoo.data.sources.formats.grounding import Placed
-from zoo.data.sources.formats.labelled_media import FILE
 from zoo.data.sources.formats.messages import (
     MAX_WEIGHT,
     TORN,
@@ -43,13 +41,9 @@ MEDIA = {
     "video": "videos",
     "audio": "audios",
 }  # placeholder and singular key -> plural key
-KEYS = (
-    "messages", *MEDIA.values(), *MEDIA, "kind", "task", "answers", "weight", "label", "use_audio_in_video", "tools",
-)  # fmt: skip
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
-TEXT_KEYS = ("text", "kind", "weight")
 
 
 class Box(NamedTuple):
@@ -88,6 +82,7 @@ class Row:
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
     label: bool | None = None  # whether its last answer is desirable, where the row says so
     limits: MediaLimits | None = None  # of its media, where its entry has its own
+    skipped: tuple[str, ...] = field(default=(), compare=False)  # its columns that say nothing of the sample
     # In a preference pair: the same row with the rejected answer, or what is wrong with that.
     rejected: Row | RowError | None = None
 
@@ -180,11 +175,10 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: Form | 
 
 
 def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> Row:
-    item, found, boxes = to_own(item, form, source)
+    item, found, boxes, skipped = to_own(item, form, source)
     rejected = item.pop("rejected", None) if found == PREFERENCE else None
     if "text" in item and "messages" not in item:
-        return _text_row(item, source, access)
-    _refuse_unknown(item, KEYS, source)
+        return _text_row(item, source, access, skipped)
     turns = read_turns(item, source)
     messages, weights = tuple(turn.message for turn in turns), tuple(turn.weight for turn in turns)
     calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls", source) for turn in turns)
@@ -226,7 +220,8 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         form=found,
         task=typed(item, "task", str, None, source),
         answers=_answers(item, source),
-        label=_label(item, found, source),
+        label=_label(item, source),
+        skipped=skipped,
         rejected=_rejected(rejected, source, access, form.literal_tags),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
@@ -246,8 +241,7 @@ def _rejected(
         return error
 
 
-def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
-    _refuse_unknown(item, TEXT_KEYS, source)
+def _text_row(item: dict[str, Any], source: str, access: Access, skipped: tuple[str, ...]) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
@@ -264,6 +258,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
         weight=read_weight(item, "the row", source),
         text=text,
         form="text",
+        skipped=skipped,
     )
 
 
@@ -274,27 +269,6 @@ def _check_texts(texts: Iterable[str], source: str) -> None:
             f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
         )
         raise RowError(source, "bad_row", text)
-
-
-def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
-    """RowError for a key that is none of `known`, of a row whose format was found by its keys."""
-    for key in item:
-        if key in known:
-            continue
-        name = shown(key)
-        near = get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
-        raise RowError(source, "bad_row", f"unknown key {name!r}; {hint} {_format_hint(item, key)}")
-
-
-def _format_hint(item: Mapping[str, Any], key: str) -> str:
-    """What to write in the recipe so that a row with this key is read."""
-    form = next((name for name in ("messages", "text") if name in item), None)
-    if form is None:
-        return f"Name their form in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
-    if form == "text" and key in (*MEDIA, *MEDIA.values(), FILE):
-        return "A row of 'text' has no media; write it as 'messages', or name a format that keeps them."
-    return f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {form}}}."
 
 
 def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
@@ -314,11 +288,12 @@ def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _label(item: dict[str, Any], form: str, source: str) -> bool | None:
-    """Whether the answer is desirable; rows of other formats may have a column of this name that says something else."""
-    if form != "messages" and not isinstance(item.get("label"), bool):
-        return None
-    found: bool | None = typed(item, "label", bool, None, source)
+def _label(item: dict[str, Any], source: str) -> bool | None:
+    """Whether the answer is desirable."""
+    found = item.get("label")
+    if found is not None and not isinstance(found, bool):
+        text = f"label is {shown(repr(found))}; a bool is wanted, or columns: {{label: null}} where it says something else."
+        raise RowError(source, "bad_row", text)
     return found
 
 

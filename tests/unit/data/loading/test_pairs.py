@@ -181,13 +181,14 @@ def test_rows_that_are_no_labelled_answers_are_bad_rows(
         labelled_source([good, item], processor).encode(1)
 
 
-def test_a_label_is_true_or_false_but_in_formats_that_mean_something_else(processor: Any) -> None:
+def test_a_label_is_true_or_false_unless_nothing_is_read_as_it(processor: Any) -> None:
     with pytest.raises(RowError, match="label is 1; a bool is wanted"):
         labelled_source([{"messages": [Q, A], "label": 1}], processor).encode(0)
     other = [{"question": "q", "answer": "one", "label": 7}]
-    assert (
-        SampleSource.open([DataEntry(rows=other)], processor, DataConfig(), budget=256).rows[0].label is None
-    )
+    with pytest.raises(RowError, match=r"label is 7; a bool is wanted, or columns: \{label: null\}"):
+        labelled_source(other, processor).encode(0)
+    entry = DataEntry(rows=other, columns={"label": None})
+    assert SampleSource.open([entry], processor, DataConfig(), budget=256).rows[0].label is None
 
 
 def test_half_of_the_digits_become_wrong_answers_by_a_format(processor: Any) -> None:

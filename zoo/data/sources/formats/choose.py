@@ -15,21 +15,17 @@ from typing import Any, NamedTuple
 from zoo.data.errors import RowError
 from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
-from zoo.data.sources.formats.conversations import from_conversations, with_system
 from zoo.data.sources.formats.grounding import Placed, with_objects
 from zoo.data.sources.formats.labelled_media import LABELLED, OWN, Asked, format_of
 from zoo.data.sources.formats.published_sets import SET_FORMATS
-from zoo.data.sources.formats.turns import own_messages
+from zoo.data.sources.formats.row_keys import COMMON, MEDIA, REJECTED, REJECTED_OWN, ROW_KEYS, check_keys
+from zoo.data.sources.formats.turns import from_conversations, own_messages, with_system
 from zoo.data.sources.formats.user_formats import find_format
 from zoo.data.sources.references import shown
 
 type Item = dict[str, Any]
 type Format = Callable[[Item, str], Item]
 
-MESSAGE_KEYS = (
-    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "task", "answers", "weight", "label", "use_audio_in_video",
-    "tools", "objects",
-)  # fmt: skip
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
     "messages", "conversations", "conversation", "images", "videos", "audios", "history", "tools", "objects", "texts", "answers",
@@ -49,26 +45,8 @@ BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cauldron", ("images", "texts")),
 )
 PREFERENCE = "preference"
-_QUESTIONS = {keys[0] for name, keys in BY_KEYS if name != "text"} | {*SET_FORMATS["cord_v2"].columns} - {
-    "image"
-}
-OPTIONAL = (
-    "images",
-    "videos",
-    "audios",
-    "image",
-    "video",
-    "audio",
-    "kind",
-    "task",
-    "weight",
-    "label",
-    "system",
-    "history",
-    "input",
-    "tools",
-    "objects",
-)
+COMMON_KEYS = frozenset(COMMON)
+OPTIONAL = (*MEDIA, *COMMON, "history", "input")
 
 
 @dataclass(frozen=True)
@@ -77,13 +55,13 @@ class Form:
 
     Attributes:
         name: their format; None: found by their keys.
-        columns: zoo's name of a column -> the name that the source has for it.
+        columns: zoo's name of a column -> the name that the source has for it; None: nothing is read as it.
         literal_tags: whether tags of media in its texts, beyond the row's media, are text.
         asked: what it says of rows without a question.
     """
 
     name: str | None = None
-    columns: Mapping[str, str] | None = None
+    columns: Mapping[str, str | None] | None = None
     literal_tags: bool = False
     asked: Asked = OWN
 
@@ -94,28 +72,22 @@ class OwnItem(NamedTuple):
     row: Item
     form: str  # the format that it had
     boxes: list[Placed]  # for each <bbox>
-
-
-def from_messages(item: Item, source: str) -> Item:
-    """The known keys of a row whose format was named: other columns are skipped."""
-    row = _own(item, source)
-    return {key: row[key] for key in MESSAGE_KEYS if key in row}
+    skipped: tuple[str, ...]  # its columns that say nothing of the sample
 
 
 def from_text(item: Item, source: str) -> Item:
     """Plain text, all of it learnt."""
-    return {key: item[key] for key in ("text", "kind", "weight") if key in item}
+    return item
 
 
-def _own(item: Item, source: str) -> Item:
+def from_messages(item: Item, source: str) -> Item:
     """A row of `messages`, its turns and parts in zoo's own form, and whatever else it has."""
     turns = item.get("messages")
     if isinstance(turns, list) and turns:
         messages = own_messages(turns, "messages", source, strict=False)
         item = {**item, "messages": messages}
-        if isinstance(messages[0], dict) and "role" in messages[0] and isinstance(item.get("system"), str):
-            with_system(messages, item)
-            del item["system"]
+        if isinstance(messages[0], dict) and "role" in messages[0]:
+            with_system(messages, item, source)
     return from_parts(item, source)
 
 
@@ -152,14 +124,32 @@ def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
     else:
         row = _parsed(without_nulls(row), form.columns, source)
     found = name or detect(row, source)
+    named = name is not None or bool(form.columns)
+    strict = not named and found in ("messages", "text")
+    skipped = check_keys(row, found, source, named=named, strict=strict)
+    row = {key: value for key, value in row.items() if key not in skipped} if skipped else row
     if found in LABELLED:
-        row = LABELLED[found](row, source, form.asked)
-    elif name is not None or form.columns or found not in ("messages", "text"):
-        row = FORMATS[found](row, source)
-    elif found == "messages":  # a column too many is refused
-        row = _own(row, source)
-    row, boxes = with_objects(row, source)
-    return OwnItem(row, found, boxes)
+        made = LABELLED[found](row, source, form.asked)
+    else:
+        made = FORMATS[found](row, source)
+    made, boxes = with_objects(_with_common(made, row, found, source), source)
+    return OwnItem(made, found, boxes, skipped)
+
+
+def _with_common(made: Item, row: Item, name: str, source: str) -> Item:
+    """What a format has made of a row, with the row's keys that mean the same in every format."""
+    if "messages" not in made or COMMON_KEYS.isdisjoint(row):
+        return made
+    own = ROW_KEYS[name].own
+    common = {key: row[key] for key in COMMON if key in row and key not in own}
+    if "system" in common and isinstance(made["messages"], list) and isinstance(made["messages"][0], dict):
+        with_system(made["messages"], row, source)
+    made = {
+        "answers": common.get("answers"),
+        **made,
+        **{key: common[key] for key in common if key != "answers"},
+    }
+    return {key: value for key, value in made.items() if key != "system" and value is not None}
 
 
 def without_nulls(value: Any) -> Any:
@@ -176,18 +166,18 @@ def without_nulls(value: Any) -> Any:
 
 
 def fits(
-    item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str] | None = None
+    item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str | None] | None = None
 ) -> bool:
     """Whether a row can be of a form, and is not of another that its own keys tell."""
     if columns:
-        return all(column in item for name, column in columns.items() if name not in OPTIONAL)
+        return all(column in item for name, column in columns.items() if column and name not in OPTIONAL)
     try:
         return format is not None and detect(dict(item), "") == "messages" and "messages" not in item
     except RowError:  # of several formats, or of a published set's, which has to be named
         return True
 
 
-def _parsed(row: Item, columns: Mapping[str, str] | None, source: str) -> Item:
+def _parsed(row: Item, columns: Mapping[str, str | None] | None, source: str) -> Item:
     """The row with its columns under zoo's names, and what is written as JSON in a text parsed."""
     if columns:
         row = _renamed(row, columns, source)
@@ -201,7 +191,8 @@ def _parsed(row: Item, columns: Mapping[str, str] | None, source: str) -> Item:
     return row
 
 
-def _renamed(row: Item, columns: Mapping[str, str], source: str) -> Item:
+def _renamed(row: Item, given: Mapping[str, str | None], source: str) -> Item:
+    columns = {name: column for name, column in given.items() if column is not None}
     missing = [name for name, column in columns.items() if column not in row and name not in OPTIONAL]
     if missing:
         column = columns[missing[0]]
@@ -209,7 +200,7 @@ def _renamed(row: Item, columns: Mapping[str, str], source: str) -> Item:
         hint = f"nearest: {near[0]!r}" if near else f"it has {', '.join(sorted(row)) or 'none'}"
         text = f"the row has no column {shown(column)!r}, which columns names for {missing[0]!r}; {hint}."
         raise RowError(source, "bad_row", text)
-    taken = {*columns, *columns.values()}
+    taken = {*given, *columns.values()}
     renamed = {name: row[column] for name, column in columns.items() if column in row}
     for name in ("images", "videos", "audios"):
         if name in renamed and not isinstance(renamed[name], list | tuple) and renamed[name] is not None:
@@ -223,7 +214,7 @@ def detect(item: Item, source: str) -> str:
     """The format of a row, by its keys; RowError ("format") where several or none fit."""
     there = {key for key, value in item.items() if value is not None}
     fitting = {name: keys for name, keys in BY_KEYS if there.issuperset(keys)}
-    rejected = there & {*instructions.REJECTED, *instructions.REJECTED_OWN}
+    rejected = there & {*REJECTED, *REJECTED_OWN}
     if {"chosen", "rejected"} <= there or (
         rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)
     ):

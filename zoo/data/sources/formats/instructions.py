@@ -6,17 +6,15 @@ Where such a row has media and no placeholder for them, they stand before its fi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.content_parts import from_parts
-from zoo.data.sources.formats.conversations import TAKEN, with_system
-from zoo.data.sources.formats.turns import own_messages
+from zoo.data.sources.formats.row_keys import KINDS, QUESTIONS, REJECTED, REJECTED_OWN, TURNS, no_value
+from zoo.data.sources.formats.turns import TAKEN, own_messages, with_system
 from zoo.data.sources.references import shown
 
-MEDIA = ("image", "video", "audio")
-QUESTIONS = ("question", "context", "query", "prompt", "instruction")
-TURNS = ("messages", "conversations", "conversation")
 CHOSEN_FORMATS = (
     "messages",
     "conversations",
@@ -25,12 +23,6 @@ CHOSEN_FORMATS = (
     "prompt_completion",
     "question_answer",
 )
-REJECTED = ("rejected", "rejected_response", "rejected_messages")
-# What the rejected conversation has of its own, in the place of the row's key of that name (ms-swift).
-REJECTED_OWN = {
-    f"rejected_{name}": name
-    for name in (*MEDIA, *(f"{kind}s" for kind in MEDIA), "tools", "objects", "use_audio_in_video")
-}
 
 
 def from_alpaca(item: dict[str, Any], source: str) -> dict[str, Any]:
@@ -54,18 +46,27 @@ def from_question_answer(item: dict[str, Any], source: str) -> dict[str, Any]:
     name = "context" if "context" in item and "question" not in item else "question"
     question = _text(item, name, source)
     key = "answer" if item.get("answer") is not None else "answers"
-    answers, accepted = item.get(key), []
-    if isinstance(answers, list):
-        said = [one.get("answer") if isinstance(one, dict) else one for one in answers]
-        accepted = [one for one in said if isinstance(one, str) and one.strip()]
-        counts = Counter(accepted)
-        if not counts:
+    answer, accepted = item.get(key), _accepted(item.get("answers"), "answers", source)
+    if isinstance(answer, list):
+        said = accepted if key == "answers" else _accepted(answer, key, source)
+        answer, accepted = Counter(said).most_common(1)[0][0], accepted or said
+    row = _exchange(item, question, _text({key: answer}, key, source), source)
+    return {**row, "answers": accepted} if len(accepted) > 1 or accepted not in ([], [answer]) else row
+
+
+def _accepted(answers: Any, key: str, source: str) -> list[str]:
+    """The texts of a list of answers, each a text or `{"answer"}`; [] for a single text, and for none."""
+    if not isinstance(answers, list):
+        if answers is not None and not isinstance(answers, str):
             raise RowError(
                 source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted."
             )
-        answers = counts.most_common(1)[0][0]
-    row = _exchange(item, question, _text({key: answers}, key, source), source)
-    return {**row, "answers": accepted} if len(accepted) > 1 else row
+        return []
+    said = [one.get("answer") if isinstance(one, dict) else one for one in answers]
+    found = [one for one in said if isinstance(one, str) and one.strip()]
+    if not found:
+        raise RowError(source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted.")
+    return found
 
 
 def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:
@@ -122,12 +123,30 @@ def _preferred(item: dict[str, Any], source: str) -> dict[str, Any]:
     if turns is not None:
         return _continued(item, turns, item[turns], "chosen", chosen, source)
     key = next((key for key in QUESTIONS if item.get(key) is not None), None)
-    if isinstance(chosen, list) and (key is None or _opens(chosen)):
-        return _built(own_messages(chosen, "chosen", source, strict=True), item, source)
     asked = item.get(key) if key is not None else None
+    if isinstance(chosen, list) and (key is None or _opens(chosen)):
+        _check_whole(chosen, key, item, source)
+        return _built(own_messages(chosen, "chosen", source, strict=True), item, source)
     if key == "instruction":
         asked = _with_input(_text(item, key, source, empty=True), item, source)
-    return _continued(item, key or "prompt", asked, "chosen", chosen, source)
+    return _continued(item, key or "prompt", asked, "chosen", chosen, source, _history(item, source))
+
+
+def _check_whole(chosen: list[Any], key: str | None, item: dict[str, Any], source: str) -> None:
+    """Refuse what stands beside a whole conversation and is not said in it."""
+    beside = next((name for name in ("input", "history") if not no_value(item.get(name))), None)
+    asked = item.get(key) if key is not None else None
+    texts = [one.get("content", one.get("value")) for one in chosen if isinstance(one, dict)]
+    listed = (
+        [one.get("content", one.get("value")) for one in asked if isinstance(one, dict)]
+        if isinstance(asked, list)
+        else [asked]
+    )
+    if any(text not in texts for text in listed if not no_value(text)):
+        beside = key
+    if beside is not None:
+        text = f"{beside!r} is not in 'chosen', which is a whole conversation; take one of them out."
+        raise RowError(source, "bad_row", text)
 
 
 def _with_own(item: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +162,16 @@ def _opens(turns: list[Any]) -> bool:
 
 
 def _continued(
-    item: dict[str, Any], key: str, asked: Any, answer_key: str, answer: Any, source: str
+    item: dict[str, Any],
+    key: str,
+    asked: Any,
+    answer_key: str,
+    answer: Any,
+    source: str,
+    before: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """A question and its answer, each a text, a message or a list of messages."""
-    found = []
+    """A question and its answer, each a text, a message or a list of messages, behind what was said `before`."""
+    found = [*before]
     for name, value, role in ((key, asked, "user"), (answer_key, answer, "assistant")):
         if isinstance(value, str):
             value = [{"role": role, "content": value}]
@@ -162,7 +187,14 @@ def _continued(
 
 def _exchange(item: dict[str, Any], question: str, answer: str, source: str) -> dict[str, Any]:
     """A question and its answer behind the `history` of earlier ones."""
-    messages = []
+    messages = _history(item, source)
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _built(messages, item, source)
+
+
+def _history(item: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """The messages of a row's `history`."""
+    messages: list[dict[str, Any]] = []
     history = item.get("history")
     if history is not None and not isinstance(history, list):
         text = f"'history' is {shown(repr(history))}; a list of [question, answer] is wanted."
@@ -172,13 +204,12 @@ def _exchange(item: dict[str, Any], question: str, answer: str, source: str) -> 
             text = f"history[{number}] is {shown(repr(pair))}; [question, answer] is wanted."
             raise RowError(source, "bad_row", text)
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _built(messages, item, source)
+    return messages
 
 
 def _built(messages: list[dict[str, Any]], item: dict[str, Any], source: str) -> dict[str, Any]:
     """The row of these messages, its media before the first question where no placeholder says otherwise."""
-    with_system(messages, item)
+    with_system(messages, item, source)
     taken = {key: item[key] for key in TAKEN if item.get(key) is not None}
     row = from_parts({"messages": messages, **taken}, source)
     return with_marks(row)
@@ -191,7 +222,7 @@ def with_marks(row: dict[str, Any]) -> dict[str, Any]:
     asked = [one["content"] for one in messages if one["role"] != "assistant"]
     texts = "".join(content for content in asked if isinstance(content, str))
     marks = ""
-    for kind in MEDIA:
+    for kind in KINDS:
         value = row.get(kind, row.get(f"{kind}s"))
         count = len(value) if isinstance(value, list | tuple) else int(value is not None)
         marks += f"<{kind}>" * (0 if f"<{kind}>" in texts else count)
@@ -206,12 +237,13 @@ COLUMN_PAIRS = {
     ("query", "response"): from_query_response,
     ("prompt", "completion"): from_prompt_completion,
     ("question", "answer"): from_question_answer,
+    ("question", "answers"): from_question_answer,
 }
 SPENT = (
     "input",
     "history",
     "system",
-    *MEDIA,
+    *KINDS,
 )  # which `COLUMN_PAIRS` have written into messages, and lists of media
 
 

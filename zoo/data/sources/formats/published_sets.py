@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.conversations import from_conversations
 from zoo.data.sources.formats.instructions import with_marks
+from zoo.data.sources.formats.turns import from_conversations, own_messages
 from zoo.data.sources.references import shown
 
 IMAGE = "<image>"
@@ -91,15 +91,14 @@ def from_cauldron(item: dict[str, Any], source: str) -> dict[str, Any]:
         seen = "missing" if texts is None else shown(repr(texts))
         text = f"'texts' is {seen}; rows of cauldron have images and a list of {{'user', 'assistant'}}."
         raise RowError(source, "bad_row", text)
-    messages = []
+    turns = []
     for number, turn in enumerate(texts):
         said = [turn.get(role) for role in ("user", "assistant")] if isinstance(turn, dict) else [None]
         if not all(isinstance(text, str) for text in said):
             text = f"texts[{number}] is {shown(repr(turn))}; {{'user', 'assistant'}} is wanted."
             raise RowError(source, "bad_row", text)
-        messages += [
-            {"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)
-        ]
+        turns.append({key: value for key, value in turn.items() if key != "source"})
+    messages = own_messages(turns, "texts", source, strict=True)
     images = item.get("images")
     return with_marks({"messages": messages, **({} if images is None else {"images": images})})
 

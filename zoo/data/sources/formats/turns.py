@@ -8,9 +8,12 @@ the thinking block before the answer, as Qwen's chat templates write it. Tools a
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from typing import Any
 
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.content_parts import from_parts
+from zoo.data.sources.formats.row_keys import COMMON, MEDIA, no_value
 from zoo.data.sources.references import shown
 
 CALL = "call"  # a turn that is nothing but a tool call
@@ -35,8 +38,58 @@ PAIRS = (("human", "assistant"), ("user", "assistant"))  # a turn that holds a q
 OF_CALLS = ("tool_calls", "function_call")
 REASONING = ("reasoning_content", "reasoning")  # of an assistant's turn, as servers answer
 WEIGHTS = ("weight", "loss_scale")
+PASSED = frozenset((*OF_CALLS, *REASONING, *WEIGHTS, "loss", "name"))  # keys of a turn besides who says what
+IDS = ("tool_call_id", "id")  # a result names its call, which the order says as well
+OF_IDS = ("tool", "assistant")
 MAX_MESSAGES = 4096  # of a row
+TAKEN = (*MEDIA, *(key for key in COMMON if key not in ("system", "answers")))  # beside turns
+KEYS = ("conversations", "conversation")  # of turns of ShareGPT, LLaVA and LLaMA-Factory, and of ms-swift
 CALL_WANTED = "a call as {'name', 'arguments'} is wanted, its arguments an object"
+
+
+def from_conversations(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """ShareGPT's, LLaVA's and LLaMA-Factory's rows, `conversations: [{"from", "value"}]` with media beside them, as `messages`.
+
+    Rows of LLaVA-Video have a `video` whose placeholder is written `<image>`; it becomes `<video>`.
+
+    Raises:
+        RowError: turns of another form ("bad_row").
+    """
+    key = next((key for key in KEYS if item.get(key) is not None), KEYS[0])
+    turns = item.get(key)
+    if not isinstance(turns, list) or not turns:
+        seen = "missing" if turns is None else shown(repr(turns))
+        raise RowError(source, "bad_row", f"{key!r} is {seen}; a list of {{'from', 'value'}} is wanted.")
+    messages = own_messages(turns, key, source, strict=True)
+    with_system(messages, item, source)
+    taken = {name: item[name] for name in TAKEN if item.get(name) is not None}
+    return from_parts(_video_marks({"messages": messages, **taken}), source)
+
+
+def with_system(messages: list[dict[str, Any]], item: dict[str, Any], source: str) -> None:
+    """Put the row's `system` text before the messages; RowError ("bad_row") where they begin with another one."""
+    system = item.get("system")
+    if system in (None, ""):
+        return
+    if not isinstance(system, str):
+        raise RowError(source, "bad_row", f"'system' is {shown(repr(system))}; a text is wanted.")
+    if messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    elif messages[0].get("content") != system:
+        text = "the row has a 'system' and a first message of role 'system', which differ; keep one of them."
+        raise RowError(source, "bad_row", text)
+
+
+def _video_marks(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with `<video>` in the place of `<image>`, where it has videos, no image, and no other mark."""
+    has_video = row.get("video") is not None or row.get("videos") is not None
+    if not has_video or row.get("image") is not None or row.get("images"):
+        return row
+    texts = [message["content"] for message in row["messages"]]
+    if any(not isinstance(text, str) or "<video>" in text for text in texts):
+        return row
+    changed = [{**one, "content": one["content"].replace("<image>", "<video>")} for one in row["messages"]]
+    return {**row, "messages": changed}
 
 
 def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> list[Any]:
@@ -59,8 +112,9 @@ def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> li
         where = f"{key}[{number}]"
         pair = next((pair for pair in PAIRS if isinstance(turn, dict) and set(pair) <= set(turn)), None)
         if pair is not None:
-            named = ((ROLES[name], turn[name]) for name in pair)
-            messages += [{"role": role, "content": content} for role, content in named]
+            rest = {name: value for name, value in turn.items() if name not in pair}
+            asked, answer = turn[pair[0]], {"role": "assistant", "content": turn[pair[1]], **rest}
+            messages += [{"role": "user", "content": asked}, _message(answer, where, source, True)]
             continue
         messages.append(_message(turn, where, source, strict))
     return messages
@@ -105,15 +159,28 @@ def _message(turn: Any, where: str, source: str, strict: bool) -> Any:
         known["content"] = content
     if calls:
         known["tool_calls"] = calls
-    if strict:
-        return known
-    passed = {*names, *OF_CALLS, *REASONING, *WEIGHTS, "loss", "name"}
-    if known["role"] in ("tool", "assistant"):  # a result names its call, which the order says as well
-        passed |= {"tool_call_id", "id", "refusal"}
-    return {
-        **known,
-        **{name: value for name, value in turn.items() if name not in passed and value is not None},
-    }
+    rest = _others(turn, names, known["role"])
+    if rest and (strict or rest[0] == "name"):
+        raise RowError(source, "bad_row", _unknown(rest[0], known["role"], where, names))
+    return known if strict else {**known, **{name: turn[name] for name in rest}}
+
+
+def _others(turn: dict[str, Any], names: tuple[str, str], role: str) -> list[str]:
+    """Keys of a turn that change nothing."""
+    if len(turn) == 2 and names[1] in turn:  # as most have
+        return []
+    known = PASSED.union(names, IDS if role in OF_IDS else ())
+    rest = [name for name in turn if name not in known and not no_value(turn[name])]
+    return ["name", *rest] if role == "assistant" and not no_value(turn.get("name")) else rest
+
+
+def _unknown(key: str, role: str, where: str, names: tuple[str, str]) -> str:
+    known = sorted({*names, *PASSED} - {key})
+    near = get_close_matches(str(key), known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
+    return (
+        f"{where} has the key {shown(repr(key))}, which zoo does not read of a message of the {role}; {hint}"
+    )
 
 
 def _weight(turn: dict[str, Any], role: str, where: str, source: str) -> dict[str, Any]:
