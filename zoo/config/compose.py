@@ -22,6 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from zoo.config.checks.arch_places import refuse_misplaced
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
@@ -133,9 +134,10 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     taken = _take_sizes_of_run(tree, root, own, sized)
     base = deepcopy(tree)
     for layer in own:
-        _refuse_misspelt_arch(
-            OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
-        )
+        changes = _last([layer], "model.arch")
+        arch = OmegaConf.to_container(tree.model.arch)
+        refuse_misplaced(arch, changes, layer.origin)
+        _refuse_misspelt_arch(arch, changes, layer.origin)
         apply(tree, without_file_keys(layer))
     if "parallel.plan" not in _keys_of(own):
         _leave_what_is_given(tree, own)

@@ -81,6 +81,9 @@ class FamilyConfig:
                 f"config.json: transformers can't make {cls.title} of it ({type(error).__name__}: {said}); correct it"
             ) from error
         config = cls(hf)
+        for part in ("text_config", "vision_config", "audio_config"):
+            if isinstance(getattr(config.root, part, None), dict):  # which transformers makes nothing of
+                raise UserError(f"config.json: {cls.title} ({kind}) has no {part}; leave it out")
         check_sides(config)
         config.check()
         check_decoder(config)

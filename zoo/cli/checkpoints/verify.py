@@ -55,10 +55,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _number(text: str) -> float:
     try:
-        tolerance = float(text)
+        return float(text)
     except ValueError:
-        raise UserError(f"tolerance={printable(text, 200)}: wanted a number, such as 1e-3") from None
-    return tolerance
+        raise UserError(f"tolerance={printable(text, 200)}: wanted a number from 0, such as 1e-3") from None
 
 
 def table(found: Verification) -> str:
