@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zoo.config.checks.arch import check_arch
+from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import Hold, expanded, read_object
@@ -30,6 +31,7 @@ SETTINGS = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+PROCESSOR_SETTINGS = "processor_config.json"  # of three of them, of media
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 MOST_VOCABULARY = 2**28
 _TRIES = (
@@ -103,10 +105,12 @@ def _without_statements(part: Any) -> Any:
 
 
 def check_side_files(folder: str | Path) -> None:
-    """ConfigError where a file beside the weights, which transformers reads, is too big, too deep or no JSON."""
+    """ConfigError where a file beside the weights, which transformers reads, is too big, too deep, no JSON, or asks for huge media."""
     for name in SETTINGS:
         if (path := Path(folder) / name).exists():
-            read_object(path, error=ConfigError)
+            settings = read_object(path, error=ConfigError)
+            if name.endswith(PROCESSOR_SETTINGS):
+                check_media_sizes(settings, str(path))
     for name in VOCABULARIES:
         path = Path(folder) / name
         if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_VOCABULARY):

@@ -48,6 +48,7 @@ from zoo.data.processors.fitting import Overlong, Written, find_fit
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
+from zoo.data.template_limits import limit_templates
 from zoo.errors import ConfigError, UserError
 
 AS_IT_IS = PixelLimits()  # of the processor
@@ -77,6 +78,7 @@ class Processor:
     pixels_of_token = 0  # pixels of an image that one token stands for; 0: there are no limits of pixels
 
     def __init__(self, hf: Any, markers: ChatMarkers) -> None:
+        limit_templates()
         self.hf = hf
         self.tokenizer = hf.tokenizer
         self.markers = markers
@@ -251,11 +253,8 @@ class Processor:
 
     def allow_special_tokens(self, tokens: Sequence[str]) -> None:
         """Special tokens that the texts of rows may hold; `SpecialTokens.allow` says which are refused."""
-        control = {
-            *self._header[:1],
-            self._end,
-            *map(self.tokenizer.convert_tokens_to_ids, self.markers.further_ends),
-        }
+        further = map(self.tokenizer.convert_tokens_to_ids, self.markers.further_ends)
+        control = {*self._header[:1], self._end, *further}
         self.special.allow(tokens, control | self.media_ids)
 
     def answer_text(self, tokens: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
 from zoo.data.media.sampling import Pace
@@ -84,6 +85,13 @@ def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str
         raise ConfigError(
             f"model.init: {source} has a {type(hf).__name__}; a {' or '.join(kinds)} is wanted."
         )
+    for part in PARTS:
+        made = getattr(hf, part, None)
+        size = getattr(made, "size", None)
+        if (
+            made is not None and not hasattr(made, "merge_size") and size is not None
+        ):  # sizes are sides of images
+            check_media_sizes({"size": {"shortest_edge": size.get("shortest_edge")}}, f"model.init: {source}")
     for name, value in wanted.items():
         part, _, attribute = name.partition(".")
         seen = getattr(getattr(hf, part), attribute)
