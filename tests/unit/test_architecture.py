@@ -157,6 +157,7 @@ def inner_offence(room: str, module: str, imported: str) -> str | None:
         "errors",
         "sample",
         "memory_limits",
+        "template_limits",
         "digits",
         "tokenizer",
     ):  # open to all
