@@ -43,6 +43,7 @@ MEDIA = {
 }  # placeholder and singular key -> plural key
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
+MAX_ANSWERS = 4096  # of a row, of which any is right
 MAX_KIND = 100  # characters of a label
 
 
@@ -184,7 +185,9 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
     calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls", source) for turn in turns)
     names = tuple(turn.name for turn in turns)
     tools = _plain_json(own_tools(item.get("tools"), source), "tools", source)
-    _check_texts((*(content for _, content in messages), *calls, *names, tools), source)
+    task, answers = _task(item, source), _answers(item, source)
+    written = (*(content for _, content in messages), *calls, *names, tools, task or "", *answers)
+    _check_texts(written, source)
     named = {name: _listed(item, name, source) for name in MEDIA}
     count = sum(len(found) for _, found in named.values())
     if count > MAX_MEDIA:
@@ -218,8 +221,8 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         names=names if any(names) else (),
         boxes=_boxes(boxes, len(media["image"]), source),
         form=found,
-        task=typed(item, "task", str, None, source),
-        answers=_answers(item, source),
+        task=task,
+        answers=answers,
         label=_label(item, source),
         skipped=skipped,
         rejected=_rejected(rejected, source, access, form.literal_tags),
@@ -280,12 +283,26 @@ def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
     return kind
 
 
+def _task(item: dict[str, Any], source: str) -> str | None:
+    """What the row names as its task."""
+    task: str | None = typed(item, "task", str, None, source)
+    if task is not None and is_torn(task):
+        raise RowError(source, "bad_row", TORN.format("task"))
+    return task
+
+
 def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
     """The texts that are accepted as an answer."""
-    found = typed(item, "answers", list, [], source)
-    if not all(isinstance(one, str) for one in found):
-        raise RowError(source, "bad_row", f"answers is {shown(repr(found))}; a list of texts is wanted.")
-    return tuple(found)
+    answers = typed(item, "answers", list, [], source)
+    if not all(isinstance(answer, str) for answer in answers):
+        raise RowError(source, "bad_row", f"answers is {shown(answers)}; a list of texts is wanted.")
+    if len(answers) > MAX_ANSWERS:
+        text = f"{len(answers)} answers are over the limit of {MAX_ANSWERS} a row."
+        raise RowError(source, "bad_row", text)
+    torn = next((number for number, answer in enumerate(answers) if is_torn(answer)), None)
+    if torn is not None:
+        raise RowError(source, "bad_row", TORN.format(f"answers[{torn}]"))
+    return tuple(answers)
 
 
 def _label(item: dict[str, Any], source: str) -> bool | None:

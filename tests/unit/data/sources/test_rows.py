@@ -1,9 +1,11 @@
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
-from zoo.data.sources.rows import Row, RowError, parse_row, read_rows
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import TEXT_MB, Row, RowError, make_row, parse_row, read_rows
 from zoo.errors import UserError
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
@@ -105,3 +107,37 @@ def test_an_empty_file_is_refused(tmp_path):
 def test_row_error_survives_pickling():
     error = pickle.loads(pickle.dumps(RowError("a:1", "overlong", "too long")))
     assert (error.source, error.cause, str(error)) == ("a:1", "overlong", "a:1: too long")
+
+
+LONG = "é" * (TEXT_MB * 2**19 + 1)
+ASKED, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"messages": [{**ASKED, "content": LONG}, TOLD]}, "over the limit"),
+        ({"messages": [{**ASKED, "name": LONG}, TOLD]}, "over the limit"),
+        ({"messages": [ASKED, {**TOLD, "reasoning_content": LONG}]}, "over the limit"),
+        ({"messages": [ASKED, {**TOLD, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}, TOLD]}, "over the limit"),
+        ({"tools": [TOOL]}, "over the limit"),
+        ({"task": LONG}, "over the limit"),
+        ({"answers": [LONG]}, "over the limit"),
+        ({"answers": [LONG[: len(LONG) // 100]] * 101}, "over the limit"),
+        ({"answers": [LONG[len(LONG) // 2 :]], "task": LONG[len(LONG) // 2 :]}, "over the limit"),
+        ({"answers": [""] * 4097}, "4097 answers are over the limit"),
+        ({"kind": LONG}, "printable characters"),
+        ({"answers": ["a", "\ud800"]}, r"answers\[1\] holds half of a surrogate pair"),
+        ({"task": "\ud800"}, "task holds half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_every_text_of_a_row_counts(change: dict, words: str, tmp_path: Path) -> None:
+    item = {"messages": [ASKED, TOLD], **change}
+    with pytest.raises(RowError, match=words) as caught:
+        make_row(item, "x:1", Access(tmp_path))
+    assert caught.value.cause == "bad_row" and len(str(caught.value)) < 1100
+    make_row(
+        {"messages": [ASKED, TOLD], "answers": [LONG[:1000]], "task": "x" * 1000}, "x:1", Access(tmp_path)
+    )
