@@ -133,16 +133,17 @@ def test_sounds(data: bytes, workers: Workers) -> None:
 @given(kind=st.sampled_from(["image", "video", "audio"]), data=st.data())
 def test_in_the_rank_itself(kind: str, data: Any) -> None:
     """With data.workers=0, and headers with any number of workers: no other error than a RowError."""
-    from zoo.data.media.decoder import HERE
+    from zoo.data.media.decoder import Here
     from zoo.data.media.sizes import image_size
 
+    here = Here()
     medium = Blob(data.draw(mutated({"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind])), f"x.{kind}")
     row = Row(messages=(), source="x:1", root=Path())
     with within():
         for decode in {
-            "image": (lambda: image_size(medium), lambda: HERE.image(medium, row)),
-            "video": (lambda: HERE.video_size(medium, row), lambda: HERE.video(medium, row, 2.0, 4)),
-            "audio": (lambda: HERE.sound_samples(medium, row), lambda: HERE.audio(medium, row)),
+            "image": (lambda: image_size(medium), lambda: here.image(medium, row)),
+            "video": (lambda: here.video_size(medium, row), lambda: here.video(medium, row, 2.0, 4)),
+            "audio": (lambda: here.sound_samples(medium, row), lambda: here.audio(medium, row)),
         }[kind]:
             try:
                 decode()

@@ -25,7 +25,7 @@ from zoo.data.errors import RowError
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.media.decoder import HERE, Decoder
+from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.mixture import SampleId
 from zoo.engine.model import build
@@ -55,8 +55,8 @@ class Report:
     Attributes:
         rows: in the source.
         known: share of the rows whose size was known without encoding.
-        measured: rows a second of one core whose size was found out.
-        encoded: samples a second of one core, decoded in this process.
+        measured: rows a second whose size was found out, one after the other.
+        encoded: samples a second, one after the other, decoded by one worker.
         tokens: tokens of those.
         workers: processes that decode for the loader; 0: none but this one.
         prepared_ms: milliseconds that a step's batches take to prepare, first step aside.
@@ -102,13 +102,15 @@ def _run(options: Options, recipe: Recipe) -> Report:
     assembly = build.assemble(recipe)
     processor = assembly.processor
 
-    def source(decoder: Decoder = HERE, **changed: Any) -> SampleSource:
+    one = decoder_for(replace(recipe.data, workers=1))
+
+    def source(decoder: Decoder = one, **changed: Any) -> SampleSource:
         data = with_defaults(replace(recipe.data, **changed))
         more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         more |= {"budget": recipe.packing.budget, "decoder": decoder}
         return SampleSource.open(data.train, processor, data, **more)
 
-    decoder = decoder_for(recipe.data, 1)
+    decoder = decoder_for(recipe.data)
 
     def loader(prefetch: bool, **changed: Any) -> BatchLoader:
         cost = training_cost(assembly.config, recipe)
@@ -117,10 +119,12 @@ def _run(options: Options, recipe: Recipe) -> Report:
     rows = source()
     some = list(map(SampleId, range(min(options.rows, len(rows)))))
     known, measured = _measure(rows, some)
+    _encode(source(), some[:1])  # which starts the worker
     encoded, tokens = _encode(source(), some)
     first, prepared, wait = _wait(loader(prefetch=True), options)
     samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
-    decoder.close()
+    for each in (decoder, one):
+        each.close()
     workers = getattr(decoder, "count", 0)
     return Report(
         options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
@@ -132,24 +136,24 @@ def _measure(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, floa
     if source.augment.strength:  # only encoding tells what a random change gives
         return 0.0, 0.0
     known = 0
-    began = time.process_time()
+    began = time.perf_counter()
     for sample_id in ids:
         try:
             size = source.encoder.measure(source.rows.row(sample_id))
         except RowError:
             continue
         known += size is not None
-    return known / len(ids), len(ids) / (time.process_time() - began)
+    return known / len(ids), len(ids) / (time.perf_counter() - began)
 
 
 def _encode(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
     """Samples and tokens a second."""
     tokens = 0
-    began = time.process_time()
+    began = time.perf_counter()
     for sample_id in ids:
         sample = source.sample(sample_id)
         tokens += 0 if sample is None else sample.length
-    seconds = time.process_time() - began
+    seconds = time.perf_counter() - began
     return len(ids) / seconds, tokens / seconds
 
 

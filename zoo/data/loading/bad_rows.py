@@ -53,6 +53,10 @@ class BadRows:
         if row in self._errors:
             raise self._errors[row]
 
+    def refuses(self, row: int) -> bool:
+        """Whether a row is remembered by an error."""
+        return row in self._errors
+
     def leave_out(self, row: int, error: RowError) -> None:
         """`handle` the error of a row, once a row."""
         if row not in self._left_out:

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.loading import worker_processes
-from zoo.data.media.decoder import HERE
 from zoo.subprocesses import find_users_modules, module_command
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class EncodingWorkers:
         self._process, sockets = worker_processes.take(self.count)
         self._starting = set(sockets)
         data = replace(self.encoder.data, train=[], eval=[])  # which may be rows, and are not read there
-        about = pickle.dumps(replace(self.encoder, data=data, decoder=HERE), protocol=5)
+        about = pickle.dumps(replace(self.encoder, data=data, decoder=None), protocol=5)
         self._woken, woken = socket.socketpair()
         self._woken.setblocking(False)
         arguments = (about, self._process.stdin, woken)

@@ -47,7 +47,13 @@ def rows_of(row: Row) -> tuple[Row, Row]:
             text = "chosen and rejected answer are the same, behind the same media, or one only goes on where the other ends."
             raise RowError(row.source, "pair", text)
     other = replace(
-        other, source=row.source, kind=row.kind, limits=row.limits, trusted=row.trusted, root=row.root
+        other,
+        source=row.source,
+        kind=row.kind,
+        limits=row.limits,
+        trusted=row.trusted,
+        root=row.root,
+        outside=row.outside,
     )
     first, second = (without_shared(one, shared) for one in (row, other))
     return first, second

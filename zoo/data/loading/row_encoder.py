@@ -14,7 +14,8 @@ from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading import pairs
-from zoo.data.media.decoder import HERE, Decoder, Here
+from zoo.data.media.decoder import Decoder
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.sizes import Fit, SampleSize
 from zoo.data.processors.augment import Augment
 from zoo.data.processors.fitting import Overlong
@@ -131,7 +132,7 @@ class RowEncoder:
     Attributes:
         processor: encodes a row.
         data: labels, overlong and the limits of media are used; rows with limits of their own have those.
-        decoder: who decodes media. Those of zoo's own sets are decoded in this process.
+        decoder: who decodes media; None: who does by `data`, in the process that encodes.
         budget: the most tokens of a sample; None: any number.
         pair_align: rows are preference pairs, and both of their samples are padded to a multiple of this; None: rows are not,
             and of those that have a rejected answer the other one is learnt.
@@ -142,7 +143,7 @@ class RowEncoder:
 
     processor: Processor
     data: DataConfig
-    decoder: Decoder = HERE
+    decoder: Decoder | None = None
     budget: int | None = None
     pair_align: int | None = None
     media_dtype: torch.dtype | None = None
@@ -185,11 +186,11 @@ class RowEncoder:
         return sum(-(-one.length // align) * align for one in sample.segments)
 
     def _measure(self, row: Row) -> SampleSize | None:
-        return self.processor.measure(row, decoder=self._decoder(row), **self._how(row))
+        return self.processor.measure(row, decoder=self._decoder(), **self._how(row))
 
     def _encode(self, row: Row, augment: Augment | None) -> Sample:
         sample = self.processor.encode(
-            row, labels=self.data.labels, decoder=self._decoder(row), augment=augment, **self._how(row)
+            row, labels=self.data.labels, decoder=self._decoder(), augment=augment, **self._how(row)
         )
         if self.media_dtype is None:
             return sample
@@ -217,12 +218,11 @@ class RowEncoder:
     @property
     def decodes_ahead(self) -> bool:
         """Whether `begin` does anything."""
-        return not isinstance(self.decoder, Here)
+        return self._decoder().decodes_ahead
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Let the decoder begin with rows that will be encoded soon, in this order."""
-        untrusted = [row for row in rows if not row.trusted]
-        self.decoder.begin(untrusted, self.data.video_fps, self.data.max_frames)
+        self._decoder().begin(rows, self.data.video_fps, self.data.max_frames)
 
-    def _decoder(self, row: Row) -> Decoder:
-        return HERE if row.trusted else self.decoder
+    def _decoder(self) -> Decoder:
+        return self.decoder or decoder_for(self.data)

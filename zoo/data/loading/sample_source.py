@@ -26,7 +26,7 @@ from zoo.data.loading.defaults import VARIANTS
 from zoo.data.loading.encoding_workers import EncodingWorkers, RowToEncode
 from zoo.data.loading.pairs import answer_before, with_other_answer
 from zoo.data.loading.row_encoder import LengthLimit, RowEncoder
-from zoo.data.media.decoder import HERE, Decoder
+from zoo.data.media.decoder import Decoder
 from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.augment import AugmentPolicy
 from zoo.data.processors.processor import Processor
@@ -147,7 +147,7 @@ class SampleSource:
         augment: float = 0.0,
         blank: float = 0.0,
         seed: int = 0,
-        decoder: Decoder = HERE,
+        decoder: Decoder | None = None,
         workers: int = 0,
         tick: Callable[[], None] = lambda: None,
         pairs: bool = False,
@@ -166,7 +166,7 @@ class SampleSource:
             augment: strength of random changes to the media, 0 to 1 (data.augment, for training rows).
             blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
             seed: what those changes follow from, beside row and repeat.
-            decoder: who decodes media.
+            decoder: who decodes media; None: who does by `data`.
             workers: processes that make whole samples of rows with media; 0: none.
             tick: called for each row that is measured or encoded.
             pairs: rows are preference pairs, and a sample is both of their conversations.

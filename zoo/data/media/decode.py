@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import io
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from zoo.data.errors import NoSoundTrackError, RowError, corrupt_media
 from zoo.data.media.images import IMAGE_TYPES, MAX_PIXELS, rgb_of
 from zoo.data.media.sampling import WHOLE, Clip, frames_taken
 from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
-from zoo.data.sources.references import Blob, Frames, Picture, Sound, missing_text
+from zoo.data.sources.references import Blob, Frames, MediaFile, Picture, Sound, missing_text, open_binary
 from zoo.files import why_no_file
 
 if TYPE_CHECKING:
@@ -37,13 +36,15 @@ MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
 MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
 SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
 SOUND_BLOCK = 2**14  # samples that are resampled in one call
+READ_BYTES = 2**18  # of a file that FFmpeg reads at once
 JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
 CONTAINERS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,apng,flv,mpegts,mpeg,mpegvideo,asf,ogg,m4v,h264,hevc,ivf,"
     "wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,amr,wv,tta,ape,mpc,opus,webp_pipe,y4m,yuv4mpegpipe,dv,mxf"
 )  # demuxers of FFmpeg: no playlist, no list of other files
 
-type Source = str | Path | Blob | Picture | Sound | Frames
+type File = str | Path | Blob | MediaFile
+type Source = File | Picture | Sound | Frames
 
 
 def load_image(source: Source) -> Image.Image:
@@ -59,7 +60,7 @@ def load_image(source: Source) -> Image.Image:
         return rgb_of(source.image, source)
     place = _existing(source)
     try:
-        with Image.open(_file(place), formats=IMAGE_TYPES) as image:
+        with open_binary(place) as file, Image.open(file, formats=IMAGE_TYPES) as image:
             return rgb_of(image, place)
     except RowError:
         raise
@@ -162,22 +163,19 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
         raise corrupt_media(place, "audio", _reason(error, place)) from error
 
 
-def _at_rate(place: Path | Blob | Sound, rate: int) -> np.ndarray:
+def _at_rate(place: File | Sound, rate: int) -> np.ndarray:
     """Sound of any kind, resampled."""
     if isinstance(place, Sound):
         sound, given = _mono(place), place.rate
         if len(sound) > MAX_SOUND_SECONDS * given:
             raise corrupt_media(place, "audio", _too_long())
-    elif (
-        found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: corrupt_media(place, "audio", why))
-    ) is None:
-        return _decoded_sound(place, rate)
-    else:
-        sound, given = found
-    return _resampled(sound, given, rate)
+        return _resampled(sound, given, rate)
+    with open_binary(place) as file:
+        wave = read_wave(file, MAX_SOUND_SECONDS, lambda why: corrupt_media(place, "audio", why))
+    return _decoded_sound(place, rate) if wave is None else _resampled(*wave, rate)
 
 
-def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
+def _decoded_sound(place: File, rate: int) -> np.ndarray:
     """Sound through FFmpeg, resampled."""
     with _opened(place, "audio") as container:
         if not container.streams.audio:
@@ -243,7 +241,7 @@ def _mono(sound: Sound) -> np.ndarray:
     return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
 
 
-def _checked(sound: np.ndarray, place: Path | Blob | Sound, rate: int) -> np.ndarray:
+def _checked(sound: np.ndarray, place: File | Sound, rate: int) -> np.ndarray:
     if not len(sound):
         raise corrupt_media(place, "audio", "its audio track is empty")
     if len(sound) < MIN_SOUND_SECONDS * rate:
@@ -262,7 +260,7 @@ def _too_long() -> str:
     return f"it is over {MAX_SOUND_SECONDS} s long; cut it into pieces"
 
 
-def _existing(source: Source) -> Path | Blob:
+def _existing(source: Source) -> Blob | MediaFile:
     if isinstance(source, Blob):
         return source
     if isinstance(source, Frames):
@@ -270,11 +268,7 @@ def _existing(source: Source) -> Path | Blob:
     path = Path(str(source))
     if why_no_file(path) is not None:
         raise RowError("", "missing_file", missing_text(path))
-    return path
-
-
-def _file(place: Path | Blob) -> Any:
-    return io.BytesIO(place.data) if isinstance(place, Blob) else place
+    return source if isinstance(source, MediaFile) else MediaFile(path)
 
 
 def _reason(error: BaseException, place: object) -> str:
@@ -287,14 +281,19 @@ def _reason(error: BaseException, place: object) -> str:
 # ---------------------------------------------------------------- videos
 
 
-def container_of(place: str | Path | Blob) -> Any:
+@contextmanager
+def container_of(place: File) -> Iterator[Any]:
     """FFmpeg's container of a file, of a known type and of no other file: `concat:a.mp4|b.mp4` is a name like others."""
-    file = io.BytesIO(place.data) if isinstance(place, Blob) else f"file:{place}"
-    return av.open(file, container_options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"})
+    options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
+    with (
+        open_binary(place) as file,
+        av.open(file, container_options=options, buffer_size=READ_BYTES) as container,
+    ):
+        yield container
 
 
 @contextmanager
-def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
+def _opened(place: File, what: str) -> Iterator[Any]:
     """An open container; whatever FFmpeg has to say against it becomes a RowError."""
     try:
         with container_of(place) as container:
@@ -336,7 +335,7 @@ def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
 class _Frames:
     """The frames that are kept, written where they will stay."""
 
-    def __init__(self, most: int, place: Path | Blob) -> None:
+    def __init__(self, most: int, place: File) -> None:
         self.most, self.place, self.count = most, place, 0
         self.pixels: np.ndarray | None = None  # (most, H, W, 3)
 

@@ -34,7 +34,7 @@ def serve(seconds: float, megabytes: int) -> None:
         began = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, seconds)  # unhandled: ends the process, whatever it is doing
         try:
-            found: Any = _decode(*job)
+            found: Any = decoded(*job)
         except RowError as error:
             found = error if not _is_memory(error) else _too_much(job, megabytes)
         except MemoryError:
@@ -47,7 +47,8 @@ def serve(seconds: float, megabytes: int) -> None:
         del found
 
 
-def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+def decoded(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+    """What a job asks for: an array, an array with a rate, or what a header holds."""
     if kind == "image header":
         size = sizes.image_size(source)
         return None if size is None else list(size)

@@ -19,7 +19,7 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,17 @@ from PIL import Image
 
 from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
-from zoo.data.media.decoding_process import HEAD
+from zoo.data.media.decoding_process import HEAD, decoded
 from zoo.data.media.sampling import WHOLE, Clip, how_taken
-from zoo.data.sources.references import Medium, bare, is_url, opened, settings_of_medium, shown
+from zoo.data.sources.references import (
+    Medium,
+    Picture,
+    bare,
+    files_of,
+    is_url,
+    settings_of_medium,
+    shown,
+)
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -54,16 +62,24 @@ class Workers:
         megabytes: most memory of one worker beyond what it has when it starts, in MiB.
     """
 
+    decodes_ahead = True
+
     def __init__(self, count: int, seconds: float, megabytes: int) -> None:
         self.count, self.seconds, self.megabytes = count, seconds, megabytes
+        self.tick: Callable[[], None] = lambda: None
         self.started = 0  # processes so far, those in the place of killed ones included
         self._idle: list[_Worker] = []
         self._busy: OrderedDict[Job, _Worker] = OrderedDict()  # oldest first
         self._done: OrderedDict[Job, Answer] = OrderedDict()
         self._queue: deque[tuple[Job, Row]] = deque()
-        self._row, self._spent = "", 0.0  # the row at work, and the seconds that its media took
+        self._at_work = AtWork()
         self._lock = threading.RLock()  # training and evaluation ask from threads of their own
         atexit.register(self.close)
+
+    def start(self, row: Row) -> None:
+        """The media of a row are asked for next; they share the limit of time."""
+        self.tick()
+        self._at_work.row, self._at_work.seconds = row, 0.0
 
     def image(self, medium: Medium, row: Row) -> Image.Image:
         """An RGB picture."""
@@ -82,7 +98,7 @@ class Workers:
 
     def image_size(self, medium: Medium, row: Row) -> sizes.ImageSize | None:
         """The size, where the header holds it; headers of plain types are read in this process."""
-        size = sizes.plain_size(opened(medium, row.root))
+        size = sizes.plain_size(row.opened(medium))
         if size is not None:
             return size
         found = self._result(row, "image header", medium)
@@ -108,12 +124,14 @@ class Workers:
 
     def _jobs(self, rows: Sequence[Row], fps: float, max_frames: int) -> Iterator[tuple[Job, Row]]:
         for row in rows:
+            if row.trusted:
+                continue
             heard = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
             how = (row.limits.video_fps, row.limits.max_frames) if row.limits else (fps, max_frames)
             jobs: list[tuple[Any, ...]] = [("image", medium) for medium in row.images]
             jobs += [("video", one, *how_taken(settings_of_medium(one), *how)) for one in row.videos]
             for kind, medium, *taken in [*jobs, *(("audio", medium) for medium in heard)]:
-                if not is_url(medium):
+                if not _is_in_memory(medium) and not is_url(medium):
                     yield Job(row.source, kind, bare(medium), tuple(taken)), row
 
     def close(self) -> None:
@@ -125,6 +143,8 @@ class Workers:
         self._done.clear()
 
     def _result(self, row: Row, kind: str, medium: Medium, *how: Any) -> Any:
+        if row.trusted or _is_in_memory(medium):
+            return decoded(kind, row.opened(medium), how)
         with self._lock:
             return self._asked(row, Job(row.source, kind, bare(medium), how))
 
@@ -134,10 +154,10 @@ class Workers:
         self._pump()
         answer = self._done.pop(job) if job in self._done else self._receive(job)
         self._pump()
-        if row.source != self._row:
-            self._row, self._spent = row.source, 0.0
-        self._spent += answer.seconds
-        if self._spent > self.seconds and not isinstance(answer.found, RowError):
+        if row is not self._at_work.row:
+            self._at_work.row, self._at_work.seconds = row, 0.0
+        self._at_work.seconds += answer.seconds
+        if self._at_work.seconds > self.seconds and not isinstance(answer.found, RowError):
             text = f"the row's media, up to {job.kind} {shown(str(job.medium))}, together"
             raise _late(text, self.seconds)
         if isinstance(answer.found, RowError):
@@ -167,7 +187,7 @@ class Workers:
 
     def _send(self, job: Job, row: Row, worker: _Worker) -> None:
         try:
-            source = opened(job.medium, row.root)  # a download has limits of its own
+            source = row.opened(job.medium)  # a download has limits of its own
         except RowError:
             self._idle.append(worker)
             raise
@@ -180,6 +200,18 @@ class Workers:
         if worker.alive:
             self._idle.append(worker)
         return answer
+
+
+class AtWork(threading.local):
+    """The row whose media a thread asks for, and the seconds that they took so far."""
+
+    row: Row | None = None
+    seconds = 0.0
+
+
+def _is_in_memory(medium: Medium) -> bool:
+    """Whether a medium has pixels that no decoder is needed for: their EXIF data would not come along to a worker."""
+    return all(isinstance(file, Picture) for file in files_of(medium))
 
 
 @dataclass(frozen=True)
@@ -319,11 +351,20 @@ def worker_count(data: DataConfig, ranks: int) -> int:
     return min(8, share_of_cores(ranks)) if data.workers is None else data.workers
 
 
-def decoder_for(data: DataConfig, ranks: int) -> Decoder:
-    """Who decodes for a rank, of as many on this machine: `data.workers` processes, or this one for 0."""
-    count = worker_count(data, ranks)
-    if count:
-        return Workers(count, data.row_seconds, data.row_mb)
-    from zoo.data.media.decoder import Here
+_decoders: dict[
+    tuple[int, int, float, int], Decoder
+] = {}  # of this process (and not of one that it was forked from)
 
-    return Here(data.row_mb)
+
+def decoder_for(data: DataConfig) -> Decoder:
+    """Who decodes media in this process: `data.workers` processes with limits, or for 0 this one, which has none of time.
+
+    There is one for the same settings, whoever asks. Nothing is started before a medium is asked for.
+    """
+    count = worker_count(data, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1))
+    key = (os.getpid(), count, data.row_seconds, data.row_mb)
+    if key not in _decoders:
+        from zoo.data.media.decoder import Here
+
+        _decoders[key] = Workers(*key[1:]) if count else Here(data.row_mb)
+    return _decoders[key]

@@ -49,6 +49,7 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder) -> Loade
             of which none has a sound track.
     """
     media = LoadedMedia()
+    decoder.start(row)
     room = Room(decoder.megabytes)
     if row.images:
         media.arguments["images"] = [room.take(decoder.image(bare(image), row)) for image in row.images]
@@ -92,6 +93,7 @@ def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder) -> H
     sounds = sound_files(row)
     if any(is_url(medium) for medium in (*row.images, *row.videos, *(sound.medium for sound in sounds))):
         return None
+    decoder.start(row)
     sizes = [decoder.image_size(bare(image), row) for image in row.images]
     lengths = [decoder.video_size(bare(video), row) for video in row.videos]
     samples = [decoder.sound_samples(bare(sound.medium), row) for sound in sounds]

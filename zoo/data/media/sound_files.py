@@ -45,12 +45,12 @@ def read_wave(
     """(N,) float32 samples, mixed to mono, and their rate; None for a file of another kind.
 
     Args:
-        file: a path or an open binary file.
+        file: an open binary file.
         max_seconds: longest sound that is read.
         corrupt: makes the error to raise of a reason.
     """
     try:
-        sound = soundfile.SoundFile(os.fsencode(file) if isinstance(file, os.PathLike) else file)
+        sound = soundfile.SoundFile(file)
     except (soundfile.LibsndfileError, TypeError):
         return None  # FFmpeg may know it, and says better what is wrong
     with sound:
@@ -107,18 +107,13 @@ def levels(samples: np.ndarray) -> np.ndarray:
 
 def _data_bytes(file: Any) -> int | None:
     """Bytes of sound that a RIFF header names; None where there is no such chunk."""
-    opened = open(file, "rb") if isinstance(file, os.PathLike) else file  # noqa: SIM115
-    try:
-        opened.seek(12)
-        while len(head := opened.read(8)) == 8:
-            size = int.from_bytes(head[4:], "little")
-            if head[:4] == b"data":
-                return size
-            opened.seek(size + size % 2, os.SEEK_CUR)
-        return None
-    finally:
-        if opened is not file:
-            opened.close()
+    file.seek(12)
+    while len(head := file.read(8)) == 8:
+        size = int.from_bytes(head[4:], "little")
+        if head[:4] == b"data":
+            return size
+        file.seek(size + size % 2, os.SEEK_CUR)
+    return None
 
 
 def resampler_to(rate: int) -> Any:

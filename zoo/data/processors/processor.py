@@ -19,8 +19,10 @@ from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.config.memory import ran_out
+from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
-from zoo.data.media.decoder import HERE, Decoder
+from zoo.data.media.decoder import Decoder
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.media_files import (
     LoadedMedia,
     headers_of_media,
@@ -51,6 +53,7 @@ from zoo.data.sources.rows import Row
 from zoo.data.template_limits import limit_templates
 from zoo.errors import ConfigError, UserError
 
+DEFAULTS = DataConfig()  # whose limits hold for media where no decoder is given
 AS_IT_IS = PixelLimits()  # of the processor
 
 
@@ -125,7 +128,7 @@ class Processor:
         max_frames: int,
         augment: Augment | None = None,
         labels: str = "assistant",
-        decoder: Decoder = HERE,
+        decoder: Decoder | None = None,
         pixels: PixelLimits = AS_IT_IS,
         overlong: Overlong | None = None,
     ) -> tuple[Sample, dict[str, Any]]:
@@ -137,7 +140,7 @@ class Processor:
             max_frames: most frames taken of one video.
             augment: changes the media, or None.
             labels: assistant (all answers), last (the last one) or all (every token of text); of a plain text all are.
-            decoder: who decodes the media.
+            decoder: who decodes the media; None: worker processes with the limits that data.row_seconds and data.row_mb have by default.
             pixels: how large images and videos may be.
             overlong: what becomes of a sample over a budget. Images and videos that are made smaller get the same limit, and
                 none fewer pixels than the processor, or `pixels`, has as the least.
@@ -154,7 +157,7 @@ class Processor:
         if not self.pixels_of_token:
             refuse_pixel_keys(row, type(self.hf).__name__)
         try:
-            media = load_media(row, video_fps, max_frames, decoder)
+            media = load_media(row, video_fps, max_frames, decoder or decoder_for(DEFAULTS))
         except RowError as error:
             raise error.at(row.source) from error
         files = [image.size[::-1] for image in media.arguments.get("images", ())]
@@ -206,7 +209,7 @@ class Processor:
         *,
         video_fps: float,
         max_frames: int,
-        decoder: Decoder = HERE,
+        decoder: Decoder | None = None,
         pixels: PixelLimits = AS_IT_IS,
         overlong: Overlong | None = None,
     ) -> SampleSize | None:
@@ -224,7 +227,7 @@ class Processor:
         if not self.pixels_of_token:
             refuse_pixel_keys(row, type(self.hf).__name__)
         try:
-            headers = headers_of_row(row, video_fps, max_frames, decoder)
+            headers = headers_of_row(row, video_fps, max_frames, decoder or decoder_for(DEFAULTS))
             if headers is None:
                 return None
             written = self._written(row, headers.images, headers, pixels)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
-from zoo.data.sources.references import Blob, shown
+from zoo.data.sources.references import Blob, shown, undecoded
 from zoo.errors import UserError
 
 SUFFIX = ".rows.arrow"
@@ -139,7 +139,11 @@ def _plain(value: Any, media: list[bytes], where: str) -> Any:
     if isinstance(value, os.PathLike):
         return str(value)
     if hasattr(value, "getbands") and hasattr(value, "convert"):
-        return _kept(_png(value), media)
+        try:
+            data = undecoded(value)
+        except ValueError as error:
+            raise ValueError(f"{where} is {error}") from error
+        return _kept(_png(value) if data is None else data, media)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) or hasattr(value, "detach"):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
+import os
+import stat
 import threading
 import time
 import urllib.parse
@@ -16,7 +19,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -88,6 +91,22 @@ class Adjusted:
 
 
 type Medium = str | Blob | Sound | Picture | Frames | Adjusted  # a str is a path, a URL or a data: URI
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """A file that a row names; who opens it checks where it lies.
+
+    Attributes:
+        path: where it is.
+        root: folder that it must lie in, symbolic links followed; None: anywhere.
+    """
+
+    path: Path
+    root: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,11 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
     if isinstance(value, np.ndarray) and kind == "audio":
         return Sound(value, 16_000, where)
     if kind == "image" and hasattr(value, "convert") and hasattr(value, "getbands"):
-        return Picture(value, where)
+        try:
+            data = undecoded(value)
+        except ValueError as error:
+            raise RowError(source, "bad_row", f"{where} is {error}.") from error
+        return Picture(value, where) if data is None else Blob(data, where)
     if not isinstance(value, str) or not value:
         raise RowError(
             source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted."
@@ -214,27 +237,101 @@ def _frames(value: Sequence[Any], where: str, access: Access, source: str) -> Fr
     return Frames(plain, where)
 
 
+def undecoded(picture: Any) -> bytes | None:
+    """The file of a PIL image that is open and not decoded yet, so that a worker decodes it; None of pixels in memory.
+
+    Raises:
+        ValueError: its file is closed, or it shows a later one of several frames.
+    """
+    file = getattr(picture, "fp", None)
+    if not hasattr(picture, "fp") or getattr(picture, "_im", None) is not None:
+        return None
+    if file is None or getattr(file, "closed", False):
+        raise ValueError("a PIL image whose file was closed before it was read; call its load() before that")
+    if picture.tell():
+        raise ValueError(f"frame {picture.tell()} of a PIL image that is not read yet; call its load()")
+    position = file.tell()
+    file.seek(0)
+    data: bytes = file.read()
+    file.seek(position)
+    return data
+
+
 def is_url(medium: Medium) -> bool:
     """Whether a medium would be downloaded, or part of it."""
     return any(isinstance(one, str) and one.startswith(("http://", "https://")) for one in files_of(medium))
 
 
-def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture | Frames:
+def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | Sound | Picture | Frames:
     """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root.
+
+    Args:
+        medium: as a row has it.
+        root: folder that paths are relative to.
+        outside: whether they may lead out of it.
 
     Raises:
         RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
     """
     medium = bare(medium)
     if isinstance(medium, Frames):
-        return Frames(tuple(opened(one, root) for one in medium.images), medium.name)  # type: ignore[misc]
+        return Frames(tuple(opened(one, root, outside) for one in medium.images), medium.name)  # type: ignore[misc]
     if not isinstance(medium, str):
         return medium
     if medium.startswith("data:"):
         return _of_data_uri(medium)
     if medium.startswith(("http://", "https://")):
         return download(medium)
-    return root / medium
+    return MediaFile(root / medium, None if outside else root)
+
+
+def open_binary(source: str | Path | Blob | MediaFile) -> BinaryIO:
+    """A medium's bytes, as a file open for reading, whose `name` is its path.
+
+    Raises:
+        RowError: a `MediaFile` that lies out of its root by now ("outside_root"); what is no regular file ("missing_file").
+        OSError: it can't be opened.
+    """
+    if isinstance(source, Blob):
+        return io.BytesIO(source.data)
+    root = source.root if isinstance(source, MediaFile) else None
+    path = source.path if isinstance(source, MediaFile) else Path(source)
+    # Nobody writes to a FIFO that was put there in between: opening it would wait.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(path, flags) if root is None else _open_within(path, root, flags)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise RowError("", "missing_file", missing_text(path))
+    return open(path, "rb", opener=lambda *_: file)
+
+
+def _open_within(path: Path, root: Path, flags: int) -> int:
+    """A descriptor of a file under a folder.
+
+    Links are followed first. Then each folder of the path without links is opened in the one before it, and no link is
+    followed: whoever puts one there in between gains nothing.
+    """
+    real_root, real = root.resolve(), path.resolve()
+    try:
+        inner = real.relative_to(real_root).parts
+    except ValueError:
+        raise RowError("", "outside_root", f"a row names {_outside_text(str(path), root)}") from None
+    folder = os.open(real_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in inner[:-1]:
+            deeper = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = deeper
+        return os.open(inner[-1] if inner else ".", flags | os.O_NOFOLLOW, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _outside_text(value: str, root: Path) -> str:
+    return (
+        f"{shown(value)}, which leads out of the data root {root}; set data.root to a folder that holds all media, or "
+        "data.outside_root=true."
+    )
 
 
 def download(url: str) -> Blob:
@@ -335,11 +432,7 @@ def _check_path(value: str, where: str, access: Access, source: str) -> None:
         reason = getattr(error, "strerror", None) or why_no_file(path) or error
         raise RowError(source, "bad_row", f"{where} is {shown(value)}, no path: {reason}.") from error
     if not inside:
-        text = (
-            f"{where} is {shown(value)}, which leads out of the data root {access.root}; set data.root to a folder that "
-            "holds all media, or data.outside_root=true."
-        )
-        raise RowError(source, "outside_root", text)
+        raise RowError(source, "outside_root", f"{where} is {_outside_text(value, access.root)}")
     if not there:
         raise RowError(source, "missing_file", missing_text(path))
 

@@ -31,7 +31,19 @@ from zoo.data.sources.formats.messages import (
 from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
-from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
+from zoo.data.sources.references import (
+    Access,
+    Blob,
+    Frames,
+    MediaFile,
+    Medium,
+    Picture,
+    Sound,
+    checked,
+    missing_text,
+    opened,
+    shown,
+)
 from zoo.errors import UserError
 
 __all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
@@ -68,6 +80,7 @@ class Row:
     use_audio_in_video: bool = False  # the videos' sound tracks are heard as well
     source: str = ""  # where the row stands: "train.jsonl:17"
     root: Path = Path()  # folder that paths are relative to
+    outside: bool = True  # whether paths may lead out of it
     weight: float = 1.0  # of the row in the loss
     weights: tuple[float, ...] = ()  # of each message in the loss; () where all are 1
     text: str | None = None  # plain text, where there are no messages
@@ -90,6 +103,10 @@ class Row:
     def path(self, name: str) -> Path:
         """A media file's path."""
         return self.root / name
+
+    def opened(self, medium: Medium) -> MediaFile | Blob | Sound | Picture | Frames:
+        """One of its media at hand; see `zoo.data.sources.references.opened`."""
+        return opened(medium, self.root, self.outside)
 
     @property
     def media(self) -> set[str]:
@@ -213,6 +230,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         use_audio_in_video=use_sound,
         source=source,
         root=access.root,
+        outside=access.outside,
         weight=read_weight(item, "the row", source),
         weights=weights if set(weights) != {1.0} else (),
         trusted=access.trusted,
@@ -258,6 +276,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access, skipped: tuple[
         kind=_kind(item, "text", source),
         source=source,
         root=access.root,
+        outside=access.outside,
         weight=read_weight(item, "the row", source),
         text=text,
         form="text",

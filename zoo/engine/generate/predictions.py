@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch.distributed as dist
+
 from zoo.config.schema import Recipe
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
+from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
 from zoo.engine.generate.answering import Answering
 from zoo.engine.generate.decoding import Decoding
@@ -43,7 +46,9 @@ def predict(
         return []
     ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
     finder = Answering(Decoding(assembly, chunks, recipe, world, Sampling(), ends), 1, BadRows(recipe.data))
-    chosen = _chosen(finder, held_out, recipe.log.predictions)
+    refused = _refused(held_out, world)
+    # Whether a medium is decoded in time may differ between ranks.
+    chosen = agreed(lambda: _chosen(finder, held_out, recipe.log.predictions, refused))
     if not chosen:
         return []
     tokenizer = assembly.processor.tokenizer
@@ -65,10 +70,22 @@ def predict(
     return predictions
 
 
-def _chosen(finder: Answering, held_out: SampleSource, most: int) -> dict[int, str]:
+def _refused(held_out: SampleSource, world: World) -> set[int]:
+    """Numbers of the rows that evaluating has left out, on any rank, among those that are looked through."""
+    mine = set(filter(held_out.bad_rows.refuses, spread(len(held_out), SEARCHED)))
+    everyone = [mine]
+    if world.size > 1:
+        everyone = [set() for _ in range(world.size)]
+        dist.all_gather_object(everyone, mine)
+    return set().union(*everyone)
+
+
+def _chosen(finder: Answering, held_out: SampleSource, most: int, refused: set[int]) -> dict[int, str]:
     """Number and answer of the rows to show, in the order of the rows: as many of each kind, spread over its rows."""
     kinds: dict[str, list[int]] = {}
     for number in spread(len(held_out), SEARCHED):
+        if number in refused:
+            continue
         try:
             row = held_out.rows.row(SampleId(number))
         except RowError:

@@ -12,6 +12,7 @@ from typing import Any
 from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
@@ -44,7 +45,7 @@ def make_prompt(
     Args:
         processor: the family's.
         row: a checked row. Its last answer is left out; a row that ends with a question has none.
-        data: the limits of media are used.
+        data: the limits of media are used, and who decodes them.
         most: positions that the model was made for.
         answered: False for a row whose last answer is a stand-in.
 
@@ -60,8 +61,14 @@ def make_prompt(
     calls = (*row.calls, "") if row.calls and reference is None else row.calls
     whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
     limits = row.limits or MediaLimits.of(data)
-    fps, frames, pixels = limits.video_fps, limits.max_frames, limits.pixels
-    sample = processor.encode(whole, video_fps=fps, max_frames=frames, pixels=pixels, labels="last")
+    sample = processor.encode(
+        whole,
+        video_fps=limits.video_fps,
+        max_frames=limits.max_frames,
+        pixels=limits.pixels,
+        labels="last",
+        decoder=decoder_for(data),
+    )
     length = int((sample.labels != IGNORE).nonzero()[0])
     if length >= most:
         text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
-from zoo.data.media.decoder import HERE
+from zoo.data.media.decoder import Decoder
 from zoo.data.media.sampling import MIN_FRAMES, how_taken
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.references import settings_of_medium
@@ -64,8 +64,8 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 50 else f"{text[:50]} ...")
 
 
-def plot_predictions(folder: Path, step: int, found: Sequence[Prediction]) -> Path:
-    """Draw `folder`/plots/predictions.png; returns the file."""
+def plot_predictions(folder: Path, step: int, found: Sequence[Prediction], decoder: Decoder) -> Path:
+    """Draw `folder`/plots/predictions.png, with media as `decoder` gives them; returns the file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,7 +93,7 @@ def plot_predictions(folder: Path, step: int, found: Sequence[Prediction]) -> Pa
         rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12
     )
     for number, one in enumerate(found):
-        _card(figure, grid[number // COLUMNS, number % COLUMNS], one)
+        _card(figure, grid[number // COLUMNS, number % COLUMNS], one, decoder)
     path = folder / "plots" / "predictions.png"
     path.parent.mkdir(exist_ok=True)
     with replaced(path) as partial, warnings.catch_warnings():
@@ -103,7 +103,7 @@ def plot_predictions(folder: Path, step: int, found: Sequence[Prediction]) -> Pa
     return path
 
 
-def _card(figure: Any, place: Any, one: Prediction) -> None:
+def _card(figure: Any, place: Any, one: Prediction, decoder: Decoder) -> None:
     """A row: media at the left, texts at the right, on a card with a coloured edge."""
     colour = RIGHT if one.right else WRONG
     back = figure.add_subplot(place)
@@ -111,7 +111,7 @@ def _card(figure: Any, place: Any, one: Prediction) -> None:
     back.spines[:].set_visible(False)
     back.axvspan(0, 0.012, color=colour)
     left, text = place.subgridspec(1, 2, width_ratios=(1.15, 1), wspace=0.02)
-    panels = list(_panels(one.row))[:PANELS]
+    panels = list(_panels(one.row, decoder))[:PANELS]
     inner = left.subgridspec(3, max(len(panels), 1) + 2, width_ratios=(0.06, *[1] * max(len(panels), 1), 0.02), height_ratios=(0.06, 1, 0.06), wspace=0.06)  # fmt: skip
     for number, (kind, content) in enumerate(panels):
         (_sound if kind == "sound" else _picture)(figure, inner[1, number + 1], content)
@@ -196,21 +196,22 @@ def _plain(text: str) -> str:
     return " ".join(plain(PLACEHOLDER.sub(r" [\1] ", text)).split())
 
 
-def _panels(row: Row) -> Iterator[tuple[str, Any]]:
+def _panels(row: Row, decoder: Decoder) -> Iterator[tuple[str, Any]]:
     """Media of a row in its order: pictures (height, width, 3) and sounds (samples,); those that can't be read are left out."""
+    decoder.start(row)
     try:
         for image in row.images[:PANELS]:
-            picture = HERE.image(image, row)
+            picture = decoder.image(image, row)
             picture.thumbnail((LARGEST, LARGEST))
             yield "picture", np.asarray(picture)
         for video in row.videos[:PANELS]:
             fps, _, clip = how_taken(settings_of_medium(video), 1.0, FRAMES)
-            frames, _ = HERE.video(video, row, fps, FRAMES, clip._replace(least=MIN_FRAMES, exactly=None))
+            frames, _ = decoder.video(video, row, fps, FRAMES, clip._replace(least=MIN_FRAMES, exactly=None))
             yield "picture", _strip(frames.permute(0, 2, 3, 1).numpy())
             if row.use_audio_in_video:
-                yield "sound", HERE.audio(video, row)
+                yield "sound", decoder.audio(video, row)
         for sound in row.audios[:PANELS]:
-            yield "sound", HERE.audio(sound, row)
+            yield "sound", decoder.audio(sound, row)
     except RowError:
         return
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.engine.report.loss_plot import plot_losses
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
 from zoo.engine.report.progress_line import ACCURACY, Progress
@@ -126,7 +127,7 @@ class RunLog:
                 lines.write(json.dumps({"step": step, **one.as_dict()}, ensure_ascii=False))
         text = block(step, found)
         self.say(text)
-        return plot_predictions(self.folder, step, found), text
+        return plot_predictions(self.folder, step, found, decoder_for(self.recipe.data)), text
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """An event, for the log alone."""

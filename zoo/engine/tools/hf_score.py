@@ -14,6 +14,7 @@ from zoo.config.compose import recipe_for_weights
 from zoo.config.entries import MediaLimits
 from zoo.config.layers.layer import Overrides
 from zoo.config.locate import Place, quantisation, read_arch
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
@@ -87,6 +88,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
             max_frames=limits.max_frames,
             labels=recipe.data.labels,
             pixels=limits.pixels,
+            decoder=decoder_for(recipe.data),
         )
         moved = {
             key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()

@@ -154,7 +154,8 @@ def open_data(
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read = RowCounter(tick)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    decoder = decoder_for(recipe.data, ranks_here)
+    decoder = decoder_for(recipe.data)
+    decoder.tick = tick
     options: dict[str, Any] = {
         "decoder": decoder,
         "budget": recipe.packing.budget,

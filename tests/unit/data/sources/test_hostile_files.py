@@ -21,7 +21,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import sizes
 from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sources import references
-from zoo.data.sources.references import Access, opened
+from zoo.data.sources.references import Access
 from zoo.data.sources.rows import make_row
 from zoo.data.sources.tables import open_table
 from zoo.data.sources.tars import tar_files
@@ -47,10 +47,10 @@ def test_names_like_protocols_are_files(
     row = make_row(
         {"messages": talk("<video>"), "video": f"{name}/secret.mp4"}, "x:1", Access(Path(), outside=False)
     )
-    assert sizes.video_size(opened(row.videos[0], row.root)) is None
+    assert sizes.video_size(row.opened(row.videos[0])) is None
     for decode in (lambda place: load_video(place, 2.0, 4), load_audio):
         with pytest.raises(RowError, match="can't be used"):
-            decode(opened(row.videos[0], row.root))
+            decode(row.opened(row.videos[0]))
 
 
 def test_names_of_odd_bytes(make: Any, tmp_path: Path) -> None:

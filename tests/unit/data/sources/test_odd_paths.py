@@ -17,7 +17,6 @@ from zoo.data.errors import RowError
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.media.decoder import HERE
 from zoo.data.media.sizes import plain_size
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import make_row
@@ -176,7 +175,7 @@ def openings(path: Any) -> list[Callable[[], Any]]:
     def opened(entry: Any, evaluation: bool) -> Any:
         data = DataConfig(train=[entry], on_error="skip")
         source = SampleSource.open(
-            [entry], Nobody(), data, budget=64, decoder=HERE, evaluation=evaluation, max_rows=1 if evaluation else None
+            [entry], Nobody(), data, budget=64, evaluation=evaluation, max_rows=1 if evaluation else None
         )  # fmt: skip
         return source.rows.row(0)
 

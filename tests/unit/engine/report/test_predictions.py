@@ -9,11 +9,14 @@ import pytest
 from PIL import Image
 
 from zoo.config.compose import load_recipe
+from zoo.config.schema import DataConfig
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.rows import Message, Row, read_rows
 from zoo.engine.callbacks.callbacks import open_callbacks
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
 from zoo.engine.report.run_log import RunLog
 
+DECODER = decoder_for(DataConfig())
 GREEN, RED = (26, 143, 75), (200, 49, 59)
 
 
@@ -33,10 +36,10 @@ def has(path: Path, colour: tuple[int, int, int]) -> bool:
 
 
 def test_right_and_wrong_are_marked_in_the_picture(tmp_path: Path) -> None:
-    both = plot_predictions(tmp_path, 3, some(2))
+    both = plot_predictions(tmp_path, 3, some(2), DECODER)
     assert both == tmp_path / "plots" / "predictions.png"
     assert has(both, GREEN) and has(both, RED)
-    right = plot_predictions(tmp_path, 4, some(7)[:1])
+    right = plot_predictions(tmp_path, 4, some(7)[:1], DECODER)
     assert has(right, GREEN) and not has(right, RED)
 
 
@@ -44,7 +47,7 @@ def test_right_and_wrong_are_marked_in_the_picture(tmp_path: Path) -> None:
 def test_long_texts_stay_on_their_card(text: str, tmp_path: Path) -> None:
     messages = (Message("user", text), Message("assistant", text))
     shown = [Prediction(Row(messages, kind=text[:100]), text, text, False)]
-    with Image.open(plot_predictions(tmp_path, 1, shown)) as image:
+    with Image.open(plot_predictions(tmp_path, 1, shown, DECODER)) as image:
         pixels = np.asarray(image.convert("RGB"))
     height, width, _ = pixels.shape
     beside = pixels[height // 4 :, width // 2 :]  # the second card's place, which is empty
@@ -54,7 +57,7 @@ def test_long_texts_stay_on_their_card(text: str, tmp_path: Path) -> None:
 
 def test_media_that_are_gone_leave_the_texts(tmp_path: Path) -> None:
     row = replace(some(1)[0].row, images=("gone.png",), videos=(), audios=(), root=tmp_path)
-    assert plot_predictions(tmp_path, 1, [Prediction(row, "1", "", False)]).is_file()
+    assert plot_predictions(tmp_path, 1, [Prediction(row, "1", "", False)], DECODER).is_file()
 
 
 @pytest.mark.parametrize(
