@@ -5,7 +5,7 @@ All ranks take part, under any layout; a run's numbers are the same with and wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -80,7 +80,9 @@ def _refused(held_out: SampleSource, world: World) -> set[int]:
     return set().union(*everyone)
 
 
-def _chosen(finder: Answering, held_out: SampleSource, most: int, refused: set[int]) -> dict[int, str]:
+def _chosen(
+    finder: Answering, held_out: SampleSource, most: int, refused: Collection[int] = ()
+) -> dict[int, str]:
     """Number and answer of the rows to show, in the order of the rows: as many of each kind, spread over its rows."""
     kinds: dict[str, list[int]] = {}
     for number in spread(len(held_out), SEARCHED):

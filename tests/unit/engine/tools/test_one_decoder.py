@@ -39,11 +39,10 @@ DECODERS = {
 }  # fmt: skip
 LIBRARIES = {
     "torchaudio", "torchcodec", "decord", "cv2", "imageio", "librosa", "pydub", "audioread", "skimage", "qwen_vl_utils", "qwen_omni_utils", "torchvision.io",
-    "transformers.image_utils", "transformers.video_utils", "transformers.audio_utils",
+    "transformers.image_utils.load_image", "transformers.video_utils", "transformers.audio_utils",
 }  # fmt: skip
 # Modules of zoo.data.media whose functions decode in the process that calls them; and a picture that zoo has drawn.
 IN_THIS_PROCESS = {"decode", "decoder.Here", "images.rgb_of", "sound_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
-CONSTANTS = {"zoo.data.media.decode.MIN_FRAMES"}
 OWN_PICTURES = {"zoo/engine/callbacks/trackers.py": {"PIL.Image.open"}}
 
 
@@ -63,7 +62,7 @@ def decoding(tree: ast.AST) -> Iterator[str]:
             if any(name == library or name.startswith(f"{library}.") for library in LIBRARIES):
                 yield name
             inner = name.removeprefix("zoo.data.media.")
-            if inner != name and name not in CONSTANTS and any(inner == one or inner.startswith(f"{one}.") for one in IN_THIS_PROCESS):  # fmt: skip
+            if inner != name and any(inner == one or inner.startswith(f"{one}.") for one in IN_THIS_PROCESS):  # fmt: skip
                 yield name
     roots = {name.partition(".")[0] for name in DECODERS}
     libraries = {name: full for name, full in known.items() if full.partition(".")[0] in roots}
