@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zoo.config.schema import DataConfig
 from zoo.data.errors import NoSoundTrackError, RowError
 from zoo.data.media.decode import MIN_SOUND_SECONDS
 from zoo.data.media.decoder import Decoder, Room
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.sampling import Pace, how_taken
 from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, clip_of
 from zoo.data.sources.formats.media_settings import MediaSettings
@@ -41,7 +43,7 @@ class LoadedMedia:
     silent: set[int] = field(default_factory=set)
 
 
-def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder) -> LoadedMedia:
+def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -> LoadedMedia:
     """The row's media.
 
     Raises:
@@ -49,6 +51,7 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder) -> Loade
             of which none has a sound track.
     """
     media = LoadedMedia()
+    decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
     room = Room(decoder.megabytes)
     if row.images:
@@ -88,11 +91,12 @@ def headers_of_media(media: LoadedMedia, row: Row) -> Headers:
     return Headers(images, videos, tuple(media.paces), sounds, *_settings(row))
 
 
-def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder) -> Headers | None:
+def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -> Headers | None:
     """What the headers of the row's media say; None where a header does not hold what decoding will give."""
     sounds = sound_files(row)
     if any(is_url(medium) for medium in (*row.images, *row.videos, *(sound.medium for sound in sounds))):
         return None
+    decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
     sizes = [decoder.image_size(bare(image), row) for image in row.images]
     lengths = [decoder.video_size(bare(video), row) for video in row.videos]

@@ -16,9 +16,10 @@ from PIL import Image
 from zoo.config.entries import PixelLimits
 from zoo.data.media.decode import container_of
 from zoo.data.media.images import IMAGE_TYPES
+from zoo.data.media.opening import open_binary
 from zoo.data.media.sampling import Pace, frames_taken, how_taken
 from zoo.data.sources.formats.media_settings import MediaSettings
-from zoo.data.sources.references import Blob, Frames, MediaFile, Picture, Sound, open_binary
+from zoo.data.sources.references import Blob, Frames, MediaFile, Picture, Sound
 
 ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
 SOUND_RATE = 16_000  # Hz that sound is resampled to

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.config.memory import ran_out
-from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder
-from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.media_files import (
     LoadedMedia,
     headers_of_media,
@@ -53,7 +51,6 @@ from zoo.data.sources.rows import Row
 from zoo.data.template_limits import limit_templates
 from zoo.errors import ConfigError, UserError
 
-DEFAULTS = DataConfig()  # whose limits hold for media where no decoder is given
 AS_IT_IS = PixelLimits()  # of the processor
 
 
@@ -157,7 +154,7 @@ class Processor:
         if not self.pixels_of_token:
             refuse_pixel_keys(row, type(self.hf).__name__)
         try:
-            media = load_media(row, video_fps, max_frames, decoder or decoder_for(DEFAULTS))
+            media = load_media(row, video_fps, max_frames, decoder)
         except RowError as error:
             raise error.at(row.source) from error
         files = [image.size[::-1] for image in media.arguments.get("images", ())]
@@ -227,7 +224,7 @@ class Processor:
         if not self.pixels_of_token:
             refuse_pixel_keys(row, type(self.hf).__name__)
         try:
-            headers = headers_of_row(row, video_fps, max_frames, decoder or decoder_for(DEFAULTS))
+            headers = headers_of_row(row, video_fps, max_frames, decoder)
             if headers is None:
                 return None
             written = self._written(row, headers.images, headers, pixels)

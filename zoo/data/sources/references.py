@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
-import os
-import stat
 import threading
 import time
 import urllib.parse
@@ -19,7 +16,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -95,15 +92,10 @@ type Medium = str | Blob | Sound | Picture | Frames | Adjusted  # a str is a pat
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file that a row names; who opens it checks where it lies.
-
-    Attributes:
-        path: where it is.
-        root: folder that it must lie in, symbolic links followed; None: anywhere.
-    """
+    """A file that a row names; who opens it checks where it lies."""
 
     path: Path
-    root: Path | None = None
+    root: Path | None = None  # folder that it must lie in, symbolic links followed; None: anywhere
 
     def __str__(self) -> str:
         return str(self.path)
@@ -263,12 +255,7 @@ def is_url(medium: Medium) -> bool:
 
 
 def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | Sound | Picture | Frames:
-    """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root.
-
-    Args:
-        medium: as a row has it.
-        root: folder that paths are relative to.
-        outside: whether they may lead out of it.
+    """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root, or `outside` of it.
 
     Raises:
         RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
@@ -285,49 +272,8 @@ def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | Soun
     return MediaFile(root / medium, None if outside else root)
 
 
-def open_binary(source: str | Path | Blob | MediaFile) -> BinaryIO:
-    """A medium's bytes, as a file open for reading, whose `name` is its path.
-
-    Raises:
-        RowError: a `MediaFile` that lies out of its root by now ("outside_root"); what is no regular file ("missing_file").
-        OSError: it can't be opened.
-    """
-    if isinstance(source, Blob):
-        return io.BytesIO(source.data)
-    root = source.root if isinstance(source, MediaFile) else None
-    path = source.path if isinstance(source, MediaFile) else Path(source)
-    # Nobody writes to a FIFO that was put there in between: opening it would wait.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(path, flags) if root is None else _open_within(path, root, flags)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise RowError("", "missing_file", missing_text(path))
-    return open(path, "rb", opener=lambda *_: file)
-
-
-def _open_within(path: Path, root: Path, flags: int) -> int:
-    """A descriptor of a file under a folder.
-
-    Links are followed first. Then each folder of the path without links is opened in the one before it, and no link is
-    followed: whoever puts one there in between gains nothing.
-    """
-    real_root, real = root.resolve(), path.resolve()
-    try:
-        inner = real.relative_to(real_root).parts
-    except ValueError:
-        raise RowError("", "outside_root", f"a row names {_outside_text(str(path), root)}") from None
-    folder = os.open(real_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in inner[:-1]:
-            deeper = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-            os.close(folder)
-            folder = deeper
-        return os.open(inner[-1] if inner else ".", flags | os.O_NOFOLLOW, dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def _outside_text(value: str, root: Path) -> str:
+def outside_text(value: str, root: Path) -> str:
+    """What is wrong with a path that leads out of its root."""
     return (
         f"{shown(value)}, which leads out of the data root {root}; set data.root to a folder that holds all media, or "
         "data.outside_root=true."
@@ -432,7 +378,7 @@ def _check_path(value: str, where: str, access: Access, source: str) -> None:
         reason = getattr(error, "strerror", None) or why_no_file(path) or error
         raise RowError(source, "bad_row", f"{where} is {shown(value)}, no path: {reason}.") from error
     if not inside:
-        raise RowError(source, "outside_root", f"{where} is {_outside_text(value, access.root)}")
+        raise RowError(source, "outside_root", f"{where} is {outside_text(value, access.root)}")
     if not there:
         raise RowError(source, "missing_file", missing_text(path))
 

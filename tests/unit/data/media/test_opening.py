@@ -16,10 +16,11 @@ from zoo.data.errors import RowError
 from zoo.data.loading.pairs import rows_of
 from zoo.data.media.decoder import Decoder, Here
 from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.opening import open_binary
 from zoo.data.media.sizes import plain_size
 from zoo.data.sources import references
 from zoo.data.sources.objects import write_objects
-from zoo.data.sources.references import Access, Blob, Picture, open_binary, undecoded
+from zoo.data.sources.references import Access, Blob, Picture, undecoded
 from zoo.data.sources.rows import Row, make_row
 
 KINDS = {"image": "x.png", "audio": "x.wav", "video": "x.mp4"}
