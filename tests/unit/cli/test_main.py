@@ -250,6 +250,33 @@ def test_a_rank_that_fails_is_a_line_and_its_exit_code(
     assert "exit code" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("tokens", "finish", "wanted"),
+    [
+        ([5, 6], "stop", ""),
+        ([5, 6, 7, 8], "length", "zoo: the answer is cut after 4 tokens (max_new_tokens)\n"),
+        ([5, *[9] * 63], "length", "only repeats itself"),
+        ([5, 6] * 30, "length", "only repeats itself"),
+        (list(range(60)), "length", "(max_new_tokens)\n"),
+    ],
+)
+def test_an_answer_without_an_end_is_said(
+    tokens: list[int],
+    finish: str,
+    wanted: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = {"text": "00", "token_ids": tokens, "finish": finish}
+    monkeypatch.setattr(
+        importlib.import_module("zoo.engine.tools.generate"), "generate", lambda *_, **options: [answer]
+    )
+    assert main(["generate", "there", "What?"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "00\n" and wanted in printed.err
+    assert ("zoo: " in printed.err) == bool(wanted)
+
+
 def test_other_ranks_print_no_headline_and_say_who_they_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

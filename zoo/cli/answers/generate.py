@@ -83,7 +83,9 @@ def run(arguments: Sequence[str]) -> int:
     options: dict[str, Any] = {**files, **values}
     answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
     if rows is None:
-        print(answers[0]["text"])
+        print(answers[0]["text"], flush=True)
+        if (note := _cut(answers[0]["token_ids"], answers[0]["finish"])) is not None:
+            print(f"zoo: {note}", file=sys.stderr)
         return 0
     if out is None:
         sys.stdout.write("".join(f"{line_of(answer)}\n" for answer in answers))
@@ -117,6 +119,18 @@ def split(
         else:
             places.append(given)
     return places, overrides, values, files
+
+
+def _cut(tokens: Sequence[int], finish: str) -> str | None:
+    """That an answer has no end, and whether it only repeats itself; None for one that has."""
+    if finish != "length":
+        return None
+    note = f"the answer is cut after {len(tokens)} tokens (max_new_tokens)"
+    half = list(tokens[-len(tokens) // 2 :])
+    for period in range(1, min(8, len(half) // 4) + 1):
+        if half[period:] == half[:-period]:
+            return f"{note}, and only repeats itself: the model may not have learnt to answer such prompts"
+    return note
 
 
 def _there(kind: str, path: str) -> str:

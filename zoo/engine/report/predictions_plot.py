@@ -149,7 +149,8 @@ class _Fit:
 
     def lines(self, text: str, size: float, width: float, most: int) -> str:
         """The text in at most so many lines of a width (a share of the axis); what is left out is an ellipsis."""
-        rest, lines = " ".join(text.split()), []
+        rest = " ".join(text.split())
+        lines: list[str] = []
         while rest and len(lines) < most:
             cut = self._longest(rest, size, width)
             if cut < len(rest):
