@@ -161,7 +161,8 @@ def test_matrix(
     measured: dict[tuple[str, str], float],
 ) -> None:
     plain, setting = prepared(model), PARALLEL[parallel]
-    overrides = (*plain.model.overrides, *setting.overrides, "parallel.cp_split=zigzag")
+    split = ["parallel.cp_split=zigzag"] if any("parallel.cp=" in key for key in setting.overrides) else []
+    overrides = (*plain.model.overrides, *setting.overrides, *split)
     if (parallel, model) in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[parallel, model]):
             recipe_for(plain.folder, *overrides, recipe=plain.model.recipe, ranks=setting.ranks)

@@ -68,7 +68,7 @@ def test_parts_that_can_be_frozen(tmp_path: Path, cpu_world: Any) -> None:
     behind = {name for name, _ in zoo.model.named_parameters()} - trained
     assert {name.rpartition("layers.")[2].partition(".")[0] for name in behind} == {"3", "vision"}
     for part, left in (("projector", "projector."), ("vision", "vision."), ("language", "")):
-        freeze([zoo.model], [part], zoo.assembly.family)
+        freeze([zoo.model], zoo.recipe.replace({"model.freeze": [part]}), zoo.assembly.family)
         trained = {name for name, p in zoo.model.named_parameters() if p.requires_grad}
         assert not any(name.startswith(left) for name in trained)
         assert trained or part == "language"

@@ -30,6 +30,7 @@ from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report.memory_use import memory
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
+from zoo.engine.train.resume import Rows
 from zoo.engine.train.run import Run
 from zoo.engine.train.train_step import StepResult
 from zoo.errors import UserError
@@ -238,6 +239,7 @@ class BenchRun(LoadedRun):
         totals = object_group().gather([[batch.total for batch in batches] for batches in mine])
         mine = [with_most_tokens(*step) for step in zip(mine, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
+        self.rows = Rows({})
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
         self.warm = max(self.given["warm_steps"], len(mine))
         self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, delta_rule_kernel
 from zoo.nn.decoder.attention.varlen import has_flash
 from zoo.nn.graphs.layers import LayerGraphs
@@ -90,8 +92,14 @@ def _missing_in_tower(tower: Any) -> str | None:
     windows, block = _windows(tower), tower.blocks[0]
     if any(windows) and windows[0] is None:
         return "its first layer attends within frames, and how many windows come behind it can't be told by these"
-    weight = block.norm1.weight.detach().to(block.attn.qkv.weight.dtype)
+    weight = block.norm1.weight.detach().to(_compute_dtype(block.attn))
     return _missing_attention(weight, len(weight) // block.attn.num_heads) if weight.is_cuda else None
+
+
+def _compute_dtype(attention: Any) -> torch.dtype:
+    """The dtype that a tower's attention multiplies in: that of its matrices, which read as narrower than they may be held."""
+    linear = next(module for module in attention.modules() if isinstance(module, torch.nn.Linear))
+    return linear.weight.dtype
 
 
 def _missing_attention(weight: Any, head: int) -> str | None:

@@ -35,7 +35,7 @@ def test_one_thread_beside_a_gpu(
 
     monkeypatch.setattr(initial_weights, "load_hf", load)
     monkeypatch.setattr(initial_weights, "model_dims", lambda _: None)
-    source = SimpleNamespace(kind="hf", weights=None)
+    source = SimpleNamespace(kind="hf", weights=None, grown_from=0)
     assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -29,6 +29,7 @@ def folder_with(folder: Path, *more: dict[str, Any], steps: int = 10, ago: float
         for n in range(1, steps + 1)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
+    os.utime(folder / "train.jsonl", (time.time() - ago, time.time() - ago))
     return folder
 
 
@@ -37,6 +38,7 @@ def healthy(folder: Path, age: float = 0.0, pid: int | None = None, **rank: Any)
     writer = {"machine": machine(), "pid": pid, "born": birth(pid) or "0"}
     found = {"time": time.time() - age, "every": 0.5, "writer": writer, "ranks": [{**RANK, **rank}]}
     (folder / HEALTH).write_text(json.dumps(found))
+    os.utime(folder / HEALTH, (found["time"], found["time"]))
 
 
 def test_a_run_that_runs(tmp_path: Path) -> None:
@@ -46,6 +48,7 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
     more = [{"event": "skip", "step": 10}, {"event": "slow_step", "step": 10, "cause": "data"}]
     folder_with(tmp_path, *more, {"event": "rows_left_out", "step": 10, "counts": {"corrupt_media": 2}})
     (tmp_path / "train.jsonl").open("a").write('{"step": 11, "los')  # being written
+    os.utime(tmp_path / "train.jsonl", (time.time() - 5, time.time() - 5))
     healthy(tmp_path)
     status = read_status(tmp_path)
     assert (status.state, status.step, status.total_steps, status.save_step) == ("running", 10, 100, 8)
