@@ -321,7 +321,7 @@ CORE = {
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
-NO_EXPERTS = "the model has no experts"
+NO_EXPERTS = "in a model without experts"
 NEEDS_SP = "needs sequence parallel"
 REFUSED = {
     **{
