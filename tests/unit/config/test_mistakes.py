@@ -73,7 +73,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("size=tini", "size=tini: no such size; nearest: tiny"),
         ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
-        ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: 30b-a3b, tiny"),
+        ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: tiny, 30b-a3b"),
     ],
 )
 def test_a_mistake_in_an_override(override: str, message: str) -> None:

@@ -103,8 +103,8 @@ def test_from_python(tmp_path: Path) -> None:
         data=DataConfig(train=["mine.jsonl"]),
         train=zoo.TrainConfig(steps=1),
     )
-    assert names(validate(by_hand, 1)) == []
-    assert names(validate(replace(by_hand, data=DataConfig(eval=[])), 1)) == []
+    assert names(validate(load_recipe(by_hand), 1)) == []
+    assert names(validate(load_recipe(replace(by_hand, data=DataConfig(eval=[]))), 1)) == []
     save_recipe(validate(recipe, 1), tmp_path / "config.yaml")
     saved = load_recipe(tmp_path / "config.yaml", ["data.train=mine.jsonl"])
     assert names(saved) == [] and disturbance(saved) == (0.0, 0.0)
