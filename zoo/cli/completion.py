@@ -130,16 +130,30 @@ def words_of(line: str) -> list[str]:
 @cache
 def schema() -> Mapping[str, SchemaKey]:
     """The recipe's keys by dotted name, read from the text of the schema: importing it takes ten times as long."""
-    tree = ast.parse(_path("zoo.config.schema").read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    return dict(_keys_of("Recipe", "", classes))
+    files = sorted(_path("zoo.config.schema").parent.glob("*.py"))
+    nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    literals = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_literal(node.value)
+    }
+    return dict(_keys_of("Recipe", "", classes, literals))
+
+
+def _is_literal(node: ast.AST) -> bool:
+    """Whether it is `Literal[...]`."""
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"
 
 
 def _recipes() -> list[str]:
     return sorted(path.stem for path in _path("zoo.recipes").parent.glob("*.yaml"))
 
 
-def _keys_of(name: str, prefix: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, SchemaKey]]:
+def _keys_of(
+    name: str, prefix: str, classes: Mapping[str, ast.ClassDef], literals: Mapping[str, ast.expr]
+) -> Iterator[tuple[str, SchemaKey]]:
+    """Keys of a section's class; `literals` are choices that the schema's files give a name."""
     for node in classes[name].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -151,12 +165,13 @@ def _keys_of(name: str, prefix: str, classes: Mapping[str, ast.ClassDef]) -> Ite
         )
         section = kinds & classes.keys()
         if section:
-            yield from _keys_of(section.pop(), f"{key}.", classes)
+            yield from _keys_of(section.pop(), f"{key}.", classes, literals)
             continue
-        call, choices = node.value, ()
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "choice":
-            choices = tuple(ast.literal_eval(one) for one in call.args[1:])
-        yield key, SchemaKey("bool" in kinds, choices)
+        named = [literals[kind] for kind in kinds if kind in literals]
+        choices = [one for one in (*ast.walk(node.annotation), *named) if _is_literal(one)]
+        values = [ast.literal_eval(choice.slice) for choice in choices if isinstance(choice, ast.Subscript)]
+        listed = tuple(one for value in values for one in (value if isinstance(value, tuple) else (value,)))
+        yield key, SchemaKey("bool" in kinds, listed)
 
 
 def _key_parts(typed: str, known: Mapping[str, SchemaKey]) -> list[str]:

@@ -174,7 +174,7 @@ def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
     ("key", "nearest"),
     [
         ("thinker_config.text_config.hiden_size", "model.arch.thinker_config.text_config.hidden_size"),
-        ("text_config.hidden_size", "model.arch.thinker_config"),
+        ("text_config.hidden_size", "model.arch.thinker_config.text_config.hidden_size"),
     ],
 )
 def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:

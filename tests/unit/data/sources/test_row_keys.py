@@ -188,7 +188,8 @@ def test_a_column_of_another_meaning_is_left_out_by_name(folder: Path) -> None:
         made(item, folder)
     entry = parse_entry({"rows": [item], "columns": {"label": None, "margin": None}}, "data.train")
     (row,) = open_rows([entry], DataConfig(), ("text",), pytest.fail).parts[0]
-    assert row == replace(made({"question": "q", "answer": "a"}, folder), source=row.source, root=row.root)
+    plain = made({"question": "q", "answer": "a"}, folder)
+    assert row == replace(plain, source=row.source, root=row.root, outside=row.outside)
     with pytest.raises(RowError, match="label is 7"):
         made({"question": "q", "answer": "a", "label": 7}, folder)
 
