@@ -57,6 +57,18 @@ def test_sums_over_rows_and_the_table() -> None:
     assert found.by_kind["clip"]["wer"] == pytest.approx(1 / 3)
     assert found.by_kind["page"] == {"rows": 1, "loss": 4.0}
     first, *lines = table(found).splitlines()
-    assert first.split() == ["kind", "rows", "loss", "exact", "match", "WER", "(lower", "is", "better)", "accuracy", "ANLS"]
+    assert first.split() == [
+        "kind",
+        "rows",
+        "loss",
+        "exact",
+        "match",
+        "WER",
+        "(lower",
+        "is",
+        "better)",
+        "accuracy",
+        "ANLS",
+    ]
     assert lines[-1].split() == ["all", "4", "2.5625", "33.3%", "33.3%", "100.0%", "100.0%"]
     assert wrong(found)[1] == "  clip:1: 'one too', wanted 'one two'"
