@@ -50,7 +50,7 @@ def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(
     found = pool.run(
         size,
         train_poisoned,
-        [*COMMON, *overrides, f"run.dir={tmp_path}", "train.on_bad_step=skip", "train.bad_steps=1"],
+        [*COMMON, *overrides, f"run.dir={tmp_path}", "train.on_bad_step=skip"],
         poison,
         timeout=300.0,
     )
@@ -82,7 +82,7 @@ def test_a_run_goes_on_behind_bad_steps_to_the_bit(pool: Pool, tmp_path: Path) -
     """The counts, too; and Adam's step count, which is behind the run's."""
     poison = {2: (0, "gradient"), 5: (1, "loss")}
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    overrides = [*COMMON, "train.save_every=3", "train.on_bad_step=skip", "train.bad_steps=1"]
+    overrides = [*COMMON, "train.save_every=3", "train.on_bad_step=skip"]
     straight = pool.run(2, train_poisoned, [*overrides, f"run.dir={whole}"], poison, timeout=300.0)
     (resumed / "checkpoints").mkdir(parents=True)
     shutil.copytree(whole / "checkpoints" / "iter_3", resumed / "checkpoints" / "iter_3")

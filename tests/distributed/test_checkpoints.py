@@ -113,7 +113,7 @@ def test_there_and_back(
 
     source = checkpoint(name)
     call("convert", source, tmp_path / "zoo", quiet=True)
-    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True, shard_bytes=200_000)
+    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True, shard_size=200_000)
     same(tensors(tmp_path / "hf"), tensors(source))
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     files = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}

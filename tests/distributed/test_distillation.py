@@ -18,11 +18,12 @@ def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     """A run on this rank; the records of its steps."""
     import json
 
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
+
     from zoo.engine.train.trainer import train
 
     fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
-    made = load_recipe(recipe, [*fixed, *overrides])
+    made = load_effective(recipe, [*fixed, *overrides])
     train(made)
     lines = (Path(str(made.run.dir)) / "train.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "kl" in line]
@@ -30,11 +31,16 @@ def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
 def write_tokens(rank: int, size: int, recipe: str, overrides: tuple[str, ...], out: str) -> dict[str, int]:
     """What a teacher says of data.eval, written by these ranks."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
+
     from zoo.engine.tools.top_tokens import top_tokens_here
 
-    made = load_recipe(recipe, ["hardware=cpu", "engine.threads=1", *overrides])
-    return top_tokens_here(made, out)
+    made = load_effective(recipe, ["hardware=cpu", "engine.threads=1", *overrides])
+    asked = {key: value for key, _, value in (one.partition("=") for one in overrides)}
+    names = [key for key in ("distill.top_k", "distill.temperature") if key in asked]
+    return top_tokens_here(
+        made.replace({key: float(asked[key]) if "temp" in key else int(asked[key]) for key in names}), out
+    )
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from zoo.engine.model.build import assemble
 def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run on this rank, and the scores that its step gives the pairs from its export."""
     from support.engine import recipe_for
+    from support.recipes import load_effective
 
-    from zoo.config.compose import load_recipe
     from zoo.data.loading.batches import make_batch
     from zoo.engine.checkpoint import initial_weights
     from zoo.engine.distributed.world import world
@@ -27,7 +27,7 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     from zoo.engine.train.trainer import train
 
     fixed = ["hardware=cpu", "engine.threads=1", "log.tensorboard=false"]
-    made = load_recipe(recipe, [*fixed, *overrides])
+    made = load_effective(recipe, [*fixed, *overrides])
     result = train(made)
     given = [one for one in overrides if not one.startswith(("model.init", "parallel"))]
     again = recipe_for(Path(made.run.dir) / "export", *given, recipe=recipe)

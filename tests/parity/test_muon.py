@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.engine import single_process_world
+from support.recipes import load_effective
 from torch import Tensor
 from torch.optim import _muon
 
 from zoo.bridge.parallel import model_parameters
-from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
@@ -40,7 +40,7 @@ def test_updates_are_those_of_torch(precision: str, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # as torch 2.11 rounds
         monkeypatch.setattr(_muon, "torch", Fp32Torch())  # as torch 2.15 does
     overrides = [*KEYS, f"engine.precision={precision}", f"run.dir={tmp_path}"]
-    recipe = validate(load_recipe("qwen35_vl_moe_sft", overrides), 1)
+    recipe = validate(load_effective("qwen35_vl_moe_sft", overrides), 1)
     with single_process_world() as here:
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)

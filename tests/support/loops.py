@@ -23,7 +23,7 @@ BUCKET = 50_000  # bytes: a layer's weights are several, the embedding is larger
 
 def engine_recipe(folder: Path | str, model: Model, *overrides: str) -> Any:
     """The recipe of a model of the matrix, on the CPU with one thread."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
 
     fixed = [
         "hardware=cpu",
@@ -32,7 +32,7 @@ def engine_recipe(folder: Path | str, model: Model, *overrides: str) -> Any:
         "train.steps=4",
         "train.schedule=constant",
     ]
-    return load_recipe(model.recipe, [*fixed, *model.overrides, *overrides])
+    return load_effective(model.recipe, [*fixed, *model.overrides, *overrides])
 
 
 def loop_examples(folder: Path | str, model: Model) -> list[Any]:
@@ -210,10 +210,11 @@ class FewRows:
 def run_few_rows(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> FewRows:
     """One question answered twice on all ranks, whatever the number of replicas."""
     import zoo
+    from support.recipes import load_effective
 
     fixed = ("size=tiny", "hardware=cpu", "engine.threads=1", "train.lr=1e-3", "packing.budget=24")
     rows = [{"messages": [{"role": "user", "content": "Say 3"}]}]
-    with zoo.Engine.open(zoo.load_recipe(recipe, [*fixed, *overrides])) as engine:
+    with zoo.Engine.open(load_effective(recipe, [*fixed, *overrides])) as engine:
         assert len(engine.generate([], max_new_tokens=3).batch["input_ids"]) == 0
         batch = engine.generate(rows, samples=2, max_new_tokens=3).batch
         batch["advantages"] = torch.arange(1.0, len(batch["input_ids"]) + 1)

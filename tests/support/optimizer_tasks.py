@@ -75,7 +75,7 @@ def _running(
     build_in: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Any]:
     """A built run of the CPU on one of `size` ranks, ended behind the block. `build_in`: a context to build and run it in."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.config.validate import validate
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
@@ -89,7 +89,7 @@ def _running(
         "train.steps=1000",
         "train.eval_rows=2",
     ]
-    recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
+    recipe = validate(load_effective(recipe_name, [*fixed, *overrides]), size)
     with interrupts() as stop, world(recipe) as here, build_in or nullcontext():
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()

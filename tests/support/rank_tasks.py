@@ -32,11 +32,11 @@ def train(
     """A run of a recipe through zoo.engine.train.trainer.train; its losses and gradient norms."""
     import json
 
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.engine.train.trainer import train as train_here
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
-    recipe = load_recipe(recipe_name, [*fixed, *overrides])
+    recipe = load_effective(recipe_name, [*fixed, *overrides])
     result = train_here(recipe)
     lines = (Path(result.run_dir) / "train.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "grad_norm" in record]
@@ -102,13 +102,13 @@ def train_with_small_files(
     """A run in which one rank can't write files of over `largest` bytes: what each rank raises, of which file, at which step."""
     import resource
 
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.engine.train.run import Run
     from zoo.engine.train.trainer import train as train_here
     from zoo.errors import UserError
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
+    recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     steps = 0
     step = Run._train_step
 
@@ -134,11 +134,11 @@ def train_with_small_files(
 
 def place(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Enter a world and say what it is; for tests of the pool itself."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.config.validate import validate
     from zoo.engine.distributed.world import world
 
-    recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
+    recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     with world(validate(recipe, size)) as here:
         total = here.sum([float(here.rank)])[0]
         return {
@@ -200,13 +200,13 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     """Losses of a recipe's first steps at its tiny size, as a run of its full length has them."""
     from unittest.mock import patch
 
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.engine.train.run import Run
     from zoo.engine.train.trainer import train as train_here
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
     with patch.object(Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
-        return list(train_here(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)
+        return list(train_here(load_effective(recipe, [*fixed, f"run.dir={folder}"])).losses)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Bytes:
 def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folder: str) -> Bytes:
     """One step of the loop under a recipe from random weights, and what this rank holds then."""
     from support.live import LiveBytes
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.config.validate import validate
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
@@ -236,7 +236,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
-    recipe = validate(load_recipe(name, [*fixed, *overrides]), size)
+    recipe = validate(load_effective(name, [*fixed, *overrides]), size)
     with interrupts() as stop, world(recipe) as here:
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
@@ -279,14 +279,16 @@ def one_step(
     rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
 ) -> dict[str, int]:
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.config.validate import validate
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
 
-    recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
+    recipe = load_effective(
+        recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides]
+    )
     with interrupts() as stop, world(validate(recipe, size)) as here:
         run = Run(validate(recipe, size), here, stop, Startup("imports"))
         run._build()

@@ -1,6 +1,9 @@
 """A recipe's file, and what a mistake in a recipe is told."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +24,17 @@ def error_of(*overrides: str, name: str = NAME) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def load_effective(name: str, overrides: Iterable[str]) -> Any:
+    """The recipe with those overrides that have an effect on it: tests give the same keys to recipes of all kinds."""
+    left = list(overrides)
+    while True:
+        try:
+            return load_recipe(name, left)
+        except ConfigError as error:
+            refused = re.match(r"([\w.]+)=.*?: it has no effect", str(error))
+            kept = [one for one in left if refused is None or one.partition("=")[0] != refused[1]]
+            if len(kept) == len(left):
+                raise
+            left = kept
