@@ -56,11 +56,11 @@ def train_poisoned(
         sums = forward_backward(step, fetched, scale)
         return [{**found, "nll": found["nll"] * math.inf} for found in sums]
 
-    def watched(run: Any) -> None:
+    def watched(run: Any) -> bool:
         before = state_of(run.trainable)
         step = run.done + 1
         try:
-            train_step(run)
+            return train_step(run)
         finally:
             states[step] = (before, state_of(run.trainable))
 
