@@ -391,7 +391,7 @@ def test_tools_in_another_order_are_found_or_refused_soon() -> None:
 
 
 def test_a_line_of_csv_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one cell and of many; the rows behind it are read."""
+    """The limit holds for a line of one long cell and for one of many cells; rows behind it are read."""
     monkeypatch.setattr("zoo.data.sources.lines.LINE_MB", 1)
     table = tmp_path / "x.csv"
     for long in ("a," * 2**20, '"' + "\n" * 2**21 + '"', '"' + "a" * 2**21 + '"', "a" * 2**21):

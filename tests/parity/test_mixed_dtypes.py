@@ -1,6 +1,6 @@
 """Parameters that a folder has in fp32 among bf16 ones stay in fp32: what comes out are the bytes that came in, and updates move all digits.
 
-Of every family, whatever the parameters: norms and decays compute with all digits, others are read rounded to bf16.
+Every family holds whatever parameters its folder has in fp32: norms and decays compute with all digits, others are read rounded to bf16.
 """
 
 import re

@@ -13,7 +13,7 @@ from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer
 from zoo.errors import ConfigError
 
-# Keys about the file, with what an override that names one is told.
+# Keys about a recipe file -> why an override of them is refused.
 FILE_KEYS = {
     "description": "it describes a recipe file and sets nothing; leave it out",
     "published_size": "it stands in a recipe file; size=NAME chooses the size of a run",

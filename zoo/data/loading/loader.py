@@ -203,7 +203,7 @@ class BatchLoader:
     def steps_for_epochs(self, epochs: float) -> int:
         """End the stream after so many epochs, counted from the first, and give `total_steps`; every rank calls it.
 
-        Of a fraction of an epoch its first samples come.
+        A fraction of an epoch is its first samples.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.

@@ -117,7 +117,7 @@ def test_every_key_changes_the_sample_or_is_refused_by_name(
     kind: str, key: str, family: Processor, folder: Path
 ) -> None:
     if kind not in family.modalities:
-        pytest.skip("a medium that the family does not take")
+        pytest.skip("the family takes no such medium, so the key has nothing to change")
     part = {"image": image, "video": video, "audio": audio}[kind]
     keys = {one: VALUES[one] for one in (key, PAIRED.get(key)) if one}
     row = asked(folder, part(**keys))
@@ -202,7 +202,7 @@ def test_the_seconds_that_a_row_names_are_seen(
 
 def test_keys_are_what_the_recipe_s_are(family: Processor, folder: Path) -> None:
     if "video" not in family.modalities:
-        pytest.skip("takes no videos")
+        pytest.skip("the family has no video to read settings of")
     for keys, how in (({"fps": 5}, {"video_fps": 5.0}), ({"max_frames": 4}, {"max_frames": 4})):
         plain = encoded(family, asked(folder, video()), **how)
         assert same(encoded(family, asked(folder, video(**keys))), plain)
@@ -221,7 +221,7 @@ def test_pixels_of_videos_are_those_of_a_frame(patched: Processor, folder: Path)
 
 def test_two_parts_of_one_video_in_a_row(family: Processor, folder: Path) -> None:
     if "video" not in family.modalities:
-        pytest.skip("takes no videos")
+        pytest.skip("the family has no video to read settings of")
     first, second = video(video_start=0.0, video_end=1.0), video(video_start=3.0, fps=4)
     both = encoded(family, asked(folder, first, second))
     name = next(name for name in both.media if name.startswith("pixel_values"))
@@ -264,7 +264,7 @@ def test_media_with_settings_shrink_too(patched: Processor, folder: Path) -> Non
 
 def test_a_video_may_be_a_list_of_its_frames(family: Processor, folder: Path) -> None:
     if "video" not in family.modalities:
-        pytest.skip("takes no videos")
+        pytest.skip("the family has no video to read settings of")
     turns = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "x"}]
     listed = make_row({"messages": turns, "videos": [FRAMES]}, "x:1", Access(folder))
     sample = encoded(family, listed)
