@@ -106,7 +106,7 @@ class Runs:
     def groups(self, *selection: str, ranked: Sequence[str] = BY_FILE) -> None:
         """Both groups of folders, each with one more try for what failed; `ranked` says how the second is spread.
 
-        The first group is spread by file, in order: files whose tests share a world come last (tests/conftest.py).
+        The first group is spread by file, in order: tests that share a world come last in theirs (tests/conftest.py).
         """
         self.run(GROUPS[0], *selection, spread=("-n", str(self.workers), *BY_FILE))
         self.run(GROUPS[1], *selection, spread=("-n", str(min(RANKED, self.workers)), *ranked))

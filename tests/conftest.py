@@ -39,9 +39,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turns.select(config, items)
-    # Tests that share a world come last, file by file: it lasts up to the end, and others start worlds of their own.
-    shared = {item.path for item in items if _shares_world(item)}
-    items.sort(key=lambda item: (item.path in shared, _shares_world(item)))
+    # Tests that share a world come last: it lasts up to the end of their file, and others start worlds of their own.
+    items.sort(key=_shares_world)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
@@ -56,9 +55,9 @@ def _shares_world(item: pytest.Item) -> bool:
     return "cpu_world" in getattr(item, "fixturenames", ())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cpu_world() -> Iterator[Any]:
-    """zoo's World of one rank under gloo, up until the session ends. A test that starts its own must not ask for it."""
+    """zoo's World of one rank under gloo, up to the end of the file. A test that starts its own must not ask for it."""
     from support.engine import single_process_world
 
     with single_process_world() as world:

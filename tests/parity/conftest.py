@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import Zoo
+from support.engine import Zoo, recipe_for
 from support.rows import Example, make_examples
 from support.tiny_omni import TinyOmni, load_thinker
 from torch import Tensor
+
+from zoo.engine.model import build
 
 
 @pytest.fixture(scope="session")
@@ -16,16 +18,16 @@ def hf(tiny_omni: TinyOmni) -> Any:
     return load_thinker(tiny_omni.thinker)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def zoo(tiny_omni: TinyOmni, cpu_world: Any) -> Zoo:
     """The same weights through zoo's own path; in training mode, which tests must leave it in."""
     return Zoo.load(tiny_omni.thinker, cpu_world)
 
 
 @pytest.fixture(scope="session")
-def examples(zoo: Zoo) -> dict[str, Example]:
+def examples(tiny_omni: TinyOmni) -> dict[str, Example]:
     """Rows of every kind and mixtures, by the names in support.rows.NAMES."""
-    return make_examples(zoo.assembly.processor)
+    return make_examples(build.assemble(recipe_for(tiny_omni.thinker)).processor)
 
 
 @pytest.fixture(scope="session")
