@@ -15,6 +15,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.weights import differences, export, tensors
 
+from zoo.config.compose import load_recipe
 from zoo.data.sources.rows import Access, make_row
 from zoo.engine.model import build
 from zoo.errors import ConfigError, UserError
@@ -115,4 +116,4 @@ def test_what_it_cannot_do_is_said(written: Any) -> None:
     with pytest.raises(ConfigError, match=r"lora.rank=4: adapters leave new rows"):
         recipe_for(folder, *overrides, RESIZE, "lora.rank=4")
     with pytest.raises(ConfigError, match=r"no effect on random weights \(model.init=random\)"):
-        recipe_for("random", "size=tiny", RESIZE)
+        load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "model.init=random", RESIZE])

@@ -17,11 +17,11 @@ RECIPE = "qwen3_omni_sft"
 
 def recipe_for(folder: Path | str, *overrides: str, recipe: str = RECIPE, ranks: int = 1) -> Any:
     """The validated recipe for a Hugging Face folder on the CPU, one thread, no aux loss unless overridden."""
-    from zoo.config.compose import load_recipe
+    from support.recipes import load_effective
     from zoo.config.validate import validate
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.aux_loss=0"]
-    return validate(load_recipe(recipe, [*fixed, f"model.init={folder}", *overrides]), ranks)
+    return validate(load_effective(recipe, [*fixed, f"model.init={folder}", *overrides]), ranks)
 
 
 @contextmanager
