@@ -25,6 +25,7 @@ LOST = (
 )
 
 LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
+SEVERAL = 6000  # characters of one that tells several mistakes, a line each
 
 
 class UserError(ValueError):
@@ -138,7 +139,8 @@ def _limit(name: str) -> str:
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a combination of keys that cannot run; its message has at most about LONGEST characters."""
+    """A recipe, an override or a combination of keys that cannot run; its message has at most about LONGEST characters, or SEVERAL of some lines."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(printable(line) for line in _short(message, LONGEST).split("\n")))
+        most = SEVERAL if "\n" in message else LONGEST
+        super().__init__("\n".join(printable(line) for line in _short(message, most).split("\n")))

@@ -47,6 +47,7 @@ INNER = {
         "layers": "",
         "facts": "layers entries",
         "recipes": "layers files hub locate",
+        "foreign": "layers recipes files locate schema",
         "checks": "layers facts schema derived devices gpus locate",
     },
     "bridge": {"mapping": "errors", "files": "errors parallel"},

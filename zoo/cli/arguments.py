@@ -10,6 +10,7 @@ from pathlib import Path
 from zoo.errors import ConfigError, UserError
 
 _OPTION = re.compile(r"--\w[\w.\-\[\]]*")
+_FILE_OPTIONS = ("config", "config_file", "config_path", "yaml")  # how other trainers name their file
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
 
 
@@ -31,6 +32,8 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
             pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags)
         ):
             rest.append(f"{argument.removeprefix('--')}={pending.pop(0)}")
+        elif _OPTION.fullmatch(argument) and _is_foreign(argument):  # told with all other unknown keys
+            rest.append(f"{argument.removeprefix('--')}=true")
         else:
             raise UserError(f"{argument}: {_hint(argument, flags)}")
     return given, rest
@@ -48,7 +51,17 @@ def _is_value(text: str) -> bool:
 
 def _meant(argument: str, flags: Sequence[str]) -> list[str]:
     """The flag that a misspelt option looks like."""
-    return get_close_matches(argument, flags, n=1)
+    return [] if _is_foreign(argument) else get_close_matches(argument, flags, n=1)
+
+
+def _is_foreign(argument: str) -> bool:
+    """Whether an option is one of another trainer."""
+    from zoo.config.layers.foreign import foreign_hint
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
+
+    key = argument.lstrip("-")
+    return key not in keys(Recipe) and foreign_hint(key) is not None
 
 
 def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
@@ -57,6 +70,7 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     Raises:
         ConfigError: no recipe is named, or an argument is no override.
     """
+    _refuse_spaces(arguments)
     given, overrides = [], []
     for argument in arguments:
         if argument.removeprefix("--").startswith("recipe="):
@@ -75,9 +89,68 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if places and not given:
         overrides.remove(places[0])
         return places[0], overrides
+    _refuse_foreign(overrides)
     raise ConfigError(
         f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all"
     )
+
+
+def _refuse_foreign(overrides: Sequence[str]) -> None:
+    """ConfigError for a command of another trainer, which names no recipe, with the one that does the same here."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.foreign.programs import flattened
+    from zoo.config.foreign.translation import translate
+    from zoo.config.layers.layer import override_layer
+
+    files = [
+        text.partition("=")[2] for text in overrides if text.partition("=")[0].lstrip("-") in _FILE_OPTIONS
+    ]
+    if files:
+        raise ConfigError(f"no recipe is given: its file is named itself: zoo train {files[0]}")
+    if not overrides or not all(map(_OVERRIDE.match, (text.removeprefix("--") for text in overrides))):
+        return
+    if any(_is_foreign(text.partition("=")[0]) for text in overrides):
+        answer = translate(dict(flattened(override_layer(overrides).tree)), load_recipe)
+        raise ConfigError(f"no recipe is given; what comes to the same here:\n{answer}")
+
+
+def _refuse_spaces(arguments: Sequence[str]) -> None:
+    """ConfigError where the shell has cut an override at its spaces, or several were quoted as one."""
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
+
+    known = keys(Recipe)
+    for place, argument in enumerate(arguments):
+        key, equals, value = argument.removeprefix("--").partition("=")
+        after = list(arguments[place + 1 :])
+        if key in known and not equals and after[:1] == ["="] and len(after) > 1:
+            raise ConfigError(f"{key} = {after[1]}: write it without spaces: {key}={after[1]}")
+        if key in known and not equals and after and not _OVERRIDE.match(after[0]):
+            raise ConfigError(f"{key} {after[0]}: write {key}={after[0]}")
+        if key in known and equals and not value and after and "=" not in after[0]:
+            raise ConfigError(f"{key}= {after[0]}: write it without spaces: {key}={after[0]}")
+        if value[:1] in ("{", "[") and _is_open(value):
+            whole = _closed(argument, after)
+            if whole is not None:
+                raise ConfigError(f"{argument}: the shell has cut it at its spaces; quote it: '{whole}'")
+        several = argument.split()
+        if len(several) > 1 and all(one.partition("=")[0] in known and "=" in one for one in several):
+            raise ConfigError(
+                f"{argument}: {len(several)} overrides in one pair of quotes; quote each by itself"
+            )
+
+
+def _is_open(text: str) -> bool:
+    return sum(map(text.count, "{[")) > sum(map(text.count, "}]"))
+
+
+def _closed(begun: str, after: Sequence[str]) -> str | None:
+    """An argument with those behind it that close its brackets; None where none do."""
+    for count in range(1, len(after) + 1):
+        whole = " ".join([begun, *after[:count]])
+        if not _is_open(whole):
+            return whole
+    return None
 
 
 def split_values(

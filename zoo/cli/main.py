@@ -41,6 +41,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 
+# verb -> what others call it
+_ALIKE = {
+    "train": "sft finetune fine-tune pretrain pt dpo kto rlhf rm tune lora run launch fit",
+    "generate": "chat infer inference predict api serve deploy ask",
+    "eval": "evaluate evaluation test benchmark",
+    "convert": "export merge merge-lora merge_lora",
+    "doctor": "env check diagnose",
+    "show": "config schema describe info",
+    "list": "ls models recipes families",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit code."""
@@ -109,7 +120,8 @@ def _run(arguments: list[str]) -> int:
         if verb.startswith("-"):
             near = get_close_matches(verb, ("--help", "--version"), n=1) or ["--help"]
             raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
-        near = get_close_matches(verb, VERBS, n=1) or list(VERBS)
+        alike = next((name for name, words in _ALIKE.items() if verb.lower() in words.split()), None)
+        near = [alike] if alike else get_close_matches(verb, VERBS, n=1) or list(VERBS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
     if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak
         from zoo.engine.distributed.process_state import quiet

@@ -26,6 +26,7 @@ from zoo.config.checks.arch_places import refuse_misplaced
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
+from zoo.config.foreign.refusals import refuse_foreign_file, refuse_unknown
 from zoo.config.hand_built import BY_HAND, hand_built_chain, split_overrides, with_objects
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, Overrides, escaped
@@ -108,7 +109,9 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         name = recipe.recipe
     else:
         name = str(recipe)
+        refuse_foreign_file(name, load_recipe)
         chain = base_chain(name, typed)
+    refuse_unknown(name, [*(layer for layer in chain if not is_shipped(layer)), typed], load_recipe)
     root, own = chain[0], [*chain[1:], typed]
     layers, stamps, sized = [without_file_keys(root)], {}, True
     init = _last([root, *own], "model.init")

@@ -22,6 +22,30 @@ FORMS = (
     "cord_v2", "llava_instruct", "captions", "cauldron",
     "transcripts", "classes",
 )  # fmt: skip
+# zoo's key of an entry, or format of rows -> what others call it.
+_FOREIGN_KEYS = {
+    "path": "file file_name filename file_path data_files data_file dataset local_path jsonl json annotation annotation_path train_file",
+    "hub": "repo repo_id hf_hub_url ms_hub_url hf_id dataset_id dataset_name hub_id hf",
+    "name": "subset config config_name dataset_config",
+    "format": "type formatting data_type dataset_type style template",
+    "root": "media_dir image_dir image_folder images_dir media image_root media_root data_root",
+    "weight": "ratio sampling_ratio probability proportion prob",
+    "epochs": "repeat repeats repeat_time",
+    "held_out": "val_size eval_size test_size split_ratio val_set_size heldout holdout val_ratio",
+    "columns": "mapping column_mapping field_mapping",
+    "video_fps": "fps",
+    "kinds": "modalities",
+}  # fmt: skip
+_FOREIGN_FORMATS = {
+    "conversations": "sharegpt llava vicuna fastchat",
+    "messages": "openai chatml chat chat_template oai qwen swift",
+    "alpaca": "instruction instruct",
+    "preference": "dpo rm ranking pairs rlhf",
+    "text": "pt pretrain pretraining completion plain txt",
+    "captions": "caption",
+    "transcripts": "asr transcript",
+    "question_answer": "vqa qa",
+}
 ASKED = ("captions", "transcripts", "classes")  # formats of rows without a question
 OWN_FORM = re.compile(r"([^:]+\.py|\w+(\.\w+)*):\w+(\.\w+)*")  # module:function, file.py:function
 
@@ -144,16 +168,26 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {value!r} is no entry; a path or {{path: ..., format: ...}} is wanted")
     known = {item.name: item for item in fields(DataEntry)}
-    for name in value:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=1, cutoff=0.5)
-            hint = f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{key}: {name}: no such key of an entry; {hint}")
+    unknown = [
+        f"{name}: no such key of an entry; {_key_hint(str(name))}" for name in value if name not in known
+    ]
+    if unknown:
+        raise ConfigError(f"{key}: {'; '.join(unknown[:10])}")
     for name, given in value.items():
         _check_type(name, given, str(known[name].type), key)
     entry = DataEntry(**value)
     _check(entry, key)
     return entry
+
+
+def _key_hint(name: str) -> str:
+    """What an entry has for a key that there is not."""
+    foreign = next((key for key, names in _FOREIGN_KEYS.items() if name.lower() in names.split()), None)
+    if foreign is not None:
+        return f"zoo's is {foreign}"
+    known = [item.name for item in fields(DataEntry)]
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"
 
 
 def is_bundled(entry: str | DataEntry) -> bool:
@@ -280,10 +314,9 @@ def _check(entry: DataEntry, key: str) -> None:
     _check_columns(entry, key)
     own = entry.format is not None and (OWN_FORM.fullmatch(entry.format) or _announced(entry.format))
     if entry.format is not None and entry.format not in FORMS and not own:
-        near = get_close_matches(entry.format, FORMS, n=1, cutoff=0.4)
-        hint = f"nearest: {near[0]}; " if near else ""
         raise ConfigError(
-            f"{key}: format={entry.format}: no such format; {hint}there are {', '.join(FORMS)}, and module:function for one of your own"
+            f"{key}: format={entry.format}: no such format; {_format_hint(entry.format)}there are {', '.join(FORMS)}, and module:function "
+            "for one of your own"
         )
     for name, value, bounds in outside(entry):
         raise ConfigError(f"{key}: {name}={shown_value(value)} of {entry}: wanted a number {bounds}")
@@ -302,6 +335,15 @@ def _check(entry: DataEntry, key: str) -> None:
         )
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
+
+
+def _format_hint(name: str) -> str:
+    plain = name.lower().replace("-", "_")
+    for form, names in _FOREIGN_FORMATS.items():
+        if plain in names.split():
+            return f"zoo's is {form} (without format: it is recognised by the rows' keys); "
+    near = get_close_matches(name, FORMS, n=1, cutoff=0.4)
+    return f"nearest: {near[0]}; " if near else ""
 
 
 def _check_kinds(entry: DataEntry, key: str) -> None:

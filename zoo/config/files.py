@@ -50,7 +50,7 @@ def root_recipes() -> list[str]:
 
 def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     """The recipe file of that name or path; `beside` is a folder that a relative path may start from."""
-    path = _as_path(name_or_path)
+    path = as_path(name_or_path)
     if path is None:
         names = recipe_names()
         if name_or_path not in names:
@@ -98,7 +98,7 @@ def read_hardware(name: str) -> Layer:
     if gpu is None:
         if counted and kind == CPU:
             raise ConfigError(f"hardware={name}: {kind} is no GPU to have several of; write hardware={kind}")
-        if kind != CPU and _as_path(name) is None:
+        if kind != CPU and as_path(name) is None:
             raise ConfigError(f"hardware={name}: {_no_such_hardware(name, kind)}")
         return _read_overlay("hardware", name, [CPU], folder)
     if not int(gpus) or not int(nodes or 1):
@@ -157,9 +157,9 @@ def _names(folder: Traversable) -> list[str]:
     )
 
 
-def _as_path(name: str) -> Path | None:
-    """`name` as a path when it is written like one: a YAML suffix, or a folder in it."""
-    looks_so = name.endswith((".yaml", ".yml")) or "/" in name or "\\" in name
+def as_path(name: str) -> Path | None:
+    """`name` as a path when it is written like one: a suffix of YAML or JSON, or a folder in it."""
+    looks_so = name.endswith((".yaml", ".yml", ".json")) or "/" in name or "\\" in name
     return expanded(name) if looks_so else None
 
 
@@ -170,7 +170,7 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
 
 
 def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable) -> Layer:
-    path = _as_path(name)
+    path = as_path(name)
     if path is None:
         if name not in known:
             raise ConfigError(f"{kind}={name}: {_unknown(kind, name, known)}")
@@ -186,7 +186,7 @@ def _read(file: Traversable) -> Layer:
         parsed = read_yaml(read_text(file) if isinstance(file, Path) else as_text(file.read_bytes()))
     except UnreadableError as error:
         where = f"{file}:{error.line}: no valid YAML" if error.line else str(file)
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {error}{_tab_hint(file, error.line)}") from None
     if not isinstance(parsed, dict | None):
         kind = "a list" if isinstance(parsed, list) else "one value"
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found {kind}")
@@ -195,3 +195,12 @@ def _read(file: Traversable) -> Layer:
     if odd:  # and its text may be anybody's
         raise ConfigError(f"{file}: {len(odd)} of its {len(found)} keys can be none of a recipe; is it one?")
     return Layer(str(file), {key: filled(value, key, f"{file}: ") for key, value in found.items()})
+
+
+def _tab_hint(file: Traversable, line: int | None) -> str:
+    """What to do where the line is indented by a tab, which YAML does not take."""
+    lines = file.read_bytes().splitlines() if line else []
+    near = lines[max(0, (line or 1) - 2) : line]
+    if any(b"\t" in text[: len(text) - len(text.lstrip())] for text in near):
+        return "; the line begins with a tab: indent by spaces"
+    return ""

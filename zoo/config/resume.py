@@ -13,7 +13,7 @@ from typing import Any
 from zoo.config.entries import parse_entry
 from zoo.config.layers.keys import keys, shown_value
 from zoo.config.schema import Recipe
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, printable
 from zoo.files import expanded
 
 # Keys that may change freely, by topic.
@@ -76,7 +76,18 @@ MEANT: dict[str, Any] = {
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
-_SHOWN = 6  # changes that a message names
+_SHOWN = 6  # changes that a message names; of more, the run is another experiment
+_FEW = 4  # changes that tell what the other experiment is
+_TELLING = (
+    "model.family",
+    "model.init",
+    "train.loss",
+    "lora.rank",
+    "data.train",
+    "train.lr",
+    "train.global_batch",
+    "packing.budget",
+)
 
 
 @dataclass(frozen=True)
@@ -129,17 +140,41 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
     return found
 
 
-def refuse(where: str, found: Sequence[Change], recipe: Recipe) -> None:
-    """ConfigError for changes that the recipe does not allow."""
+def refuse(where: str, found: Sequence[Change], recipe: Recipe, saved_recipe: str | None = None) -> None:
+    """ConfigError for changes that the recipe does not allow.
+
+    Args:
+        saved_recipe: name of the recipe that the checkpoint was saved under, where it is known.
+    """
     wrong = [change for change in found if not change.accepted(recipe)]
     if not wrong:
         return
+    keys_changed = list(dict.fromkeys(change.key.partition("[")[0] for change in wrong))
+    telling = [change for change in wrong if change.key.partition("[")[0] in _TELLING]
+    if len(keys_changed) > _SHOWN:
+        telling = (
+            sorted(telling, key=lambda change: _TELLING.index(change.key.partition("[")[0]))[:_FEW]
+            or wrong[:_FEW]
+        )
+        others = len(wrong) - len(telling)
+        raise ConfigError(
+            f"{where} belongs to another experiment{_named(saved_recipe, recipe)}: {'; '.join(map(str, telling))}"
+            f"{f'; and {others} more keys differ' if others else ''}; give this one a folder of its own: run.dir=FOLDER"
+        )
     shown = "; ".join(map(str, wrong[:_SHOWN]))
-    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    names = ",".join(dict.fromkeys(change.key.partition("[")[0] for change in wrong[:_SHOWN]))
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""  # entries of one list
     raise ConfigError(
         f"{where} was saved under another recipe ({shown}{more}); take the old values, allow the new ones with "
-        f"run.accept_changes=[{names}], or use another run.dir"
+        f"run.accept_changes=[{','.join(keys_changed)}], or use another run.dir"
+    )
+
+
+def _named(saved: str | None, recipe: Recipe) -> str:
+    """The two recipes' names, where they differ."""
+    return (
+        ""
+        if saved in (None, recipe.recipe)
+        else f" (recipe {printable(str(saved), 100)} there, {recipe.recipe} here)"
     )
 
 

@@ -44,3 +44,9 @@ def corrupt_media(place: object, what: str, reason: str) -> RowError:
 
 class NoSoundTrackError(RowError):
     """A file, or a list of frames, has no audio track."""
+
+
+def raised(error: RowError) -> RowError:
+    """A bad row's error as data.on_error=raise has it."""
+    text = f"{error.message} (data.on_error=skip leaves out and lists such rows.)"
+    return RowError(error.source, error.cause, text)

@@ -42,7 +42,7 @@ def test_arithmetic_and_where_there_is_nothing() -> None:
     assert (
         foreign_hint("warmup_ratio") == "zoo's is train.warmup_steps (a number of steps: ratio * train.steps)"
     )
-    assert foreign_hint("train.bf16") == "zoo's is engine.precision (fp32 or bf16)"
+    assert foreign_hint("train.bf16") == "zoo's is engine.precision (fp32 or bf16; by itself bf16 on a GPU)"
     assert foreign_hint("load_in_4bit") == "quantised weights are not trained here"
     assert foreign_hint("zzz") is None
 
@@ -61,5 +61,5 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "recipe=llava_sft", "--bf16"]) == 2
     assert (
         capsys.readouterr().err
-        == "zoo: error: --bf16: no such option; zoo's is engine.precision (fp32 or bf16)\n"
+        == "zoo: error: bf16: no such key; zoo's is engine.precision (fp32 or bf16; by itself bf16 on a GPU)\n"
     )

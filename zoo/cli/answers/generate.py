@@ -33,6 +33,13 @@ from zoo.errors import UserError
 
 USAGE = 'zoo generate CHECKPOINT "PROMPT" [image=FILE ...], or zoo generate CHECKPOINT rows=FILE'
 FILES = ("image", "audio", "video")
+_ALIKE = {
+    **dict.fromkeys(
+        ("picture", "img", "images", "photo", "pic", "image_path", "image_file", "image_url"), "image"
+    ),
+    **dict.fromkeys(("sound", "wav", "speech", "audios", "audio_path", "audio_file"), "audio"),
+    **dict.fromkeys(("videos", "clip", "movie", "video_path", "video_file"), "video"),
+}  # what others call a file of the prompt
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]]*=")
 
 
@@ -105,6 +112,10 @@ def split(
     for given in arguments:
         argument = given.removeprefix("--") if _KEY.match(given.removeprefix("--")) else given
         key, _, value = argument.partition("=")
+        if (kind := _ALIKE.get(key.lower())) is not None and _KEY.match(argument):
+            raise UserError(
+                f"{argument}: no such key; a file that the prompt is about is given as {kind}={value}"
+            )
         if key in FILES and _KEY.match(argument):
             files[key].append(value)
         elif key in OPTIONS and _KEY.match(argument):

@@ -6,25 +6,26 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from zoo.config.layers.keys import When, keys, shown_value
+from zoo.config.layers.tree import together
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
 
 def refuse_without_effect(recipe: Recipe, origins: Mapping[str, str] | None = None) -> None:
-    """ConfigError for a key that the user has set, to a value that asks for something, and that has no effect.
+    """ConfigError for keys that the user has set, to values that ask for something, and that have no effect: all of them at once.
 
     Args:
         origins: file by key, for messages; "" for an override. Default: `recipe.set_by_user` without files.
     """
-    known = keys(Recipe)
+    known, problems = keys(Recipe), []
     for key, origin in (origins or dict.fromkeys(recipe.set_by_user, "")).items():
         value = attrgetter(key)(recipe)
         lacking = next((when for when in known[key].when or () if not when.holds(recipe)), None)
         if lacking is not None and known[key].asks(value):
             where = f"{origin}: " if origin else ""
-            raise ConfigError(
-                f"{where}{key}={shown_value(value)}: {_why(recipe, lacking)}, or leave {key} out"
-            )
+            problems.append(f"{where}{key}={shown_value(value)}: {_why(recipe, lacking)}, or leave {key} out")
+    if problems:
+        raise ConfigError(together(problems))
 
 
 def _why(recipe: Recipe, lacking: When) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _BATCH = "train.global_batch counts the rows of an update over all ranks"
 _ACCUMULATION = "gradient accumulation = train.global_batch / (train.micro_batch * data-parallel ranks)"
-_ALWAYS = "on by itself; there is nothing to set"
+_ALWAYS = "on by themselves; there is nothing to set"
 
 
 class Meaning(NamedTuple):
@@ -27,11 +27,12 @@ class Meaning(NamedTuple):
 
 # zoo's keys, a note, and the foreign names for them.
 _TABLE: tuple[tuple[str, str, str], ...] = (
-    ("model.init", "", "model_name_or_path model_name model_id model_path base_model pretrained_model_name_or_path load pretrained_checkpoint model"),
-    ("model.family", "", "model_type architecture template chat_template"),
-    ("model.freeze", "a list of parts, [vision] say", "freeze_vision_tower freeze_vit freeze_vision freeze_llm freeze_aligner freeze_multi_modal_projector freeze_mm_mlp_adapter tune_mm_vision tune_mm_llm tune_mm_mlp freeze_parameters freeze_trainable_layers trainable_parameters"),
-    ("data.train", "", "dataset datasets dataset_name dataset_dir train_file train_data train_dataset train_data_path data_path dataset_path dataset_text_field custom_train_dataset_path train_files"),
-    ("data.eval", "", "eval_dataset val_dataset validation_file eval_file valid_data_path custom_val_dataset_path test_file"),
+    ("model.init", "", "model_name_or_path model_name model_id model_path base_model pretrained_model_name_or_path load pretrained_checkpoint model model.path model.partial_pretrain partial_pretrain init_from_hf_path checkpointer.checkpoint_dir hf_model_path"),
+    ("model.family", "", "model_type architecture model_family"),
+    ("data.template", "a file; by itself the model's own template, so that none has to be named", "template chat_template conversation_template chat_template_path"),
+    ("model.freeze", "a list of parts, [vision] say", "freeze_vision_tower freeze_vit freeze_vision freeze_llm freeze_aligner freeze_multi_modal_projector freeze_mm_mlp_adapter tune_mm_vision tune_mm_llm tune_mm_mlp freeze_parameters freeze_trainable_layers trainable_parameters freeze_language_model freeze_text_model unfreeze_parameters freeze_projector"),
+    ("data.train", "", "dataset datasets dataset_name dataset_dir train_file train_data train_dataset train_data_path data_path dataset_path dataset_text_field custom_train_dataset_path train_files data train_path train_dataset_path data_files"),
+    ("data.eval", "", "eval_dataset val_dataset validation_file eval_file valid_data_path custom_val_dataset_path test_file eval_dataset_path test_datasets val_files val_path eval_data"),
     ("data.eval", "an entry of data.train and data.eval with held_out: 0.1 keeps a tenth of the rows", "val_size val_set_size split_dataset_ratio eval_split validation_split_percentage test_size"),
     ("data.root", "", "media_dir image_folder image_dir media_folder video_folder"),
     ("data.workers", "", "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc"),
@@ -44,7 +45,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("data.labels", "", "train_on_inputs train_on_prompt mask_history completion_only_loss assistant_only_loss loss_scale"),
     ("train.steps", "", "max_steps num_steps total_steps train_iters iterations num_train_steps max_iters"),
     ("train.epochs", "", "num_train_epochs num_epochs max_epochs"),
-    ("train.lr", "", "learning_rate max_lr base_lr"),
+    ("train.lr", "", "learning_rate max_lr base_lr optimizer.lr optim.lr"),
     ("train.min_lr", "a rate; of a ratio, train.lr * ratio", "min_learning_rate lr_end min_lr_rate min_lr_ratio cosine_min_lr_ratio"),
     ("train.lr_scale", "a factor for each part: train.lr_scale.vision = its rate / train.lr", "vit_lr vision_lr mm_projector_lr vision_tower_lr aligner_lr mm_vision_tower_lr embedding_learning_rate"),
     ("train.schedule", "cosine, constant, linear or wsd, each after a linear warm-up", "lr_scheduler_type lr_scheduler scheduler lr_decay_style"),
@@ -81,7 +82,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("train.z_loss", "", "moe_z_loss_coeff router_z_loss_coef"),
     ("train.mtp_loss", "", "mtp_loss_scaling_factor mtp_num_layers"),
     ("train.max_minutes", "in minutes", "max_time exit_duration_in_mins exit_interval time_limit"),
-    ("lora.rank", "", "lora_rank lora_r peft_r lora_dim"),
+    ("lora.rank", "", "lora_rank lora_r peft_r lora_dim lora lora_config peft_config"),
     ("lora.rank", "a rank above 0 trains adapters, 0 the model's own weights", "finetuning_type train_type tuner_type use_lora use_peft peft_type adapter full_finetuning sft_type"),
     ("lora.alpha", "", "lora_alpha"),
     ("lora.dropout", "", "lora_dropout"),
@@ -92,7 +93,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("packing.budget", "tokens of a packed row, and the most of one sample", "max_seq_length max_seq_len cutoff_len max_length model_max_length sequence_len seq_length seq_len max_position_embeddings block_size context_length"),
     ("packing.mode", "thd packs, none does not", "packing sample_packing neat_packing pad_to_sequence_len padding_free group_by_length use_packed_sequence"),
     ("packing.pad_to", "", "pad_to_multiple_of"),
-    ("data.overlong", "", "truncation_strategy truncation truncation_side"),
+    ("data.overlong", "", "truncation_strategy truncation truncation_side excess_length_strategy"),
     ("parallel.tp", "", "tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel"),
     ("parallel.pp", "", "pipeline_model_parallel_size pipeline_parallel_size pp_size"),
     ("parallel.vpp", "", "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank"),
@@ -103,14 +104,14 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("parallel.dispatch", "alltoall, deepep or hybridep", "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep"),
     ("parallel.overlap_param_gather", "", "overlap_param_gather"),
     ("parallel.sp", "", "sequence_parallel"),
-    ("nproc", "", "nproc_per_node num_processes num_gpus n_gpu gpus world_size devices"),
+    ("nproc", "", "nproc_per_node num_processes num_gpus n_gpu gpus world_size devices n_gpus_per_node"),
     ("machine.nodes", "or hardware=2x8xh100", "nnodes num_nodes num_machines"),
     ("parallel.plan", "memory is shared out by megatron-core's distributed optimizer, and sizes by hardware=", "deepspeed fsdp fsdp_config ddp_find_unused_parameters zero_stage use_distributed_optimizer accelerator_config"),
-    ("engine.precision", "fp32 or bf16", "bf16 fp16 bf16_full_eval torch_dtype dtype mixed_precision tf32 pure_bf16 half_precision"),
+    ("engine.precision", "fp32 or bf16; by itself bf16 on a GPU", "bf16 fp16 bf16_full_eval torch_dtype dtype mixed_precision tf32 pure_bf16 half_precision"),
     ("engine.fp8", "", "fp8_format"),
     ("engine.fp8_recipe", "blockwise or tensorwise", "fp8_recipe"),
-    ("engine.backend", "", "attn_implementation flash_attn use_flash_attention use_flash_attention_2 attn_impl attention_backend transformer_impl"),
-    ("engine.recompute", "none, selective or full", "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing recompute_granularity recompute_method recompute_num_layers vit_gradient_checkpointing"),
+    ("engine.backend", f"the fused kernels of attention are {_ALWAYS}", "attn_implementation flash_attn use_flash_attention use_flash_attention_2 attn_impl attention_backend transformer_impl use_flash_attn flash_attention flash_attention_2 xformers_attention sdp_attention sdpa_attention use_flash_attention_v2"),
+    ("engine.recompute", "none, selective or full", "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing recompute_granularity recompute_method recompute_num_layers vit_gradient_checkpointing enable_activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing"),
     ("engine.threads", "", "omp_num_threads num_threads"),
     ("run.dir", "", "output_dir logging_dir save save_dir run_name checkpoint_dir out_dir output"),
     ("run.seed", "", "random_seed data_seed"),
@@ -121,10 +122,16 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("log.tensorboard log.wandb log.mlflow log.trackio", "", "report_to tensorboard_dir log_with"),
     ("log.wandb", "the project's name", "wandb_project use_wandb wandb_name"),
     ("export", "", "push_to_hub save_hf_model save_safetensors export_dir"),
+    ("train.loss", "dpo, ipo, simpo, orpo or kto, of a recipe whose name ends in _dpo; nll else", "pref_loss loss_type"),
+    ("train.beta", "of a loss of preferences", "pref_beta dpo_beta rl_beta kto_beta"),
+    ("train.label_smoothing", "of dpo and simpo", "dpo_label_smoothing"),
+    ("train.simpo_gamma", "", "simpo_gamma_beta"),
+    ("data.train", "format: of an entry of data.train: data.train={path: FILE, format: NAME}; by default found by the rows' keys", "formatting dataset_format data_format format"),
+    ("", "the recipe's file is named itself: zoo train FILE.yaml, or recipe=FILE.yaml", "config config_file config_path config_name config_dir yaml"),
     ("", "`zoo train` trains, and evaluates on data.eval", "do_train"),
     ("", "task=NAME beside the recipe's name chooses the task: sft, dpo, reward", "stage task rlhf_type"),
     ("", f"fused kernels are {_ALWAYS}", "use_liger_kernel enable_liger_kernel use_unsloth liger_kernel torch_compile"),
-    ("", f"columns are read by the rows' format, which is {_ALWAYS}; an entry's format: names it", "remove_unused_columns dataset_kwargs"),
+    ("", "columns are read by the rows' format, which is found by itself; an entry's format: names it", "remove_unused_columns dataset_kwargs"),
     ("", "quantised weights are not trained here", "load_in_4bit load_in_8bit quantization_bit quantization_method quant_bits bnb_4bit_quant_type"),
 )  # fmt: skip
 
@@ -133,5 +140,12 @@ NAMES = {name: Meaning(tuple(keys.split()), note) for keys, note, names in _TABL
 
 def foreign_hint(key: str) -> str | None:
     """What zoo has for another trainer's name (`train.batch_size`, `--learning-rate`), or None for an unknown one."""
-    name = key.rpartition(".")[2].replace("-", "_").lower()
-    return str(NAMES[name]) if name in NAMES else None
+    name = foreign_name(key)
+    return None if name is None else str(NAMES[name])
+
+
+def foreign_name(key: str) -> str | None:
+    """The name in NAMES that a key ends in; None where it ends in none of them."""
+    parts = key.replace("-", "_").lower().split(".")
+    ends = (".".join(parts[place:]) for place in range(len(parts)))
+    return next((name for name in ends if name in NAMES), None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +19,9 @@ from zoo.config.layers.foreign import foreign_hint
 from zoo.config.layers.keys import Key, choices_of, keys, sections, shown_value, unknown_hint
 from zoo.config.layers.layer import Edit, Layer, escaped, layer_of, merge_into, nested
 from zoo.errors import ConfigError, printable
+
+_MOST_PROBLEMS = 60  # unknown keys that are looked at
+_SHOWN = 40  # mistakes that a message names
 
 
 def schema_tree(schema: type) -> DictConfig:
@@ -70,8 +73,14 @@ def apply(tree: DictConfig, layer: Layer) -> None:
     for one, other in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
         if leaves.get(one) is not None and other not in leaves:
             OmegaConf.update(tree, other, None)
+    wrong = []
     for key, value in leaves.items():
-        set_key(tree, key, value, where)
+        try:
+            set_key(tree, key, value, where)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(together(wrong))
     for edit in layer.edits:
         _edit(tree, edit)
 
@@ -97,34 +106,74 @@ def _edit(tree: DictConfig, edit: Edit) -> None:
     set_key(tree, edit.key, entries, "")
 
 
+class Unknown(NamedTuple):
+    """A key that there is not."""
+
+    key: str  # down to the first value, as the user typed it
+    value: Any
+    problem: str  # what to do, in a few words
+
+
 def leaves_of(
     schema: type, tree: Mapping[str, Any], where: str = "", prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything the nested dicts set; unknown keys are refused."""
-    known = keys(schema)
+    """Dotted key and value of everything the nested dicts set; unknown keys are refused, all at once."""
+    leaves, unknown = read_leaves(schema, tree, prefix)
+    if unknown:
+        raise ConfigError(together([f"{where}{one.problem}" for one in unknown]))
+    return iter(leaves)
+
+
+def read_leaves(
+    schema: type, tree: Mapping[str, Any], prefix: str = ""
+) -> tuple[list[tuple[str, Any]], list[Unknown]]:
+    """Dotted key and value of everything the nested dicts set, and the keys among them that there are not."""
+    known, leaves, unknown = keys(schema), list[tuple[str, Any]](), list[Unknown]()
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in sections(schema):
             if value is not None and not isinstance(value, dict):
                 hint = foreign_hint(key) or f"set its keys, {key}.<key>=value"
-                raise ConfigError(f"{where}{key}={shown_value(value)}: {key} is a section; {hint}")
-            yield from leaves_of(schema, value or {}, where, f"{key}.")
+                problem = f"{key}={shown_value(value)}: {key} is a section; {hint}"
+                unknown.append(Unknown(key, value, problem))
+                continue
+            inner = read_leaves(schema, value or {}, f"{key}.")
+            leaves += inner[0]
+            unknown += inner[1]
         elif key in known and (
             not isinstance(value, dict) or known[key].type.startswith(("dict", "list[Any]"))
         ):
-            yield key, value
+            leaves.append((key, value))
         else:
-            deep = deepest(key, value)
-            hint = foreign_hint(key) or foreign_hint(deep) or unknown_hint(schema, deep)
-            raise ConfigError(f"{where}{printable(deep, 200)}: no such key; {hint}")
+            for deep, held in _deepest(key, value):
+                if len(unknown) >= _MOST_PROBLEMS:  # each of which is compared with all keys
+                    break
+                hint = foreign_hint(deep) or foreign_hint(key) or unknown_hint(schema, deep)
+                unknown.append(Unknown(deep, held, f"{printable(deep, 200)}: no such key; {hint}"))
+    return leaves, unknown
+
+
+def together(problems: Sequence[str]) -> str:
+    """Several mistakes as one message: one as it is, several a line each."""
+    shown = list(dict.fromkeys(problems))
+    if len(shown) == 1:
+        return shown[0]
+    more = [f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+    return "\n".join([f"{len(shown)} mistakes:", *(f"  {line}" for line in shown[:_SHOWN]), *more])
+
+
+def _deepest(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The dotted keys down to values, as the user typed them."""
+    if isinstance(value, dict) and value:
+        for name, held in value.items():
+            yield from _deepest(f"{key}.{name}", held)
+    else:
+        yield key, value
 
 
 def deepest(key: str, value: Any) -> str:
     """The dotted key down to the first value, as the user typed it."""
-    while isinstance(value, dict) and value:
-        name = next(iter(value))
-        key, value = f"{key}.{name}", value[name]
-    return key
+    return next(_deepest(key, value))[0]
 
 
 def set_key(tree: DictConfig, key: str, value: Any, where: str = "") -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from zoo.config.schema import DataConfig
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, raised
 from zoo.errors import UserError
 from zoo.files import Lines
 
@@ -72,11 +72,7 @@ class BadRows:
         """
         dropped = error.cause == "overlong" and self._overlong == "drop"
         if self._on_error == "raise" and not dropped:
-            raise RowError(
-                error.source,
-                error.cause,
-                f"{error.message} (data.on_error=skip leaves out and lists such rows.)",
-            ) from error
+            raise raised(error) from error
         self.counts[error.cause] += 1
         self._list(error)
         self._since_good += 0 if dropped else 1

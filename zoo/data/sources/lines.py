@@ -27,6 +27,19 @@ METADATA = "metadata"  # the name, without its ending, of a file that describes 
 ROW_FILES = (".jsonl", ".json", ".csv", ".tsv")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "heldout")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+# Files that other programs keep tables in.
+_TABLES = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "it is a spreadsheet, which is not read"),
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".pt", ".npz", ".npy", ".h5", ".hdf5"), "it is no file of rows as text"
+    ),
+    **dict.fromkeys(
+        (".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".tgz"), "it is compressed; unpack it"
+    ),
+    **dict.fromkeys(
+        (".doc", ".docx", ".pdf", ".sqlite", ".db", ".feather", ".avro"), "it is no file of rows"
+    ),
+}
 LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
 
 
@@ -92,6 +105,7 @@ def _of_csv(path: Path, spec: str) -> Iterator[tuple[int, dict[str, Any] | RowEr
             if names is None:
                 names = [name.strip() for name in cells]
                 _check_names(names, spec)
+                _check_separator(names, spec, SEPARATORS[path.suffix])
             elif len(cells) != len(names):
                 text = f"{len(cells)} cells, but the first line names {len(names)} columns; quote cells that hold {table.dialect.delimiter!r}."
                 yield line, RowError("", "bad_row", text)
@@ -145,6 +159,17 @@ def _check_names(names: list[str], spec: str) -> None:
     if len(counts) < len(names):
         twice = next(name for name in names if counts[name] > 1)
         raise UserError(f"{spec}: the first line names the column {shown(twice)!r} twice; rename one.")
+
+
+def _check_separator(names: list[str], spec: str, wanted: str) -> None:
+    """UserError where the first line is one name that holds another separator."""
+    other = next((mark for mark in ";\t|,:" if mark != wanted and mark in names[0]), None)
+    if len(names) == 1 and other is not None:
+        named = {"\t": "tabs; name it .tsv", ";": "semicolons"}.get(other, f"{other!r}")
+        raise UserError(
+            f"{spec}: its columns seem to be separated by {named}; {'commas' if wanted == ',' else 'tabs'} are wanted (spreadsheets ask for the "
+            f"separator as they save)"
+        )
 
 
 def _cells(row: dict[str, str]) -> dict[str, Any]:
@@ -258,6 +283,7 @@ def locate(spec: str, key: str = "data") -> Path:
     """
     path = expanded(spec)
     if os.path.isfile(path):
+        _refuse_other_kind(path, f"{key}={printable(spec, LONGEST)}")
         return path
     if is_bundled(spec):
         name, _, split = spec.partition(":")
@@ -274,6 +300,20 @@ def locate(spec: str, key: str = "data") -> Path:
     elif why not in (None, "there is none"):
         what = f"can't be read: {why}"
     raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")
+
+
+def _refuse_other_kind(path: Path, given: str) -> None:
+    """UserError for a file that by its name holds no rows as text."""
+    kind, name = kind_of_file(path.name), path.suffix.lower()
+    if kind is not None and name not in (".txt", *ROW_FILES):
+        raise UserError(
+            f"{given}: it is one {kind}; wanted rows that name such files, as JSONL, or a folder of {kind}s with a "
+            f"metadata.csv or in folders by class"
+        )
+    if name in _TABLES:
+        raise UserError(
+            f"{given}: {_TABLES[name]}; save its table as CSV in UTF-8 (.csv), as JSONL or as parquet"
+        )
 
 
 def _is_list(path: Path) -> bool:

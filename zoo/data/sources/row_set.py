@@ -9,23 +9,27 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zoo.config.entries import MEDIA_KEYS, DataEntry, MediaLimits, is_bundled
+from zoo.config.entries import FORMS, MEDIA_KEYS, DataEntry, MediaLimits, is_bundled
 from zoo.config.schema import DataConfig
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, raised
 from zoo.data.sources.formats.choose import PREFERENCE
+from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.mixture import Mixture, Part, SampleId
 from zoo.data.sources.references import Access, shown
-from zoo.data.sources.rows import Row
+from zoo.data.sources.rows import Row, make_row, no_rows
 from zoo.data.sources.streams import RowStream, is_stream, open_stream
-from zoo.data.sources.tables import open_table
+from zoo.data.sources.tables import form_of, kind_of, open_table
 from zoo.errors import UserError
 from zoo.files import expanded
 
+_FIRST = 10  # rows that are looked at before ranks are started
+_QUICK = 2**26  # bytes that are read for them
 MOST_NAMED = 20  # columns that a note lists
 ONE_SOUND = "one audio"  # among what a model takes: a sound, but no second one in a row
 
@@ -306,6 +310,34 @@ def _first(stream: RowStream, name: str, count: int | None, on_bad: Callable[[Ro
         except RowError as error:
             on_bad(error)
     return found
+
+
+def check_first_rows(entry: DataEntry, data: DataConfig, modalities: Sequence[str], key: str) -> None:
+    """Read the first rows of an entry that is a file of lines, whose formats are zoo's own.
+
+    Raises:
+        RowError: one of them can't be used.
+        UserError: no such file, or one without rows.
+    """
+    path = entry.path
+    own = entry.format is not None and entry.format not in FORMS
+    if path is None or own or is_bundled(path) or kind_of(path) != "lines":
+        return
+    file, literal = locate(path, key), data.literal_tags or set(modalities) <= {"text"}
+    if file.suffix == ".json" and file.stat().st_size > _QUICK:  # a list is read as a whole
+        return
+    form = form_of(replace(entry, literal_tags=True) if literal and entry.literal_tags is None else entry)
+    access = _access(data, entry.root, file.parent)
+    number = 0
+    for number, line in islice(numbered_items(file, str(entry)), _FIRST):
+        source = f"{entry}:{number}"
+        try:
+            item = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
+            make_row(item, source, access, form)
+        except RowError as error:
+            raise raised(error) from error
+    if not number:
+        raise UserError(no_rows(path))
 
 
 def _access(data: DataConfig, root: str | None, folder: Path) -> Access:

@@ -163,8 +163,13 @@ def read_rows(
                 raise
             on_bad(error)
     if empty:
-        raise UserError(f"{spec} has no rows; each line should be a JSON object with 'messages'.")
+        raise UserError(no_rows(spec))
     return rows
+
+
+def no_rows(spec: str | Path) -> str:
+    """What is said of a file without any."""
+    return f"{spec} has no rows; each line should be a JSON object with 'messages'."
 
 
 def parse_row(line: bytes | str, source: str, root: Path) -> Row:

@@ -157,7 +157,8 @@ def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> Tr
 
 def _calls_users(recipe: Recipe) -> bool:
     """Whether a run calls functions that the recipe names: callbacks, or formats of rows."""
-    entries = [parse_entry(spec, "data") for spec in (*recipe.data.train, *recipe.data.eval)]
+    specs = [("data.train", recipe.data.train), ("data.eval", recipe.data.eval)]
+    entries = [parse_entry(spec, key) for key, given in specs for spec in given]
     return bool(recipe.run.callbacks) or any(":" in (entry.format or "") for entry in entries)
 
 

@@ -11,9 +11,12 @@ from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import is_saved_recipe
 from zoo.config.devices import cores, gpu_count
 from zoo.config.entries import parse_entry
+from zoo.config.hub import check_on_hub
+from zoo.config.locate import is_hub_id, look
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
+from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
@@ -21,6 +24,7 @@ from zoo.engine.megatron.core_import import leave_out_transformer_engine
 from zoo.engine.planning.plan_process import planned
 from zoo.engine.watchdog.run_lock import refuse_second
 from zoo.errors import ConfigError
+from zoo.registry import families
 
 
 def prepare(
@@ -42,6 +46,7 @@ def prepare(
     ranks = world_size(recipe)
     _check_machine(recipe)
     keep_kernels()
+    _check_data(recipe)
     if here:
         leave_out_transformer_engine(recipe)
     recipe = planned(recipe, ranks, here=here, meanwhile=meanwhile and partial(meanwhile, ranks))
@@ -50,10 +55,23 @@ def prepare(
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already
         refuse_second(Path(recipe.run.dir))
+    return recipe, ranks
+
+
+def _check_data(recipe: Recipe) -> None:
+    """UserError for files, data sets and weights that are not there, and for first rows that can't be used: before any rank is started."""
     for key, specs in (("data.train", recipe.data.train), ("data.eval", with_defaults(recipe.data).eval)):
         for spec in specs:
-            check_entry(parse_entry(spec, key), key)
-    return recipe, ranks
+            entry = parse_entry(spec, key)
+            check_entry(entry, key)
+            if under_torchrun():  # where every rank is there already
+                continue
+            if entry.hub is not None:
+                check_on_hub(entry.hub, "dataset", f"{key}={entry}")
+            elif recipe.model.family in families() and recipe.data.on_error == "raise":
+                check_first_rows(entry, recipe.data, families()[recipe.model.family].modalities, key)
+    if not under_torchrun() and look(recipe.model.init) is None and is_hub_id(recipe.model.init):
+        check_on_hub(recipe.model.init, "model", f"model.init={recipe.model.init}")
 
 
 def _check_machine(recipe: Recipe) -> None:

@@ -97,7 +97,7 @@ def allowed_changes(
     found += [
         one for one in of_model if not any(key == one.key or key.startswith(f"{one.key}.") for key in seen)
     ]
-    refuse(str(checkpoint), found, recipe)
+    refuse(str(checkpoint), found, recipe, saved.get("recipe"))
     if ("lora" in state["model"]) != (
         "lora" in model
     ):  # the trained parameters of one are missing in the other

@@ -1,0 +1,231 @@
+"""Files and command lines of other trainers: recognised, and answered with a command that resolves here and says the same."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.cli.main import main
+from zoo.config import compose
+from zoo.config.compose import load_recipe
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+LLAMA_FACTORY = """
+model_name_or_path: Qwen/Qwen3-VL-4B-Instruct
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: mine
+template: qwen3_vl
+cutoff_len: 2048
+output_dir: saves/x
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+"""
+FULL = """
+model_name_or_path: Qwen/Qwen3-VL-30B-A3B-Instruct
+stage: sft
+finetuning_type: full
+freeze_multi_modal_projector: false
+deepspeed: examples/deepspeed/ds_z3_config.json
+dataset: rows.jsonl
+cutoff_len: 4096
+max_steps: 200
+warmup_ratio: 0.1
+lr_scheduler_type: constant_with_warmup
+"""
+SWIFT = """
+model: Qwen/Qwen3-8B
+rlhf_type: dpo
+train_type: full
+dataset: [rows.jsonl]
+torch_dtype: float32
+beta: 0.2
+max_length: 1024
+tensor_model_parallel_size: 2
+split_dataset_ratio: 0.02
+report_to: wandb
+"""
+AXOLOTL = """
+base_model: google/gemma-3-4b-it
+load_in_4bit: true
+datasets:
+  - path: org/set
+    type: alpaca
+    split: train
+  - path: more.jsonl
+    type: chat_template
+val_set_size: 0.1
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+weight_decay: 0.0
+wandb_project: tuning
+saves_per_epoch: 2
+unheard_of: 3
+"""
+TORCHTUNE = """
+output_dir: /tmp/out
+model:
+  _component_: torchtune.models.qwen3.lora_qwen3_8b_instruct
+  lora_rank: 16
+checkpointer:
+  checkpoint_dir: ${output_dir}/Qwen3-8B
+batch_size: 4
+epochs: 2
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 2e-5
+"""
+VERL = """
+data: {train_files: rows.parquet, max_length: 1024}
+model: {partial_pretrain: Qwen/Qwen3-0.6B}
+optim: {lr: 1e-5}
+trainer: {total_epochs: 2, n_gpus_per_node: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compose, "gpu_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    listed = {"mine": {"file_name": "mine.json", "formatting": "sharegpt"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
+
+
+def answer(text: str) -> tuple[str, list[str], Recipe]:
+    """The message about a file, the overrides that it names, and what they resolve to."""
+    Path("my.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        load_recipe("my.yaml")
+    message = str(refusal.value)
+    (command,) = [line for line in message.split("\n") if line.startswith("  zoo train ")]
+    _, _, name, *overrides = shlex.split(command)
+    bare = [text for text in overrides if not text.startswith("model.init=")]  # the hub is not asked
+    return message, overrides, load_recipe(name.removeprefix("recipe="), bare)
+
+
+def value(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(recipe, section) if section else recipe, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "name", "init", "wanted"),
+    [
+        (LLAMA_FACTORY, "LLaMA-Factory", "qwen3_vl_lora", "Qwen/Qwen3-VL-4B-Instruct", {
+            "lora.rank": 8, "lora.alpha": 16, "packing.budget": 2048, "train.global_batch": 16, "train.lr": 1e-4, "train.epochs": 3, "train.min_lr": 0,
+            "run.dir": "saves/x", "data.train": [{"path": "data/mine.json", "format": "conversations"}],
+        }),
+        (FULL, "LLaMA-Factory", "qwen3_vl_moe_sft", "Qwen/Qwen3-VL-30B-A3B-Instruct", {
+            "model.freeze": ["vision"], "train.lr_scale": {"merger": 1.0}, "train.steps": 200, "train.warmup_steps": 20, "train.schedule": "constant",
+            "data.train": ["rows.jsonl"], "lora.rank": 0,
+        }),
+        (SWIFT, "ms-swift", "qwen3_dpo", "Qwen/Qwen3-8B", {
+            "train.loss": "dpo", "train.beta": 0.2, "packing.budget": 1024, "engine.precision": "fp32", "parallel.tp": 2, "log.wandb": "zoo",
+            "data.train": [{"path": "rows.jsonl", "held_out": 0.02}], "model.freeze": [],
+        }),
+        (AXOLOTL, "axolotl", "gemma3_lora", "google/gemma-3-4b-it", {
+            "lora.rank": 32, "lora.alpha": 16, "lora.targets": ["q_proj", "v_proj"], "train.global_batch": 2, "train.exp_avg_dtype": "fp8", "train.weight_decay": 0,
+            "log.wandb": "tuning",
+            "data.train": [{"hub": "org/set", "split": "train", "format": "alpaca", "held_out": 0.1}, {"path": "more.jsonl", "held_out": 0.1}],
+        }),
+        (TORCHTUNE, "torchtune", "qwen3_lora", "${output_dir}/Qwen3-8B", {"lora.rank": 16, "train.global_batch": 4, "train.epochs": 2, "train.lr": 2e-5}),
+        (VERL, "verl", "qwen3_sft", "Qwen/Qwen3-0.6B", {"data.train": ["rows.parquet"], "packing.budget": 1024, "train.lr": 1e-5, "train.epochs": 2, "nproc": 8}),
+    ],
+    ids=["llama-factory", "llama-factory-full", "ms-swift", "axolotl", "torchtune", "verl"],
+)  # fmt: skip
+def test_a_file_of_another_trainer_is_answered_with_a_command(
+    text: str, program: str, name: str, init: str, wanted: dict[str, Any]
+) -> None:
+    message, overrides, recipe = answer(text)
+    assert f"a file of {program}" in message
+    assert recipe.recipe == name and f"model.init={init}" in overrides
+    assert {key: value(recipe, key) for key in wanted} == wanted
+
+
+def test_every_key_of_a_foreign_file_is_told() -> None:
+    message, _, _ = answer(AXOLOTL)
+    assert "without a counterpart here: unheard_of" in message
+    assert "saves_per_epoch: 2: zoo's is train.save_every" in message and "quantised weights" in message
+    message, _, _ = answer(LLAMA_FACTORY)
+    assert "train.warmup_steps: a number of steps: 0.1" in message and "trust_remote_code" in message
+
+
+def test_a_recipe_with_wrong_keys_is_a_recipe_and_told_of_all_of_them() -> None:
+    Path("my.yaml").write_text(
+        "base: llava_sft\nlearning_rate: 1e-4\ntrain: {num_train_epochs: 3, lr: 1e-4}\nzzz: {a: 1, b: 2}\n"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        load_recipe("my.yaml", ["output_dir=x", "train.stepz=3"])
+    said = str(refusal.value)
+    for told in (
+        "learning_rate: no such key; zoo's is train.lr",
+        "train.num_train_epochs",
+        "zzz.a",
+        "zzz.b",
+        "run.dir",
+        "nearest: train.steps",
+    ):
+        assert told in said  # fmt: skip
+    Path("own.yaml").write_text("train:\n  steps: 5\n  learning_rate: 1\n")
+    with pytest.raises(ConfigError, match=r"own.yaml: train.learning_rate: no such key; zoo's is train.lr"):
+        load_recipe("own.yaml")
+
+
+def test_several_wrong_values_and_keys_without_effect_come_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)train.lr=x: wanted.*train.schedule=cosin: wanted"):
+        load_recipe("llava_sft", ["train.lr=x", "train.schedule=cosin"])
+    with pytest.raises(ConfigError, match=r"(?s)lora.alpha=3.*lora.dropout=0.1"):
+        load_recipe("llava_sft", ["lora.alpha=3", "lora.dropout=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("train recipe=llava_sft --use_flash_attn --bf16 --num_train_epochs 3", ["on by themselves", "engine.precision", "recipe=llava_sft train.epochs=3"]),
+        ("train recipe=llava_sft --template llava --output_dir x", ["data.template", "run.dir=x"]),
+        ("train --model_name_or_path Qwen/Qwen3-VL-4B-Instruct --dataset my.jsonl --use_peft", ["recipe=qwen3_vl_lora", "data.train=my.jsonl"]),
+        ("train --config my.yaml", ["zoo train my.yaml"]),
+        ("train recipe=llava_sft data=my.jsonl", ["data.train"]),
+        ("train recipe=llava_sft data.train = my.jsonl", ["data.train=my.jsonl"]),
+        ("train recipe=llava_sft data.train= my.jsonl", ["data.train=my.jsonl"]),
+        ("train recipe=llava_sft train.lr 1e-4", ["train.lr=1e-4"]),
+        ("train recipe=llava_sft data.train={path: my.jsonl, held_out: 0.1}", ["'data.train={path: my.jsonl, held_out: 0.1}'"]),
+        ("train recipe=llava_sft 'train.lr=1e-4 train.steps=5'", ["quote each by itself"]),
+        ("train recipe=llava_sft data.format=sharegpt", ["format: of an entry"]),
+        ("train recipe=llava_sft 'data.train={file: a.jsonl, heldout: 0.1}'", ["zoo's is path", "zoo's is held_out"]),
+        ("train recipe=llava_sft 'data.train={path: a.jsonl, format: sharegpt}'", ["zoo's is conversations"]),
+        ("train recipe=llava_sft actor_rollout_ref.model.path=x trainer.max_steps=3", ["model.init", "train.steps=3"]),
+        ("sft recipe=llava_sft", ["nearest: zoo train"]),
+        ("generate runs/demo What? picture=photo.png", ["image=photo.png"]),
+    ],
+)  # fmt: skip
+def test_what_newcomers_type(line: str, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    said = capsys.readouterr().err
+    assert all(text in said for text in told), said
+
+
+def test_a_tab_is_named() -> None:
+    Path("my.yaml").write_text("base: llava_sft\ntrain:\n\tsteps: 5\n")
+    with pytest.raises(ConfigError, match=r"my.yaml:3: .*begins with a tab: indent by spaces"):
+        load_recipe("my.yaml")

@@ -1,0 +1,66 @@
+"""Refusals of what other trainers call their settings: all of a command line or a file at once, each with what zoo has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zoo.config.files import as_path, recipe_names
+from zoo.config.foreign.programs import flattened, program_of
+from zoo.config.foreign.translation import Load, translate
+from zoo.config.layers.foreign import foreign_hint
+from zoo.config.layers.layer import Layer
+from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
+from zoo.config.layers.tree import read_leaves, together
+from zoo.config.recipes.chain import FILE_KEYS
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+
+def refuse_foreign_file(name_or_path: str, load: Load) -> None:
+    """ConfigError for a file that was written for another trainer, with the command that does the same here."""
+    path = as_path(name_or_path)
+    if path is None or not path.is_file():
+        return
+    try:
+        tree = read_yaml(read_text(path))
+    except (UnreadableError, OSError):
+        return  # which reading it says
+    program = (
+        program_of(tree) if isinstance(tree, dict) and all(isinstance(key, str) for key in tree) else None
+    )
+    if program is not None:
+        raise ConfigError(
+            f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n"
+            f"{translate(dict(flattened(tree)), load, program)}"
+        )
+
+
+def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:
+    """ConfigError for keys that there are not, of the user's files and the command line together.
+
+    Args:
+        recipe: its name, as the user gave it.
+        layers: the user's files, and the overrides last.
+        load: as `translate` takes it.
+    """
+    problems: list[str] = []
+    foreign = 0
+    for layer in layers:
+        where = f"{layer.origin}: " if layer.origin else ""
+        tree = {key: value for key, value in layer.tree.items() if key not in FILE_KEYS}
+        unknown = read_leaves(Recipe, tree)[1]
+        problems += [f"{where}{one.problem}" for one in unknown]
+        foreign += sum(foreign_hint(one.key) is not None for one in unknown if not layer.origin)
+    if not problems:
+        return
+    answer = together(problems)
+    if len(problems) > 1 and foreign > 1 and recipe in recipe_names():
+        answer += f"\nwhat comes to the same here:\n{translate(_given(layers[-1].tree), load, recipe=recipe)}"
+    raise ConfigError(answer)
+
+
+def _given(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides by dotted key, zoo's own mappings whole."""
+    leaves, unknown = read_leaves(Recipe, tree)
+    return {**dict(leaves), **{one.key: one.value for one in unknown}}
