@@ -134,3 +134,18 @@ def test_a_key_that_there_is_not_can_t_be_accepted() -> None:
     with pytest.raises(ConfigError, match=r"run.accept_changes=train.lrr: .*nearest: train.lr"):
         validate(recipe("run.accept_changes=[train.lrr]"), 1)
     validate(recipe("run.accept_changes=[train.lr,data,model.arch.text_config]"), 1)
+
+
+def test_a_folder_of_another_experiment_is_named_in_one_sentence() -> None:
+    before = recipe()
+    after = recipe(
+        "data.train=mine.jsonl", "train.lr=0.5", "train.beta1=0.1", "train.beta2=0.2", "train.eps=0.3", "run.seed=5", "lora.rank=4",
+        "train.clip_grad=9", "packing.budget=77",
+    )  # fmt: skip
+    wrong = changes(asdict(before), after, rows_known=False)
+    with pytest.raises(ConfigError) as refusal:
+        refuse("runs/x/iter_3", wrong, after, "another_recipe")
+    message = str(refusal.value)
+    assert message.startswith("runs/x/iter_3 belongs to another experiment (recipe another_recipe there")
+    assert "data.train" in message and "train.lr" in message and "train.beta2" not in message
+    assert message.endswith("run.dir=FOLDER") and f"and {len(wrong) - 4} more keys differ" in message

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from zoo.config.foreign import data_sets, models
+from zoo.config.foreign.answer import Translation, takes
 from zoo.config.foreign.programs import leaf
 from zoo.config.layers.foreign import NAMES, foreign_name
 from zoo.config.layers.keys import keys, show_value, shown_value
-from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
@@ -37,42 +33,6 @@ _BY_ITSELF = (
 _NOTED = ("packing.budget",)  # whose values are the same, whatever there is to know
 _ATTENTION = NAMES["flash_attn"]
 _FUSED = NAMES["use_liger_kernel"]
-
-
-@dataclass
-class Translation:
-    """Another trainer's settings as zoo's.
-
-    Attributes:
-        recipe: the recipe that comes with zoo, "RECIPE" where none is known to fit.
-        settings: zoo's keys and values.
-        open: foreign keys and what has to be decided about them.
-        done: foreign keys that need no counterpart: what they ask for is so by itself.
-        without: foreign keys that have no counterpart.
-    """
-
-    recipe: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    open: dict[str, str] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-
-    @property
-    def command(self) -> str:
-        """The command line that trains so."""
-        given = (f"{key}={show_value(value)}" for key, value in self.settings.items())
-        return " ".join(["zoo train", f"recipe={self.recipe}", *map(shlex.quote, given)])
-
-    def __str__(self) -> str:
-        lines = [f"  {self.command}"]
-        if self.open:
-            lines.append("to decide:")
-            lines += [f"  {key}: {what}" for key, what in self.open.items()]
-        if self.done:
-            lines.append(f"so by itself: {', '.join(self.done)}")
-        if self.without:
-            lines.append(f"without a counterpart here: {', '.join(self.without)}")
-        return "\n".join(lines)
 
 
 def translate(
@@ -396,7 +356,7 @@ class _Reader:
         meaning = NAMES.get(name or "")
         if key in keys(Recipe) or key == "task":  # of the command line
             found.settings[key] = value
-        elif last in _SAME and _is_value(_SAME[last], value):
+        elif last in _SAME and takes(_SAME[last], value):
             self.set(_SAME[last], value)
         elif (
             last in _BY_ITSELF
@@ -410,7 +370,7 @@ class _Reader:
             target = meaning.keys[0]
             if target in found.settings or target.startswith(("data.train", "parallel.plan", "run.resume")):
                 found.done.append(key)
-            elif (not meaning.note or target in _NOTED) and _is_value(target, value):
+            elif (not meaning.note or target in _NOTED) and takes(target, value):
                 found.settings[target] = value
             else:
                 found.open[key] = f"{shown_value(value)}: {meaning}"
@@ -438,13 +398,3 @@ class _Reader:
                 for key in refused:
                     del found.settings[key]
                     found.done.append(f"{key} (no effect here)")
-
-
-def _is_value(key: str, value: Any) -> bool:
-    """Whether zoo's key takes the value."""
-    tree: DictConfig = schema_tree(Recipe)
-    try:
-        set_key(tree, key, value)
-    except ConfigError:
-        return False
-    return True

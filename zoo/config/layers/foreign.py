@@ -29,7 +29,7 @@ class Meaning(NamedTuple):
 _TABLE: tuple[tuple[str, str, str], ...] = (
     ("model.init", "", "model_name_or_path model_name model_id model_path base_model pretrained_model_name_or_path load pretrained_checkpoint model model.path model.partial_pretrain partial_pretrain init_from_hf_path checkpointer.checkpoint_dir hf_model_path"),
     ("model.family", "", "model_type architecture model_family"),
-    ("data.template", "a file; by itself the model's own template, so that none has to be named", "template chat_template conversation_template chat_template_path"),
+    ("data.template", "arguments of the chat template, which is the model's own: none has to be named", "template chat_template conversation_template chat_template_path"),
     ("model.freeze", "a list of parts, [vision] say", "freeze_vision_tower freeze_vit freeze_vision freeze_llm freeze_aligner freeze_multi_modal_projector freeze_mm_mlp_adapter tune_mm_vision tune_mm_llm tune_mm_mlp freeze_parameters freeze_trainable_layers trainable_parameters freeze_language_model freeze_text_model unfreeze_parameters freeze_projector"),
     ("data.train", "", "dataset datasets dataset_name dataset_dir train_file train_data train_dataset train_data_path data_path dataset_path dataset_text_field custom_train_dataset_path train_files data train_path train_dataset_path data_files"),
     ("data.eval", "", "eval_dataset val_dataset validation_file eval_file valid_data_path custom_val_dataset_path test_file eval_dataset_path test_datasets val_files val_path eval_data"),

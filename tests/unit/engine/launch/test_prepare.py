@@ -1,0 +1,73 @@
+"""What is wrong with data and weights is told before any rank is started."""
+
+from pathlib import Path
+
+import pytest
+
+from zoo.config import compose, hub
+from zoo.config.compose import load_recipe
+from zoo.engine.launch import prepare
+from zoo.errors import UserError
+
+TURNS = '"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (prepare, compose):
+        monkeypatch.setattr(module, "gpu_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(*overrides: str) -> str:
+    """What is said of a run on two ranks, none of which has been started."""
+    started: list[int] = []
+    with pytest.raises(UserError) as refusal:
+        prepare.prepare(load_recipe("llava_sft", ["nproc=2", *overrides]), meanwhile=started.append)
+    assert not started
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("rows.jsonl", '{"img": "a.png", "query": "q", "response": "r"}', ["'img'", "columns: {image: img}"]),
+        ("rows.jsonl", '{"video_path": "a.mp4", "instruction": "q", "output": "r"}', ["columns: {video: video_path}"]),
+        ("rows.jsonl", f'{{"pictures": ["a.png"], {TURNS}}}', ["columns: {image: pictures}"]),
+        ("rows.csv", "image_path,caption_text\na.png,b\n", ["columns: {image: image_path}"]),
+        ("rows.csv", "image;question;answer\na.png;b;c\n", ["semicolons"]),
+        ("rows.tsv", "question,answer\nb,c\n", ["','", "tabs are wanted"]),
+        ("rows.xlsx", "PK", ["spreadsheet", "CSV"]),
+        ("rows.jsonl.gz", "x", ["unpack"]),
+        ("photo.jpg", "x", ["one image", "metadata.csv"]),
+        ("rows.jsonl", "", ["has no rows"]),
+        ("rows.jsonl", '{"messages": []', ["rows.jsonl:1", "data.on_error=skip"]),
+    ],
+)  # fmt: skip
+def test_rows_that_can_not_be_used(name: str, content: str, texts: list[str]) -> None:
+    Path(name).write_text(content)
+    message = told(f"data.train={name}")
+    assert all(text in message for text in texts), message
+
+
+def test_a_column_that_is_named_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.png").write_bytes(b"x")
+    Path("rows.jsonl").write_text('{"img": "a.png", "query": "q", "response": "r"}')
+    entry = "data.train={path: rows.jsonl, columns: {image: img}}"
+    prepare.prepare(load_recipe("llava_sft", ["nproc=2", entry]))
+
+
+def test_what_is_not_there() -> None:
+    assert "nope.jsonl" in told("data.train=nope.jsonl")
+    assert "nope.jsonl" in told("data.eval=nope.jsonl")
+
+
+@pytest.mark.parametrize("override", ["data.train={hub: org/no_such_set}", "model.init=org/no_such_model"])
+def test_the_hub_out_of_reach(override: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "_unreachable", lambda endpoint: "no line")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    message = told(override)
+    assert "org/no_such" in message and "no line" in message and "cache" in message
