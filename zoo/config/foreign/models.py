@@ -48,13 +48,12 @@ def model_of(names: list[str]) -> Model | None:
     """The model that hub ids, folders or templates name; None where no family's title is in them."""
     for name in names:
         if (published := published_size(name)) is not None:
-            family, size = published
-            return Model(families()[family], size, bool(_EXPERTS.search(size)))
+            return Model(families()[published[0]], published[1], bool(_EXPERTS.search(published[1])))
     for name in names:
         if (kind := _model_type(name)) is not None:
-            for recipe, family, size in _published():
-                if _arch(family, size).get("model_type") == kind:
-                    return Model(families()[family], size, "moe" in recipe)
+            for recipe, of_recipe, size in _published():
+                if _arch(of_recipe, size).get("model_type") == kind:
+                    return Model(families()[of_recipe], size, "moe" in recipe)
     plain = [
         (_plain(title), family) for family in families().values() for title in (family.title, family.name)
     ]

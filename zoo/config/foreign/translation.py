@@ -346,8 +346,8 @@ class _Reader:
             self.set(f"log.{tool}", project or "zoo")
         if tools == {"none"}:
             self.set("log.tensorboard", False)
-        for tool in tools - {"none", "all", "wandb", "mlflow", "trackio", "tensorboard"}:
-            self.found.without.append(f"report_to={tool}")
+        for other in tools - {"none", "all", "wandb", "mlflow", "trackio", "tensorboard"}:
+            self.found.without.append(f"report_to={other}")
 
     def _other(self, key: str, value: Any) -> None:
         """A key that stands for one of zoo's, or for none."""
