@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 from zoo.config.layers.keys import number, outside, shown_value
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, printable
 from zoo.files import expanded
 
 MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_pixels")
@@ -168,9 +168,7 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {value!r} is no entry; a path or {{path: ..., format: ...}} is wanted")
     known = {item.name: item for item in fields(DataEntry)}
-    unknown = [
-        f"{name}: no such key of an entry; {_key_hint(str(name))}" for name in value if name not in known
-    ]
+    unknown = unknown_keys(value)
     if unknown:
         raise ConfigError(f"{key}: {'; '.join(unknown[:10])}")
     for name, given in value.items():
@@ -178,6 +176,16 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     entry = DataEntry(**value)
     _check(entry, key)
     return entry
+
+
+def unknown_keys(names: Iterable[Any]) -> list[str]:
+    """What is said of each of these names that is no key of an entry."""
+    known = {item.name for item in fields(DataEntry)}
+    return [
+        f"{printable(str(name), 200)}: no such key of an entry; {_key_hint(str(name))}"
+        for name in names
+        if name not in known
+    ]
 
 
 def _key_hint(name: str) -> str:

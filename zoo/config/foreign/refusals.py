@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from zoo.config.entries import unknown_keys
 from zoo.config.files import as_path, recipe_names
 from zoo.config.foreign.programs import flattened, program_of
 from zoo.config.foreign.translation import Load, translate
 from zoo.config.layers.foreign import foreign_hint
-from zoo.config.layers.layer import Layer
+from zoo.config.layers.layer import Edit, Layer
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.layers.tree import read_leaves, together
 from zoo.config.recipes.chain import FILE_KEYS
@@ -49,8 +50,9 @@ def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:
     for layer in layers:
         where = f"{layer.origin}: " if layer.origin else ""
         tree = {key: value for key, value in layer.tree.items() if key not in FILE_KEYS}
-        unknown = read_leaves(Recipe, tree)[1]
+        leaves, unknown = read_leaves(Recipe, tree)
         problems += [f"{where}{one.problem}" for one in unknown]
+        problems += [f"{where}{problem}" for problem in _of_entries(dict(leaves), layer.edits)]
         foreign += sum(foreign_hint(one.key) is not None for one in unknown if not layer.origin)
     if not problems:
         return
@@ -58,6 +60,19 @@ def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:
     if len(problems) > 1 and foreign > 1 and recipe in recipe_names():
         answer += f"\nwhat comes to the same here:\n{translate(_given(layers[-1].tree), load, recipe=recipe)}"
     raise ConfigError(answer)
+
+
+def _of_entries(leaves: Mapping[str, Any], edits: Sequence[Edit]) -> Iterator[str]:
+    """Mistakes in the keys of entries of data.train and data.eval."""
+    for key in ("data.train", "data.eval"):
+        given = leaves.get(key)
+        entries = given if isinstance(given, list | tuple) else [given]
+        for entry in entries:
+            if isinstance(entry, Mapping):
+                yield from (f"{key}: {problem}" for problem in unknown_keys(entry))
+        for edit in edits:
+            if edit.key == key:
+                yield from (f"{key}[{edit.index}]: {problem}" for problem in unknown_keys(edit.rest[:1]))
 
 
 def _given(tree: Mapping[str, Any]) -> dict[str, Any]:

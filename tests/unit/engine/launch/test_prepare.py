@@ -33,10 +33,10 @@ def told(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [
-        ("rows.jsonl", '{"img": "a.png", "query": "q", "response": "r"}', ["'img'", "columns: {image: img}"]),
-        ("rows.jsonl", '{"video_path": "a.mp4", "instruction": "q", "output": "r"}', ["columns: {video: video_path}"]),
-        ("rows.jsonl", f'{{"pictures": ["a.png"], {TURNS}}}', ["columns: {image: pictures}"]),
-        ("rows.csv", "image_path,caption_text\na.png,b\n", ["columns: {image: image_path}"]),
+        ("rows.jsonl", '{"img": "a.png", "query": "q", "response": "r"}', ["'img'", "columns: {images: img}"]),
+        ("rows.jsonl", '{"video_path": "a.mp4", "instruction": "q", "output": "r"}', ["columns: {videos: video_path}"]),
+        ("rows.jsonl", f'{{"pictures": ["a.png"], {TURNS}}}', ["columns: {images: pictures}"]),
+        ("rows.csv", "image_path,caption_text\na.png,b\n", ["columns: {images: image_path}", "format: ..."]),
         ("rows.csv", "image;question;answer\na.png;b;c\n", ["semicolons"]),
         ("rows.tsv", "question,answer\nb,c\n", ["','", "tabs are wanted"]),
         ("rows.xlsx", "PK", ["spreadsheet", "CSV"]),

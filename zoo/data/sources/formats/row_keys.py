@@ -228,11 +228,15 @@ def _unknown(keys: tuple[str, ...], key: str, name: str) -> str:
     known = [*ROW_KEYS[name].own, *ROW_KEYS[name].common]
     listed = [one for one in known if one not in KINDS]
     near = get_close_matches(shown(key), known, n=1, cutoff=0.5)
+    medium = _meaning(key, name, False)[0] if name != "text" else ""
+    column = f"columns: {{{medium}s: {shown(key)}}}" if medium in KINDS else ""
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(listed)}."
+    if column:
+        hint = f"if it names {medium}s, say so in the entry: {{path: ..., {column}}}."
     if key in FOREIGN:
         more = f"In zoo {FOREIGN[key]}."
     elif name not in keys:
-        more = f"Name their form in the entry, {{path: ..., format: ...}}; there are {', '.join(ROW_KEYS)}."
+        more = f"Name the form of the rows, too, {{path: ..., format: ...}}; there are {', '.join(ROW_KEYS)}."
     elif name == "text" and key in (*MEDIA, FILE):
         more = "A row of 'text' has no media; write it as 'messages', or name a format that keeps them."
     else:
