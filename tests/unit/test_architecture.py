@@ -47,7 +47,7 @@ INNER = {
         "layers": "",
         "facts": "layers entries",
         "recipes": "layers files hub locate",
-        "foreign": "layers recipes files locate schema",
+        "foreign": "layers recipes files locate schema entries",
         "checks": "layers facts schema derived devices gpus locate",
     },
     "bridge": {"mapping": "errors", "files": "errors parallel"},
