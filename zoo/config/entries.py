@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
+from zoo.config.layers.foreign import foreign_entry_key, foreign_format
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError, printable
 from zoo.files import expanded
@@ -22,30 +23,6 @@ FORMS = (
     "cord_v2", "llava_instruct", "captions", "cauldron",
     "transcripts", "classes",
 )  # fmt: skip
-# zoo's key of an entry, or format of rows -> what others call it.
-_FOREIGN_KEYS = {
-    "path": "file file_name filename file_path data_files data_file dataset local_path jsonl json annotation annotation_path train_file",
-    "hub": "repo repo_id hf_hub_url ms_hub_url hf_id dataset_id dataset_name hub_id hf",
-    "name": "subset config config_name dataset_config",
-    "format": "type formatting data_type dataset_type style template",
-    "root": "media_dir image_dir image_folder images_dir media image_root media_root data_root",
-    "weight": "ratio sampling_ratio probability proportion prob",
-    "epochs": "repeat repeats repeat_time",
-    "held_out": "val_size eval_size test_size split_ratio val_set_size heldout holdout val_ratio",
-    "columns": "mapping column_mapping field_mapping",
-    "video_fps": "fps",
-    "kinds": "modalities",
-}  # fmt: skip
-_FOREIGN_FORMATS = {
-    "conversations": "sharegpt llava vicuna fastchat",
-    "messages": "openai chatml chat chat_template oai qwen swift",
-    "alpaca": "instruction instruct",
-    "preference": "dpo rm ranking pairs rlhf",
-    "text": "pt pretrain pretraining completion plain txt",
-    "captions": "caption",
-    "transcripts": "asr transcript",
-    "question_answer": "vqa qa",
-}
 ASKED = ("captions", "transcripts", "classes")  # formats of rows without a question
 OWN_FORM = re.compile(r"([^:]+\.py|\w+(\.\w+)*):\w+(\.\w+)*")  # module:function, file.py:function
 
@@ -190,9 +167,8 @@ def unknown_keys(names: Iterable[Any]) -> list[str]:
 
 def _key_hint(name: str) -> str:
     """What an entry has for a key that there is not."""
-    foreign = next((key for key, names in _FOREIGN_KEYS.items() if name.lower() in names.split()), None)
-    if foreign is not None:
-        return f"zoo's is {foreign}"
+    if (key := foreign_entry_key(name)) is not None:
+        return f"zoo's is {key}"
     known = [item.name for item in fields(DataEntry)]
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"
@@ -346,10 +322,8 @@ def _check(entry: DataEntry, key: str) -> None:
 
 
 def _format_hint(name: str) -> str:
-    plain = name.lower().replace("-", "_")
-    for form, names in _FOREIGN_FORMATS.items():
-        if plain in names.split():
-            return f"zoo's is {form} (without format: it is recognised by the rows' keys); "
+    if (form := foreign_format(name)) is not None:
+        return f"zoo's is {form} (without format: it is recognised by the rows' keys); "
     near = get_close_matches(name, FORMS, n=1, cutoff=0.4)
     return f"nearest: {near[0]}; " if near else ""
 

@@ -137,6 +137,31 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
 
 NAMES = {name: Meaning(tuple(keys.split()), note) for keys, note, names in _TABLE for name in names.split()}
 
+# zoo's key of an entry, or format of rows -> what others call it.
+_ENTRY_KEYS = {
+    "path": "file file_name filename file_path data_files data_file dataset local_path jsonl json annotation annotation_path train_file",
+    "hub": "repo repo_id hf_hub_url ms_hub_url hf_id dataset_id dataset_name hub_id hf",
+    "name": "subset config config_name dataset_config",
+    "format": "type formatting data_type dataset_type style template",
+    "root": "media_dir image_dir image_folder images_dir media image_root media_root data_root",
+    "weight": "ratio sampling_ratio probability proportion prob",
+    "epochs": "repeat repeats repeat_time",
+    "held_out": "val_size eval_size test_size split_ratio val_set_size heldout holdout val_ratio",
+    "columns": "mapping column_mapping field_mapping",
+    "video_fps": "fps",
+    "kinds": "modalities",
+}  # fmt: skip
+_FORMATS = {
+    "conversations": "sharegpt llava vicuna fastchat",
+    "messages": "openai chatml chat chat_template oai qwen swift",
+    "alpaca": "instruction instruct",
+    "preference": "dpo rm ranking pairs rlhf",
+    "text": "pt pretrain pretraining completion plain txt",
+    "captions": "caption",
+    "transcripts": "asr transcript",
+    "question_answer": "vqa qa",
+}
+
 
 def foreign_hint(key: str) -> str | None:
     """What zoo has for another trainer's name (`train.batch_size`, `--learning-rate`), or None for an unknown one."""
@@ -149,3 +174,14 @@ def foreign_name(key: str) -> str | None:
     parts = key.replace("-", "_").lower().split(".")
     ends = (".".join(parts[place:]) for place in range(len(parts)))
     return next((name for name in ends if name in NAMES), None)
+
+
+def foreign_entry_key(name: str) -> str | None:
+    """zoo's key of an entry of data.train for another trainer's, or None."""
+    return next((key for key, names in _ENTRY_KEYS.items() if name.lower() in names.split()), None)
+
+
+def foreign_format(name: str) -> str | None:
+    """zoo's format of rows for another trainer's, or None."""
+    plain = name.lower().replace("-", "_")
+    return next((form for form, names in _FORMATS.items() if plain in names.split()), None)
