@@ -208,7 +208,7 @@ def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
             0,
         ),
         (("data.eval=none",), "no evaluation (data.eval=none)", 0),
-        (("data.eval=auto", "data.train[0].held_out=0.4"), "evaluates on 0.4 of ", None),
+        (("train.eval_every=2", "data.train[0].held_out=0.4"), "evaluates on 0.4 of ", None),
     ],
 )
 def test_own_data_alone(
@@ -217,7 +217,7 @@ def test_own_data_alone(
     """It is evaluated on nothing else: no metrics, no best checkpoint, no row of the bundled set."""
     folder = tmp_path / "run"
     mine = write_rows(tmp_path / "mine.jsonl", [text_row(number) for number in range(8)])
-    how = ["data.eval=auto", "train.steps=4", "train.eval_every=2", "train.save_every=2", "export=false"]
+    how = ["data.eval=auto", "train.steps=4", "train.save_every=2", "export=false"]
     done = zoo.train(folder, f"data.train={mine}", *how, *overrides)
     assert (done.code, done.err) == (0, ""), done
     assert headline in done.out.splitlines()[1]

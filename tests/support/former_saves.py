@@ -37,7 +37,9 @@ def former_format() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saver, "start", start)
-        patch.setattr(optimization, "share_copies", lambda optimizer, group: None)  # each stage had their state
+        patch.setattr(
+            optimization, "share_copies", lambda optimizer, group: None
+        )  # each stage had their state
         yield
 
 
