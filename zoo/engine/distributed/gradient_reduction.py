@@ -8,9 +8,11 @@ buckets at the same time, and either wait for one another without end or add up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -44,6 +46,16 @@ def reduce_in_order(wrapped: Any) -> None:
     in which a backward pass finishes them.
     """
     OrderedReductions(wrapped.bucket_groups)
+
+
+def sum_by_dtype(wrapped: Any) -> None:
+    """Have megatron-core's DDP, which sums bf16 gradients in fp32, wait for reductions of those of fp32 parameters as for any others.
+
+    They are the backend's, which DDP takes for its own sum's: that one's handle can be waited for, the backend's can't.
+    """
+    for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        if all(bucket.grad_data.dtype != torch.bfloat16 for bucket in group.buckets):
+            group.ddp_config = replace(group.ddp_config, reduce_scatter_with_fp32_accumulation=False)
 
 
 def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:

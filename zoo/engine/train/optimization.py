@@ -13,6 +13,7 @@ from zoo.engine.distributed.gradient_reduction import (
     accumulate_directly,
     divide_at_the_loss,
     reduce_in_order,
+    sum_by_dtype,
 )
 from zoo.engine.distributed.weight_gathering import gather_once, settle_all
 from zoo.engine.distributed.world import World, cores_beside_gpu
@@ -56,9 +57,12 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         bucket_size=BUCKET if overlap else None,
     )
     wrapped: list[Any] = [
-        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
+        # Reductions that sum bf16 in fp32 take one bucket each: a chunk's must not be put together.
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0 and not half)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped if half else ():
+        sum_by_dtype(chunk)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if on_gpu:
