@@ -26,6 +26,7 @@ from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe
 from zoo.data.sources.formats.row_keys import ROW_KEYS
 from zoo.data.sources.rows import MEDIA, PLACEHOLDER
+from zoo.engine.planning.fit_table import find_kind, sizes_of
 from zoo.registry import families
 
 REPO = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ FLAGS = {
     "list": ("--json",),
     "bench": ("--json", "--profile"),
     "verify": ("--json",),
-    "plan": ("--json",),
+    "plan": ("--json", "--table"),
     "inspect": ("--json",),
     "train": ("--slurm-template",),
     "doctor": ("--json", "--known-wrong"),
@@ -195,7 +196,7 @@ def check_zoo(words: list[str]) -> None:
     assert verb in VERBS, words
     if rest in ([], ["--help"]):
         return
-    _, rest = split_flags(rest, FLAGS.get(verb, ()))
+    flags, rest = split_flags(rest, FLAGS.get(verb, ()))
     if verb == "bench":
         assert rest[0] in BENCHES, words
         if rest[0] == "packing":
@@ -227,6 +228,12 @@ def check_zoo(words: list[str]) -> None:
         assert rest in (["bash"], ["zsh"]), words
         return
     if verb in ("list", "report") or not rest:
+        return
+    if "--table" in flags:
+        given = dict(word.partition("=")[::2] for word in rest)
+        find_kind(given.pop("hardware", "h100"))
+        lines = sizes_of(given.pop("recipe", None), given.pop("size", None))
+        load_recipe(lines[0][0], given)
         return
     name, overrides = split_recipe(rest, verb)
     overrides = [text for text in overrides if text.partition("=")[0] not in OWN.get(verb, ())]

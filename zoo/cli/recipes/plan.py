@@ -1,5 +1,6 @@
 """
 usage: zoo plan recipe=NAME [key=value ...] [ranks=N] [labels=0.25] [media=0.5] [--json]
+       zoo plan --table [recipe=NAME] [size=NAME] [hardware=KIND] [key=value ...] [labels=0.25] [media=0.5] [--json]
 
 Shows what a run would take, before anything is launched: parameters by part, memory of a rank by kind, FLOPs by part.
 Sizes that hardware= leaves open are chosen as `zoo train` would, so any machine can be planned for on any other.
@@ -10,12 +11,14 @@ Exits with 1 where the model does not fit.
   labels=0.25        share of a row's tokens that carry a loss
   media=0.5          share of them that are of images, video and sound
   --json             everything, in counts, bytes and FLOPs, for machines
+  --table            which published sizes fit 1, 2, 4, 8 and 16 GPUs of a kind (hardware=h200, a100-40, 24gb; default: h100 and
+                     h200), with the layout of each; without a recipe those of all families, with all weights and with adapters
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zoo.cli.arguments import split_flags, split_recipe
@@ -26,10 +29,16 @@ KEYS = ("ranks", "labels", "media")
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan; 1 where the model does not fit."""
-    flags, rest = split_flags(arguments, ("--json",))
+    flags, rest = split_flags(arguments, ("--json", "--table"))
     own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
-    name, overrides = split_recipe([text for text in rest if text not in own], "zoo plan recipe=NAME")
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
+    shares: dict[str, Any] = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
+    overrides = [text for text in rest if text not in own]
+    if "--table" in flags:
+        if "ranks" in given:
+            raise UserError(f"ranks={printable(given['ranks'], 200)}: --table has 1 to 16 GPUs; leave it out")
+        return _print_table(overrides, shares, as_json="--json" in flags)
+    name, overrides = split_recipe(overrides, "zoo plan recipe=NAME")
 
     from zoo.config.compose import load_recipe
     from zoo.engine.planning.plan import plan
@@ -37,10 +46,36 @@ def run(arguments: Sequence[str]) -> int:
 
     recipe = load_recipe(name, overrides)
     ranks = _ranks(given["ranks"]) if "ranks" in given else None
-    shares: dict[str, Any] = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
     found = plan(recipe, ranks, **shares)
     print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
     return 1 if found.fits is False else 0
+
+
+def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_json: bool) -> int:
+    """Print which sizes fit which GPUs, a line as soon as it is planned."""
+    from zoo.engine.planning import fit_table
+
+    given, overrides = {}, []
+    for argument in arguments:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if equals and key in ("recipe", "size", "hardware"):
+            given[key] = value
+        elif not equals and "recipe" not in given:
+            given["recipe"] = argument
+        else:
+            overrides.append(argument)
+    kinds = [fit_table.find_kind(given["hardware"])] if "hardware" in given else fit_table.KINDS
+    sizes = fit_table.sizes_of(given.get("recipe"), given.get("size"))
+    lines = (
+        fit_table.line(recipe, size, kind, overrides, shares) for kind in kinds for recipe, size in sizes
+    )
+    if as_json:
+        print(json.dumps([cell.as_dict() for cells in lines for cell in cells], indent=2))
+        return 0
+    print(fit_table.LEGEND)
+    for text in fit_table.text_lines(lines):
+        print(text, flush=True)
+    return 0
 
 
 def _ranks(text: str) -> int:
