@@ -33,8 +33,8 @@ def load_effective(name: str, overrides: Iterable[str]) -> Any:
         try:
             return load_recipe(name, left)
         except ConfigError as error:
-            refused = re.match(r"([\w.]+)=.*?: it has no effect", str(error))
-            kept = [one for one in left if refused is None or one.partition("=")[0] != refused[1]]
+            refused = re.findall(r"^ *([\w.]+)=.*?: it has no effect", str(error), re.MULTILINE)
+            kept = [one for one in left if one.partition("=")[0] not in refused]
             if len(kept) == len(left):
                 raise
             left = kept
