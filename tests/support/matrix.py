@@ -354,21 +354,24 @@ def layouts(
 
 
 def table(errors: dict[tuple[str, str], float]) -> str:
-    """The Markdown table: a row a parallel layout, a column a model, in each cell the worst relative gradient error."""
-    head = ["parallel layout", *(model.title for model in MODELS.values())]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    """The Markdown table: a row a model, with its worst relative gradient error and what is refused; then the parallel layouts."""
     notes = list(dict.fromkeys(REFUSED.values()))
-    for parallel, row in PARALLEL.items():
-        cells = []
-        for model in MODELS:
-            if (parallel, model) in REFUSED:
-                cells.append(f"refused ({notes.index(REFUSED[parallel, model]) + 1})")
-            else:
-                cells.append(f"{errors[parallel, model]:.1e}")
-        lines.append("| " + " | ".join([row.title, *cells]) + " |")
+    lines = ["| model | worst gradient error | refused |", "|---|---|---|"]
+    for model, built in MODELS.items():
+        worst = max(errors[parallel, model] for parallel in PARALLEL if (parallel, model) not in REFUSED)
+        refused = sorted({notes.index(note) + 1 for (_, name), note in REFUSED.items() if name == model})
+        lines.append(f"| {built.title} | {worst:.1e} | {', '.join(map(str, refused))} |")
     lines += ["", "Refused before anything is loaded, with a message that also says what would work:", ""]
-    lines += [f'{i}. "... {note} ..."' for i, note in enumerate(notes, 1)]
+    for number, note in enumerate(notes, 1):
+        titles = [row.title for key, row in PARALLEL.items() if note in layout_notes(key)]
+        lines.append(f'{number}. {"; ".join(titles)}: "... {note} ..."')
+    lines += ["", "Parallel layouts:", "", *(f"- {row.title}" for row in PARALLEL.values())]
     return "\n".join(lines) + "\n"
+
+
+def layout_notes(parallel: str) -> set[str]:
+    """Why some models are refused under a parallel layout."""
+    return {note for (name, _), note in REFUSED.items() if name == parallel}
 
 
 BEGIN, END = "<!-- table: written by the tests -->\n", "<!-- end of table -->\n"

@@ -91,7 +91,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
-    """Rows, columns and refusals of docs/parallelism.md; `--write-table` of the matrix writes them, with its figures."""
+    """Models, layouts and refusals of docs/parallelism.md; `--write-table` of the matrix writes them, with its figures."""
     from support.matrix import MODELS, PARALLEL, REFUSED, table, written_table
 
     written = written_table((REPO / "docs" / "parallelism.md").read_text())
