@@ -11,12 +11,13 @@ python=${1:-python3}
 view=.typecheck
 rm -rf "$view/zoo"
 mkdir -p "$view/zoo"
+ln -sfn ../benchmarks "$view/benchmarks"
 for entry in zoo/* models bridges recipes; do
     case $entry in *__pycache__) continue ;; esac
     ln -s "../../$entry" "$view/zoo/$(basename "$entry")"
 done
 
 status=0
-output=$(MYPYPATH=$view "$python" -m mypy -p zoo "$@" 2>&1) || status=$?
+output=$(MYPYPATH=$view "$python" -m mypy -p zoo -p benchmarks "$@" 2>&1) || status=$?
 printf '%s\n' "$output" | sed -E "s#^$view/zoo/(models|bridges|recipes)/#\1/#; s#^$view/##"
 exit $status

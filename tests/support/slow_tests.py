@@ -23,17 +23,12 @@ SLOW: dict[str, dict[str, int]] = {
         "test_zoo_and_transformers_train_on_the_same_samples": 0,
         "test_a_medium_that_leaves_no_room_for_text_is_refused": 0,
     },
-    "unit/bench/test_balance.py": {
+    "unit/benchmarks/test_balance.py": {
         "test_rows_are_full_and_ranks_even": 0,
         "test_table_and_json_say_the_same": 0,
     },
-    "unit/bench/test_plot.py": {
-        "test_a_picture": 0,
-        "test_a_page_is_filled_and_filled_again": 0,
-        "test_lines_without_figures_say_why": 0,
-    },
     "unit/bench/test_data.py": {"test_rows_are_measured_without_encoding_where_nothing_changes_them": 0},
-    "unit/bench/test_packing.py": {
+    "unit/benchmarks/test_packing.py": {
         "test_bytes_grow_with_the_tokens": 0,
         "test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select": 0,
     },
@@ -307,7 +302,6 @@ SLOW: dict[str, dict[str, int]] = {
     "cli/test_ranks.py": {"*": 0},
     "cli/test_resources.py": {"*": 0, "test_too_little_address_space_is_said_before_anything_hangs": 1},
     "cli/test_resume.py": {"*": 0},
-    "cli/test_soak.py": {"*": 0},
     "cli/test_train.py": {
         "test_another_models_run_folder_is_refused": 0,
         "test_own_data_alone": 0,

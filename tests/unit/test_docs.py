@@ -1,6 +1,7 @@
 """The documentation speaks of what is there: links, files, tests, keys, commands, rows and Python of its examples."""
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import zoo
+from zoo.bench.options import read_options
 from zoo.cli.answers.eval import split as split_eval
 from zoo.cli.answers.generate import split as split_generate
 from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
-from zoo.cli.machine.bench import BENCHES, packing_options, train_options
+from zoo.cli.machine.bench import BENCHES, train_options
 from zoo.cli.main import VERBS
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
@@ -35,6 +37,7 @@ PAGES = [
     for path in (
         *sorted(REPO.glob("*.md")),
         REPO / "examples" / "README.md",
+        REPO / "benchmarks" / "README.md",
         *sorted((REPO / "docs").glob("**/*.md")),
         *sorted(REPO.glob("models/*/README.md")),
     )
@@ -57,6 +60,7 @@ OWN = {
     "doctor": ("kernels",),
 }  # keys of verbs, beside the recipe's
 FOLDERS = (
+    "benchmarks",
     "bridges",
     "docs",
     "examples",
@@ -174,10 +178,21 @@ def test_commands_are_understood(page: Path) -> None:
             assert all(re.search(rf"^{name}{end}", makefile, re.MULTILINE) for name, end in named), words
         elif program == "python":
             paths = [word for word in rest if "/" in word]
-            assert paths and all((REPO / path).exists() for path in paths), words
+            if rest[0] == "-m" and rest[1].startswith("benchmarks."):
+                check_benchmark(*rest[1:])
+            else:
+                assert paths and all((REPO / path).exists() for path in paths), words
         else:
             known = (["docker", "build"], ["pre-commit", "install"])
             assert program == "source" or words[:2] in known, f"{words}: not known to this test"
+
+
+def check_benchmark(module: str, *words: str) -> None:
+    """The script exists, and its options have these keys."""
+    options = getattr(importlib.import_module(module), "Options", None)
+    own = [word for word in words if not word.startswith("--") and "." not in word.partition("=")[0]]
+    if options is not None:
+        read_options(options, own)
 
 
 def check_pip(words: list[str]) -> None:
@@ -199,8 +214,6 @@ def check_zoo(words: list[str]) -> None:
     flags, rest = split_flags(rest, FLAGS.get(verb, ()))
     if verb == "bench":
         assert rest[0] in BENCHES, words
-        if rest[0] == "packing":
-            packing_options(rest[1:])
         if rest[0] == "train":
             train_options(rest[1:])
         return

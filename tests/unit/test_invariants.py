@@ -54,7 +54,7 @@ def fast_tests(file: Path) -> set[str]:
 def fast() -> set[str]:
     """file::function of all tests that `make test` runs of the files linked."""
     places = {REPO / place for shown in invariants().values() for place in linked(shown)}
-    places.add(TESTS / "unit/bench/test_packing.py")
+    places.add(TESTS / "unit/benchmarks/test_packing.py")
     files = {file for place in places for file in ([place] if place.is_file() else place.rglob("test_*.py"))}
     return set().union(*map(fast_tests, files))
 

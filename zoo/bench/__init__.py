@@ -1,1 +1,1 @@
-"""What `zoo bench` measures: training, saves, soaks, data, conversion, balance, packing. A file for each, and what they share."""
+"""What `zoo bench` measures for users: training steps, the loading of data, and what saves cost a run."""

@@ -1,15 +1,14 @@
-"""Options of benches: numbers within bounds, and a folder on the disk that is measured."""
+"""Options of benches: a dataclass whose numbers have bounds, read from `key=value`."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
 
 from zoo.config.layers.keys import outside, shown_value
-from zoo.errors import UserError, file_error
-from zoo.files import expanded
+from zoo.errors import UserError
 
 
 class Bounded:
@@ -20,19 +19,35 @@ class Bounded:
             raise UserError(f"{name}={shown_value(value)}: wanted a whole number {bounds}")
 
 
-@contextmanager
-def scratch(folder: str) -> Iterator[Path]:
-    """A new folder within `folder`, which is made where there is none; removed at the end.
+def split_recipe_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A bench's own arguments, and those for the recipe, whose keys have a dot."""
+    recipe_keys = [text for text in arguments if "." in text.partition("=")[0]]
+    return [text for text in arguments if text not in recipe_keys], recipe_keys
+
+
+def read_options[Options](kind: type[Options], arguments: Sequence[str]) -> Options:
+    """`key=value` arguments as the dataclass `kind`, whose defaults show what a key takes: text, an integer or several.
 
     Raises:
-        UserError: it can't be made; names `folder`.
+        UserError: a key that it does not have, or a value of another type.
     """
-    place = expanded(folder).absolute()
+    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in defaults:
+            near = get_close_matches(key, defaults, n=1) or list(defaults)
+            raise UserError(f"{key}: no such key; nearest: {', '.join(near)}")
+        values[key] = _read(argument, text, defaults[key])
+    return kind(**values)
+
+
+def _read(argument: str, text: str, default: Any) -> Any:
+    """The value of an argument as its default's type."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=place)
-    except OSError as error:
-        error.filename = f"folder={folder}"
-        raise file_error(error) or error from None
-    with made as name:
-        yield Path(name)
+        if isinstance(default, tuple):
+            return tuple(type(default[0])(part) for part in text.split(","))
+        return text if isinstance(default, str) else int(text)
+    except ValueError:
+        wanted = "integers" if isinstance(default, tuple) else "an integer"
+        raise UserError(f"{argument}: {wanted} wanted") from None

@@ -12,7 +12,7 @@ beside its length, and of the items that fit, the packer takes those that bring 
 average. Ranks that take a bin each then finish together.
 
 Costs: 5 us an item: a million lengths in 5 s (one core, Python 3.12). What it leaves unfilled, and how far
-the bins' costs are apart, is measured by `zoo bench balance` and written down in docs/packing.md.
+the bins' costs are apart, is measured by `python -m benchmarks.balance` and written down in docs/packing.md.
 """
 
 import heapq

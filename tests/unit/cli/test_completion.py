@@ -43,7 +43,7 @@ def test_the_schema_read_as_text_is_the_schema() -> None:
         ("zoo nothing ", []),
         ("zoo completion ", ["bash", "zsh"]),
         ("zoo list ", ["families", "recipes", "hardware", "runs"]),
-        ("zoo bench packi", ["packing", "packing."]),
+        ("zoo bench sav", ["saves"]),
         ("zoo train recipe=qwen3_vl_s", ["recipe=qwen3_vl_sft"]),
         ("zoo train --recipe=qwen3_vl_s", ["--recipe=qwen3_vl_sft"]),
         ("zoo train --recipe qwen3_vl_s", ["qwen3_vl_sft"]),

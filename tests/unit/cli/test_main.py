@@ -69,16 +69,25 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["list", "demo", "all"], "all: zoo list takes one name, or runs and a folder"),
         (
             ["bench"],
-            "zoo bench: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",
+            "zoo bench: name what to measure: zoo bench train | data | saves",
         ),
         (
             ["bench", "paking"],
-            "paking: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",
+            "paking: name what to measure: zoo bench train | data | saves",
         ),
-        (["bench", "packing", "sample=4"], "sample: no such key; nearest: samples"),
-        (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
-        (["bench", "packing", "repeats=0"], "repeats: wanted whole numbers from 1 to 1,000,000"),
-        (["bench", "packing", "--jsn"], "--jsn: no such option; nearest: --json"),
+        (["bench", "data", "sample=4"], "sample: no such key; nearest: samples"),
+        (["bench", "data", "rows=two"], "rows=two: an integer wanted"),
+        (["bench", "data", "steps=0"], "steps=0: wanted a whole number from 1 to 1,000,000"),
+        (
+            ["bench", "packing", "samples=4"],
+            "zoo bench packing: now `python -m benchmarks.packing`, run in a clone of zoo",
+        ),
+        (
+            ["bench", "saves", f"recipe={NAME}"],
+            "zoo bench saves: takes run=FOLDER alone; a disk and saves of a new model are measured by "
+            "`python -m benchmarks.save_rates`, run in a clone of zoo",
+        ),
+        (["bench", "data", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}; zoo list shows all"),
         (
             ["train", "qwen3_omni_stf"],
@@ -225,7 +234,6 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         ("zoo.engine.tools.score", "score", ["score", "there", "rows.jsonl"]),
         ("zoo.engine.tools.evaluate", "evaluate", ["eval", "there", "rows.jsonl"]),
         ("zoo.engine.tools.generate", "generate", ["generate", "there", "rows.jsonl"]),
-        ("zoo.bench.save_rates", "run_task", ["bench", "saves", f"recipe={NAME}", "size=tiny", "disk_mb=64"]),
     ],
 )
 def test_a_rank_that_fails_is_a_line_and_its_exit_code(
@@ -321,17 +329,6 @@ def test_show_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--schema"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:5] == ["train.steps", "int", "or", "null", "null"] for line in lines)
-
-
-def test_bench_packing(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["bench", "packing", "samples=3", "shortest=4", "longest=9", "repeats=1"]
-    assert main(small) == 0
-    printed = capsys.readouterr().out
-    assert "3 samples of 4 to 9 tokens" in printed and printed.count("all together") == 2
-    assert main([*small, "cp=8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [case["align"] for case in found["cases"]] == [16]
-    assert found["cases"][0]["together"]["bytes_ratio"] > 0
 
 
 def test_names_of_the_package() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zoo.bench import length_sets
+from benchmarks import length_sets
 from zoo.packing import BinPacker, binning, deal_bins, plan_bins
 
 MANY = settings(max_examples=60, deadline=None)

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.bench import packing
-from zoo.bench.packing_report import Options
+from benchmarks import packing
+from benchmarks.packing_report import Options
 from zoo.packing import PackedLayout, runs
 
 ROADS = {"runs": (10**9, 0), "index": (0, 10**9)}  # FEW and LONG that leave no choice

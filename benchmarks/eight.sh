@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Eight GPUs in one node, as docs/benchmarks.md has them, in parts that are meant to take less than ten minutes each:
+# Eight GPUs in one node, in parts that are meant to take less than ten minutes each:
 #
-#   docs/benchmarks/eight.sh receipts      Qwen3.5-VL 2B: 2 and 4 samples a GPU, padded to 2,048 tokens and packed
-#   docs/benchmarks/eight.sh scaling       Qwen3.5-VL 2B: rows of 16,384 tokens on eight GPUs and on one
-#   docs/benchmarks/eight.sh experts       Qwen3-VL and Qwen3-Omni 30B-A3B: all weights trained under EP 8
-#   docs/benchmarks/eight.sh layouts       Qwen3.5-VL 2B under TP 2 x CP 2 x DP 2, and the losses of DP 8
-#   docs/benchmarks/eight.sh pipeline      Qwen3-VL 30B-A3B under PP 2 x EP 4, and the losses of EP 8
-#   docs/benchmarks/eight.sh checkpoints   Qwen3-VL 30B-A3B: a save under EP 8, then one rank is killed
-#   docs/benchmarks/eight.sh resume        that run under EP 4 x DP 2, and its export
-#   docs/benchmarks/eight.sh tables        what is there so far, as Markdown
+#   benchmarks/eight.sh receipts      Qwen3.5-VL 2B: 2 and 4 samples a GPU, padded to 2,048 tokens and packed
+#   benchmarks/eight.sh scaling       Qwen3.5-VL 2B: rows of 16,384 tokens on eight GPUs and on one
+#   benchmarks/eight.sh experts       Qwen3-VL and Qwen3-Omni 30B-A3B: all weights trained under EP 8
+#   benchmarks/eight.sh layouts       Qwen3.5-VL 2B under TP 2 x CP 2 x DP 2, and the losses of DP 8
+#   benchmarks/eight.sh pipeline      Qwen3-VL 30B-A3B under PP 2 x EP 4, and the losses of EP 8
+#   benchmarks/eight.sh checkpoints   Qwen3-VL 30B-A3B: a save under EP 8, then one rank is killed
+#   benchmarks/eight.sh resume        that run under EP 4 x DP 2, and its export
+#   benchmarks/eight.sh tables        what is there so far, as Markdown
 #
 # Keys with a dot behind the part go to every command of it. Results are written to $OUT (./eight). The run of the last two
 # parts is written to $RUN ($OUT/run), on a disk with room for 500 GB, in a host with 250 GB to spare. --dry-run runs the same commands for
@@ -41,6 +41,7 @@ else
 fi
 
 zoo() { "$python" -m zoo "$@"; }
+eight_tables() { PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" -m benchmarks.eight_tables "$@"; }
 
 # bench NAME KEY=VALUE...: into $OUT/NAME.json
 bench() {
@@ -105,7 +106,7 @@ checkpoints() {
         echo "eight.sh: $run is there already; remove it, or give RUN=..." >&2
         exit 2
     fi
-    "$python" "$here/eight_tables.py" disk "$(dirname "$run")" "$dd_mb" >"$out/disk.json"
+    eight_tables disk "$(dirname "$run")" "$dd_mb" >"$out/disk.json"
     train parallel.ep=8 train.save_every="$apart" train.steps=1000 export=false &
     local shell=$! ranks=() before code=0
     until grep -qs '"event": "save"' "$run/train.jsonl"; do
@@ -123,7 +124,7 @@ checkpoints() {
 
 resume() {
     local at
-    at=$("$python" "$here/eight_tables.py" saved "$run")
+    at=$(eight_tables saved "$run")
     train parallel.ep=4 train.save=weights train.save_every=0 train.steps=$((at + 4)) export=true
     cp "$run/train.jsonl" "$out/resumed.jsonl"
 }
@@ -145,4 +146,4 @@ if [ -z "$dry" ] && [ "$part" != tables ]; then
     fi
 fi
 "$part"
-"$python" "$here/eight_tables.py" tables "$out"
+eight_tables tables "$out"

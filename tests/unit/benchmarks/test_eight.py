@@ -1,17 +1,17 @@
-"""docs/benchmarks/eight.sh and its tables: refused on fewer GPUs, run for real on eight processes of the CPU, and in the docs as measured."""
+"""benchmarks/eight.sh and its tables: refused on fewer GPUs, run for real on eight processes of the CPU."""
 
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
-TABLES = runpy.run_path(str(BENCHMARKS / "eight_tables.py"))
+from benchmarks import eight_tables
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def eight(folder: Path, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
@@ -21,16 +21,11 @@ def eight(folder: Path, *words: str, seconds: float = 60) -> subprocess.Complete
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
 
 
-def test_the_docs_have_the_tables_as_they_are_measured() -> None:
-    page = BENCHMARKS.with_suffix(".md").read_text(encoding="utf-8")
-    assert TABLES["tables"](BENCHMARKS / "eight") in page
-
-
 def test_fewer_gpus_are_refused_and_parts_are_named(tmp_path: Path) -> None:
     done = eight(tmp_path, "scaling")
     assert done.returncode == 2 and "eight GPUs in one node are wanted, and 0 are here" in done.stderr
     done = eight(tmp_path, "everything")
-    assert done.returncode == 2 and "docs/benchmarks/eight.sh layouts " in done.stdout
+    assert done.returncode == 2 and "benchmarks/eight.sh layouts " in done.stdout
 
 
 def test_rates_and_differences_of_results(tmp_path: Path) -> None:
@@ -38,14 +33,14 @@ def test_rates_and_differences_of_results(tmp_path: Path) -> None:
     for name, ranks, rate in (("scaling-1", 1, 1000.0), ("scaling-8", 8, 7600.0)):
         found = {"lines": [{**line, "ranks": ranks, "real_tokens_per_s": rate}]}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    shown = TABLES["scaling"](tmp_path).splitlines()
+    shown = eight_tables.scaling(tmp_path).splitlines()
     assert shown[-1] == "| DP 8 | 500.0 | 950 | 40.0% | 90.0 | 95.0% |"
-    assert TABLES["furthest"]([7.0, 6.0, 5.0], [7.0, 6.25, 5.125]) == "2.5e-01 of 6.00"
+    assert eight_tables.furthest([7.0, 6.0, 5.0], [7.0, 6.25, 5.125]) == "2.5e-01 of 6.00"
     (tmp_path / "receipts-4.json").write_text(
         json.dumps({"lines": [{"way": "padded", "failed": "exit code 1"}]})
     )
     assert (
-        TABLES["receipts"](tmp_path)
+        eight_tables.receipts(tmp_path)
         .splitlines()[4]
         .endswith("| padded | out of memory |" + " did not run |" * 4)
     )

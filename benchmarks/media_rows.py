@@ -1,6 +1,6 @@
-"""Rows of real files for the measurements of docs/benchmarks.md: pages, videos and speech, and what they say.
+"""Rows of real files for benches with data=: pages, videos and speech, and what they say.
 
-    python docs/benchmarks/rows.py FOLDER pages=600 videos=40 clips=100
+    python -m benchmarks.media_rows FOLDER pages=600 videos=40 clips=100
 
 - pages: JPEG, 640 to 1,280 pixels a side, full of drawn text; the answer is some of it.
 - videos: H.264 in MP4, 1280 x 720, 4 seconds of 24 frames with a sound track; the answer is the text that moves through them.

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Real files and whole models on one and two GPUs, as docs/benchmarks.md has them, in parts of minutes:
+# Real files and whole models on one and two GPUs, in parts of minutes:
 #
-#   docs/benchmarks/real.sh start                  Qwen3.5-VL 2B on pages: three starts, the first without compiled kernels
-#   docs/benchmarks/real.sh pages                  Qwen3.5-VL and Qwen3-VL 2B on pages, with all cores and with four
-#   docs/benchmarks/real.sh mixture                Qwen2.5-Omni 3B on pages, 720p videos and speech, likewise
-#   docs/benchmarks/real.sh whole RECIPE SIZE      two GPUs, EP 2: all weights of a model with experts on pages and videos; ends after
+#   benchmarks/real.sh start                  Qwen3.5-VL 2B on pages: three starts, the first without compiled kernels
+#   benchmarks/real.sh pages                  Qwen3.5-VL and Qwen3-VL 2B on pages, with all cores and with four
+#   benchmarks/real.sh mixture                Qwen2.5-Omni 3B on pages, 720p videos and speech, likewise
+#   benchmarks/real.sh whole RECIPE SIZE      two GPUs, EP 2: all weights of a model with experts on pages and videos; ends after
 #                                                  $STEPS (22) steps, with an evaluation at step 20; with train.save_every=12
 #                                                  also once the save is on the disk
-#   docs/benchmarks/real.sh resume RECIPE SIZE     goes on from that save for two steps, the page cache dropped (as root)
-#   docs/benchmarks/real.sh adapters RECIPE SIZE   two GPUs, EP 2: its adapters on the same files
-#   docs/benchmarks/real.sh layouts                Qwen3.5-VL 2B under TP 2 and CP 2, and on one GPU
+#   benchmarks/real.sh resume RECIPE SIZE     goes on from that save for two steps, the page cache dropped (as root)
+#   benchmarks/real.sh adapters RECIPE SIZE   two GPUs, EP 2: its adapters on the same files
+#   benchmarks/real.sh layouts                Qwen3.5-VL 2B under TP 2 and CP 2, and on one GPU
 #
 # Keys with a dot behind the part go to every command of it. Results are written to $OUT (./real), rows to $ROWS ($OUT/rows). Weights are
 # random. --dry-run runs the same commands for real on the CPU, with tiny models.
@@ -56,7 +56,7 @@ bench() {
 files() {
     local name=$1
     shift
-    [ -e "$rows/$name/rows.jsonl" ] || "$python" "$here/rows.py" "$rows/$name" "$@"
+    [ -e "$rows/$name/rows.jsonl" ] || "$python" "$here/media_rows.py" "$rows/$name" "$@"
 }
 
 # train RUN KEY=VALUE...

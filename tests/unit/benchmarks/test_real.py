@@ -1,4 +1,4 @@
-"""docs/benchmarks/real.sh and the files that rows.py draws for it: parts run for real on the CPU."""
+"""benchmarks/real.sh and the files that media_rows.py draws for it: parts run for real on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from zoo.data.media.decode import load_audio, load_image, load_video
 
-BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def real(folder: Path, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
@@ -24,14 +24,14 @@ def real(folder: Path, *words: str, seconds: float = 60) -> subprocess.Completed
 
 
 def draw(*words: str) -> subprocess.CompletedProcess[str]:
-    """rows.py with these arguments."""
-    command = [sys.executable, str(BENCHMARKS / "rows.py"), *words]
+    """media_rows.py with these arguments."""
+    command = [sys.executable, str(BENCHMARKS / "media_rows.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_parts_are_named(tmp_path: Path) -> None:
     done = real(tmp_path, "everything")
-    assert done.returncode == 2 and "docs/benchmarks/real.sh whole RECIPE SIZE " in done.stdout
+    assert done.returncode == 2 and "benchmarks/real.sh whole RECIPE SIZE " in done.stdout
     done = real(tmp_path, "adapters", "qwen3_vl_moe_lora", "--dry-run")
     assert done.returncode and "a size is wanted" in done.stderr
     done = draw(str(tmp_path), "songs=3")
@@ -39,7 +39,7 @@ def test_parts_are_named(tmp_path: Path) -> None:
 
 
 def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
-    """The files have the formats and sizes that rows.py promises, and no row is in both rows.jsonl and held.jsonl."""
+    """The files have the formats and sizes that media_rows.py promises, and no row is in both rows.jsonl and held.jsonl."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         assert draw(str(folder), "pages=2", "videos=1", "clips=2").stdout == f"5 rows in {folder}\n"

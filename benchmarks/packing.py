@@ -1,4 +1,10 @@
-"""What packing costs, held against one `torch.index_select` of the same data: `zoo bench packing`.
+"""What packing costs, held against one `torch.index_select` of the same data.
+
+    python -m benchmarks.packing samples=256 longest=1000 cp=8 --json
+
+  samples=64 shortest=50 longest=4000    how many samples, and their lengths in tokens; seed=0
+  cp=2,4                                 context-parallel sizes; segments are aligned to 2 * cp
+  device=cpu threads=1 repeats=30        where, on how many cores, and how often; medians are shown
 
 The data are what a step packs: int64 ids and labels (B, T0) and positions (3, B, T0). They are packed, sliced for rank
 0 of a context-parallel group, and unpacked, on a layout made from the mask. An operation is held against one
@@ -15,6 +21,7 @@ reads n elements and n indices and writes n, 24 n bytes.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +34,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zoo.bench.packing_report import Case, Growth, Line, Options, Report
+from benchmarks import script
+from benchmarks.packing_report import Case, Growth, Line, Options, Report, as_dict, table
 from zoo.packing.layout import PackedLayout
 
 GROWTH = (1, 2, 4)  # times the tokens
@@ -240,3 +248,7 @@ def _bytes(func: Any, args: Any, out: Any) -> int:
     if not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in storages for x in outputs):
         return 0  # a view, or nothing at all
     return written + sum(x.nbytes for x in inputs)
+
+
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, Options, run, table, as_dict))

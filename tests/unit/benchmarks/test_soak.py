@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from zoo.bench.soak import Options, run, table
+import pytest
+
+from benchmarks.soak import Options, run, table
 
 SMALL = (
     "model.arch.text_config.num_hidden_layers=1",
@@ -12,8 +14,9 @@ SMALL = (
 )
 
 
+@pytest.mark.slow(minutes=2)
 def test_nothing_grows_in_300_steps(tmp_path: Path) -> None:
-    """Limits are wide: the machine does other things, too. docs/soak.md has the long run."""
+    """Limits are wide: the machine does other things, too. benchmarks/README.md has the long run."""
     report = run(Options(steps=300, every=25, after=100, folder=str(tmp_path / "soak")), SMALL)
     assert report.events["save"] >= 11 and report.events["eval"] >= 11
     assert len(report.steps_ms) == 300

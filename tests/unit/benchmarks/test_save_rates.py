@@ -1,4 +1,4 @@
-"""`zoo bench saves recipe=...`: what a step beside a save is compared with, and where it writes."""
+"""`benchmarks.save_rates`: what a step beside a save is compared with, and where it writes."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from zoo.bench import convert, save_rates
-from zoo.bench.options import scratch
+from benchmarks import convert, save_rates
+from benchmarks.script import scratch
 from zoo.bench.training.steps import Lines
 from zoo.errors import UserError
 

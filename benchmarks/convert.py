@@ -1,4 +1,9 @@
-"""`zoo bench convert`: how fast, and in how much memory, a checkpoint of a published size goes to zoo and back.
+"""How fast, and in how much memory, a checkpoint of a published size goes to zoo and back.
+
+    python -m benchmarks.convert recipe=qwen3_vl_sft size=4b folder=/disk
+
+  recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16; layers=8 takes so many of its decoder
+  folder=. shard_mb=2000                 where, on a disk with room for two of it; most MB of a weights file
 
 The checkpoint is synthetic: the published names and shapes of the size, with random bytes. A plain copy of its files on the
 same disk, in the same run, is what the rates are compared with.
@@ -20,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.bench.options import Bounded, scratch
+from benchmarks import script
+from benchmarks.script import scratch
+from zoo.bench.options import Bounded
 from zoo.bench.training.train import with_layers
 from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.config.compose import load_recipe
@@ -29,8 +36,8 @@ from zoo.engine.model.meta_model import build_meta_model
 from zoo.errors import UserError
 from zoo.errors import size as in_words
 from zoo.files import sync
-from zoo.subprocesses import module_command
 
+ROOT = Path(__file__).parents[1]
 CHUNK = 16 * 2**20  # bytes of random data made at once
 
 
@@ -111,8 +118,9 @@ def _random(tensor: Planned, some: Tensor) -> Iterator[Tensor]:
 
 def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
     """A conversion in a process of its own."""
-    command = module_command("zoo.bench.convert", str(source), str(target), str(options.shard_mb))
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    code = "from benchmarks import convert; convert.measure_conversion()"
+    command = [sys.executable, "-c", code, str(source), str(target), str(options.shard_mb)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -138,7 +146,8 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _main() -> None:
+def measure_conversion() -> None:
+    """Convert as this process's arguments say, and print seconds and memory in a line of JSON."""
     from zoo.engine.tools.convert import convert
 
     source, target, shard_mb = sys.argv[1:]
@@ -148,4 +157,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    sys.exit(script.main(__doc__, Options, run, table))

@@ -1,4 +1,10 @@
-"""`zoo bench balance`: how full packed rows are, and how evenly data-parallel ranks share the work, on the length sets.
+"""How full packed rows are, and how evenly data-parallel ranks share the work, on the sets of `benchmarks.length_sets`.
+
+    python -m benchmarks.balance count=100000 ranks=8,64 bins=1 --json
+
+  recipe=qwen3_vl_sft size=2b            whose FLOPs a sample costs
+  count=100000 ranks=8,64 bins=1         rows of each set, data-parallel ranks, packed rows that a rank takes a step
+  lookahead=256 align=1 seed=0           data.lookahead, packing.align
 
 Each set's rows are planned in three ways:
 - dealt: every rank takes as many rows in the order they come, as loaders without packing do (as many as a packed row
@@ -11,13 +17,13 @@ A step's work is that of the rank that has most; what it has above the mean of a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any
 
-from zoo.bench import length_sets
+from benchmarks import length_sets, script
 from zoo.bench.options import Bounded
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import number
@@ -63,12 +69,20 @@ class Way:
     worst99: dict[int, float]
 
 
-def run(options: Options) -> dict[str, list[Way]]:
-    """Set -> its ways; raises UserError for numbers that make no sense."""
+@dataclass(frozen=True)
+class Report:
+    """The ways of each set, by its name."""
+
+    options: Options
+    sets: dict[str, list[Way]]
+
+
+def run(options: Options) -> Report:
+    """Plan every set in every way; raises UserError for too few rows."""
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
     config = build.assemble(recipe).config
     cost, rows = training_cost(config, recipe), config.tower_costs()["vision"].rows_per_token
-    return {name: _set(name, options, cost, rows) for name in length_sets.SETS}
+    return Report(options, {name: _set(name, options, cost, rows) for name in length_sets.SETS})
 
 
 def _set(name: str, options: Options, cost: Callable[[SampleSize], int], rows_per_token: float) -> list[Way]:
@@ -126,14 +140,9 @@ def _over(work: Sequence[int], ranks: int, each: int, balanced: bool) -> list[fl
     return over
 
 
-def as_dict(options: Options, report: dict[str, list[Way]]) -> dict[str, Any]:
-    """The report as JSON takes it."""
-    sets = {name: [asdict(way) for way in ways] for name, ways in report.items()}
-    return {"options": asdict(options), "sets": sets}
-
-
-def table(options: Options, report: dict[str, list[Way]]) -> str:
+def table(report: Report) -> str:
     """The report as text."""
+    options = report.options
     lines = [
         f"{options.count} rows of each set, costs of {options.recipe} size={options.size}, lookahead={options.lookahead}, "
         f"align={options.align}, {options.bins} packed rows a rank and step, seed {options.seed}",
@@ -143,7 +152,7 @@ def table(options: Options, report: dict[str, list[Way]]) -> str:
         + "".join(f"{f'{ranks} ranks':>18}" for ranks in options.ranks)
         + f"{'s / million':>13}",
     ]
-    for name, ways in report.items():
+    for name, ways in report.sets.items():
         for way in ways:
             planned = way.name != "dealt"
             lines.append(
@@ -153,3 +162,7 @@ def table(options: Options, report: dict[str, list[Way]]) -> str:
                 + (f"{way.seconds:>13.1f}" if planned else "")
             )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, Options, run, table, asdict))

@@ -1,4 +1,4 @@
-"""Tables of what eight.sh has measured, `not measured` where it has not: `python docs/benchmarks/eight_tables.py tables FOLDER`.
+"""Tables of what eight.sh has measured, `not measured` where it has not: `python -m benchmarks.eight_tables tables FOLDER`.
 
 `saved RUN` prints the step of a run's last save; `disk FOLDER MB` prints the rates of that folder's disk, as JSON.
 """
@@ -156,7 +156,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main(what: str, folder: str, *rest: str) -> None:
     """One of the module's commands."""
     if what == "disk":
-        from zoo.bench.save_rates import disk_rates  # and torch
+        from benchmarks.save_rates import disk_rates  # and torch
 
         print(json.dumps(disk_rates(Path(folder), int(rest[0]) * 10**6)))
     elif what == "saved":

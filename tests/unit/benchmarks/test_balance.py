@@ -1,24 +1,25 @@
-"""`zoo bench balance`: packed rows are full, ranks have as much to do, and planning is quick, on every length set."""
+"""`benchmarks.balance`: packed rows are full, ranks have as much to do, and planning is quick, on every length set."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from zoo.bench import balance as bench
-from zoo.bench import length_sets
+from benchmarks import balance as bench
+from benchmarks import length_sets
 from zoo.errors import UserError
 
 OPTIONS = bench.Options(count=30_000)
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, list[bench.Way]]:
+def report() -> bench.Report:
     return bench.run(OPTIONS)
 
 
 @pytest.mark.parametrize("name", length_sets.SETS)
-def test_rows_are_full_and_ranks_even(name: str, report: dict[str, list[bench.Way]]) -> None:
-    dealt, by_tokens, by_cost = report[name]
+def test_rows_are_full_and_ranks_even(name: str, report: bench.Report) -> None:
+    dealt, by_tokens, by_cost = report.sets[name]
     assert by_cost.unfilled < 0.02
     for ranks in OPTIONS.ranks:
         assert by_cost.worst[ranks] < 0.05
@@ -27,9 +28,9 @@ def test_rows_are_full_and_ranks_even(name: str, report: dict[str, list[bench.Wa
     assert dealt.worst[64] > 0.2
 
 
-def test_table_and_json_say_the_same(report: dict[str, list[bench.Way]]) -> None:
-    tree = json.loads(json.dumps(bench.as_dict(OPTIONS, report)))
-    text = bench.table(OPTIONS, report)
+def test_table_and_json_say_the_same(report: bench.Report) -> None:
+    tree = json.loads(json.dumps(asdict(report)))
+    text = bench.table(report)
     assert list(tree["sets"]) == list(length_sets.SETS) and tree["options"]["count"] == 30_000
     way = tree["sets"]["receipts"][2]
     line = next(line for line in text.splitlines() if line.startswith("receipts, by cost"))

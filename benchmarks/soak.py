@@ -1,4 +1,10 @@
-"""`zoo bench soak`: a long run of small steps with evaluations and saves, watched from outside for what grows.
+"""A long run of small steps with evaluations and saves, watched from outside for what grows.
+
+    python -m benchmarks.soak steps=300 after=100 every=50 folder=runs/soak
+
+  recipe=qwen3_vl_sft size=tiny nproc=1  what is trained; further keys of the recipe (with a dot) can be given
+  steps=10000 every=500 after=1000       steps, between two evaluations or saves, and before growth is counted
+  folder=soak                            where the run, soak.json and soak.png (a plot) go
 
 The run is `zoo train` in a process of its own. Four times a second the memory, open files and processor time of that process
 and of all that it has started are read from /proc, with the step that train.jsonl has come to; nothing in the run knows
@@ -10,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import script
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
 from zoo.errors import UserError
@@ -75,7 +83,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Report:
-    """What `zoo bench soak` shows."""
+    """What the soak shows."""
 
     options: Options
     seconds: float
@@ -294,3 +302,7 @@ def plot(report: Report, path: Path) -> Path:
         figure.savefig(partial, dpi=110)
     pyplot.close(figure)
     return path
+
+
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, Options, run, table, as_dict, takes_recipe_keys=True))

@@ -1,4 +1,11 @@
-"""`zoo bench saves recipe=... size=...`: a disk's own rates, and in the same call what zoo's saves and loads reach there.
+"""A disk's own rates, and in the same call what zoo's saves and loads of a model reach there.
+
+    python -m benchmarks.save_rates recipe=qwen3_vl_sft size=2b nproc=1 folder=/disk
+
+  recipe=qwen3_vl_sft size=2b nproc=1    what is trained on synthetic rows and saved; layers=8 takes so many of its decoder
+  folder=. disk_mb=4096                  where, with room for three checkpoints; MB that dd writes and reads there
+  saves=2 steps=4 longest=256 packed=1   how many saves; steps before and next to each; most tokens of a sample; samples a row
+  engine.precision=bf16 parallel.tp=2    any key of the recipe that has a dot
 
 The disk is written and read by `dd`, several at once, past the page cache. Then a model with random weights is trained
 on synthetic rows, and saved beside its steps by the code of a run; each save and the load say their bytes and seconds.
@@ -6,7 +13,6 @@ on synthetic rows, and saved beside its steps by the code of a run; each save an
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import shutil
@@ -23,7 +29,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from zoo.bench.options import Bounded, scratch
+from benchmarks import script
+from benchmarks.script import scratch
+from zoo.bench.options import Bounded
 from zoo.bench.training.setting import LEAST_WARM, Setting
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
@@ -77,7 +85,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
             "saves": options.saves,
             "steps": options.steps,
         }
-        found = run_task("zoo.bench.save_rates:measure", recipe, options.nproc, given, fresh=True)
+        found = run_task("benchmarks.save_rates:measure", recipe, options.nproc, given, fresh=True)
         shutil.rmtree(folder / "run")
         report["disk_after"] = disk_rates(folder, options.disk_mb * 10**6)  # some write fast for a while only
     return report | found
@@ -301,6 +309,5 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_json(found: dict[str, Any]) -> str:
-    """For machines."""
-    return json.dumps(found, indent=2)
+if __name__ == "__main__":
+    sys.exit(script.main(__doc__, Options, run, table, takes_recipe_keys=True))

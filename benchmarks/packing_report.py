@@ -1,4 +1,4 @@
-"""What `zoo bench packing` is asked for and what it found, as text and as JSON."""
+"""Options and report of `benchmarks.packing`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,37 +7,28 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-BOUNDS = {  # of Options
-    "samples": (1, 10**6),
-    "shortest": (1, 10**8),
-    "longest": (1, 10**8),
-    "cp": (1, 10**4),
-    "threads": (1, 1024),
-    "repeats": (1, 10**6),
-    "seed": (0, 2**32 - 1),
-}
+from zoo.bench.options import Bounded
+from zoo.config.layers.keys import number
+from zoo.errors import UserError
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is measured: `samples` of `shortest` to `longest` tokens, for each context-parallel size in `cp`."""
 
-    samples: int = 64
-    shortest: int = 50
-    longest: int = 4000
-    cp: tuple[int, ...] = (2, 4)
+    samples: int = number(64, 1, 10**6)
+    shortest: int = number(50, 1, 10**8)
+    longest: int = number(4000, 1, 10**8)
+    cp: tuple[int, ...] = number((2, 4), 1, 10**4)
     device: str = "cpu"
-    threads: int = 1
-    repeats: int = 30
-    seed: int = 0
+    threads: int = number(1, 1, 1024)
+    repeats: int = number(30, 1, 10**6)
+    seed: int = number(0, 0, 2**32 - 1)
 
     def __post_init__(self) -> None:
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if not all(least <= one <= most for one in (value if isinstance(value, tuple) else (value,))):
-                raise ValueError(f"{name}: wanted whole numbers from {least:,} to {most:,}")
+        super().__post_init__()
         if self.longest < self.shortest:
-            raise ValueError(f"longest={self.longest} is below shortest={self.shortest}")
+            raise UserError(f"longest={self.longest} is below shortest={self.shortest}")
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Report:
-    """What `zoo bench packing` shows."""
+    """What the bench shows."""
 
     options: Options
     cases: list[Case]

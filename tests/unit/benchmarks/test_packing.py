@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.bench import packing
-from zoo.bench.packing_report import Options, as_dict, table
+from benchmarks import packing
+from benchmarks.packing_report import Options, as_dict, table
+from zoo.errors import UserError
 from zoo.packing import PackedLayout
 
 SMALL = Options(samples=8, shortest=5, longest=60, repeats=2)
@@ -93,7 +94,7 @@ def test_table_and_json_say_the_same() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="samples: wanted whole numbers from 1 to"):
+    with pytest.raises(UserError, match="samples=0: wanted a whole number from 1 to"):
         Options(samples=0)
-    with pytest.raises(ValueError, match="longest=4 is below shortest=5"):
+    with pytest.raises(UserError, match="longest=4 is below shortest=5"):
         Options(shortest=5, longest=4)

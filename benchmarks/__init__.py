@@ -1,0 +1,1 @@
+"""What zoo's maintainers measure, from a clone: `python -m benchmarks.NAME`. README.md lists the scripts and their results."""
