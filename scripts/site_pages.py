@@ -44,7 +44,7 @@ def target(path: str) -> str:
         path = posixpath.normpath(f"{path}/README.md")
     if path in PAGES:
         return PAGES[path]
-    if path.startswith("docs/") and Path(path).suffix in (".md", ".json", ".png", ".svg"):
+    if path.startswith("docs/") and Path(path).suffix in (".md", ".png", ".svg"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
 

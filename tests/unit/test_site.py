@@ -46,7 +46,7 @@ def test_every_page_stands_once_in_the_navigation() -> None:
     ("path", "link", "wanted"),
     [
         ("README.md", "docs/data.md#a-row", "data.md#a-row"),
-        ("README.md", "docs/images/soak.png", "images/soak.png"),
+        ("README.md", "docs/images/packed_rows.svg", "images/packed_rows.svg"),
         ("README.md", "LICENSE", "source/LICENSE.md"),
         ("docs/data.md", "packing.md", "packing.md"),
         ("docs/data.md", "../README.md", "index.md"),

@@ -86,7 +86,7 @@ def cpu_threads(wanted: int | None, ranks: int = 1) -> int:
     """Threads for the operations of one of `ranks` ranks on the CPU: `wanted`, else OMP_NUM_THREADS, else its cores.
 
     Beside a GPU it is one: the CPU has index tensors of some 10,000 entries to work on, and a step would wait for the
-    slowest of many threads each time (docs/benchmarks.md, "CPU threads").
+    slowest of many threads each time: up to 1.5 times as long with 64 threads on cores that other programs use.
     """
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     default = 1 if gpu_count() else share_of_cores(ranks)

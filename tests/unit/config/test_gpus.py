@@ -11,7 +11,7 @@ from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
 
-BENCHMARKS = Path(zoo.__file__).parents[1] / "docs/benchmarks"
+BENCHMARKS = Path(zoo.__file__).parents[1] / "benchmarks/results"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_kernels_follow_compute_capability() -> None:
 
 
 def test_what_was_measured_is_in_the_benchmarks() -> None:
-    """Each GPU of docs/benchmarks says so, and no other."""
+    """Each GPU of benchmarks/results says so, and no other."""
     found = set()
     for path in BENCHMARKS.glob("*.json"):
         for device in json.loads(path.read_text())["environment"]["gpus"]:

@@ -1,4 +1,4 @@
-"""A plan with the kernels of a GPU, against the peaks that benchmarks measured on one: docs/benchmarks holds them."""
+"""A plan with the kernels of a GPU, against the peaks that benchmarks measured on one: benchmarks/results holds them."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from zoo.registry import get_family
 
 RESULTS = [
     json.loads(path.read_text())
-    for path in (Path(zoo.__file__).parents[1] / "docs/benchmarks").glob("*.json")
+    for path in (Path(zoo.__file__).parents[1] / "benchmarks/results").glob("*.json")
 ]
 PACKED = [
     pytest.param(

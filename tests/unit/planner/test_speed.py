@@ -1,4 +1,4 @@
-"""What the planner ranks layouts by, against runs in docs/benchmarks: tokens a second, and one layout over another."""
+"""What the planner ranks layouts by, against runs in benchmarks/results: tokens a second, and one layout over another."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from zoo.planner.activations import Row
 from zoo.planner.speed import Speed
 from zoo.registry import get_family
 
-RESULTS = Path(zoo.__file__).parents[1] / "docs/benchmarks"
+RESULTS = Path(zoo.__file__).parents[1] / "benchmarks/results"
 
 
 def result_of(name: str) -> dict[str, Any]:
