@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 
 from zoo.config.compose import about, load_recipe
@@ -10,29 +12,58 @@ from zoo.config.files import recipe_names, size_names
 from zoo.registry import ModelFamily, families
 
 MODELS = Path(__file__).parents[1] / "models"
+TASK = re.compile(r"(.+?)_(sft|dpo|reward|lora|dpo_lora)")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]*\w")  # in the first line of a size's file
 BEGIN, END = "<!-- registered: written by scripts/family_tables.py -->", "<!-- end -->"
 
 
+def code(names: Iterable[str]) -> str:
+    """The names as code, in one line."""
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
 def table(family: ModelFamily) -> str:
-    """The block of a family: what it is registered with, and the recipes that train it."""
-    recipes = [load_recipe(name) for name in recipe_names() if about(name)["family"] == family.name]
-    kinds = {recipe.recipe: bool(recipe.lora.rank) for recipe in recipes}
-
-    def code(names: list[str] | tuple[str, ...]) -> str:
-        return ", ".join(f"`{name}`" for name in names) or "none"
-
+    """The block of a family: what it is registered with, the recipes that train it, and its sizes."""
+    names = [name for name in recipe_names() if about(name)["family"] == family.name]
+    adapters = [name for name in names if load_recipe(name).lora.rank]
     inner = [f"; within `{family.within(part)}`: `{part}`" for part in family.inner]
     rows = [
         ("`model_type`", code(family.load("config").kinds)),
         ("reads", ", ".join(family.modalities)),
-        ("parts that `model.freeze` and `train.lr_scale` name", code(family.parts) + "".join(inner)),
-        ("recipes that train all weights", code([name for name, lora in kinds.items() if not lora])),
-        ("recipes that train adapters (LoRA)", code([name for name, lora in kinds.items() if lora])),
-        ("sizes", code(size_names(family.name))),
-        ("parallelism with one rank's gradients, by test", code(family.proved)),
+        ("parts (`model.freeze`)", code(family.parts) + "".join(inner)),
+        ("recipes, all weights", recipes(name for name in names if name not in adapters)),
+        ("recipes, adapters (LoRA)", recipes(adapters)),
+        ("parallelism, by test", code(family.proved)),
+        *((f"`size={size}`", about_size(family.name, size)) for size in size_names(family.name)),
     ]
-    lines = ["| registered | |", "|---|---|", *(f"| {name} | {what} |" for name, what in rows)]
+    lines = ["| registered | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]
     return "\n".join([BEGIN, *lines, END])
+
+
+def recipes(names: Iterable[str]) -> str:
+    """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo`, `sft`."""
+    tasks: dict[str, list[str]] = {}
+    for name in names:
+        parts = TASK.fullmatch(name)
+        tasks.setdefault(f"{parts[1]}_" if parts else name, []).extend([parts[2]] if parts else [])
+    stems: dict[tuple[str, ...], list[str]] = {}
+    for stem, own in tasks.items():
+        stems.setdefault(tuple(own), []).append(stem)
+    return (
+        "; ".join(code(names) + (f": {code(own)}" if own else "") for own, names in stems.items()) or "none"
+    )
+
+
+def about_size(family: str, size: str) -> str:
+    """The ids that a size was published under, or what its file says of a size that was not."""
+    folder = files("zoo.recipes") / "sizes" / family
+    first = (folder / f"{size}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    ids = [found.rstrip(".,;") for found in HUB_ID.findall(first)]
+    return (
+        code(ids)
+        if ids
+        else first.removeprefix("# ").partition(", for two CPU cores")[0] + "; random weights"
+    )
 
 
 def with_table(readme: str, family: ModelFamily) -> str:

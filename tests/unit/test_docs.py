@@ -327,6 +327,6 @@ def test_family_tables_are_those_of_the_registry() -> None:
     for family in families().values():
         readme = (REPO / "models" / family.name / "README.md").read_text(encoding="utf-8")
         assert script["with_table"](readme, family) == readme, "run python scripts/family_tables.py"
-        adapters = readme.partition("recipes that train adapters (LoRA) | ")[2].partition("\n")[0]
-        assert "_lora`" in adapters
-        assert "LoRA" not in readme.replace("recipes that train adapters (LoRA)", ""), "it is in the table"
+        adapters = readme.partition("recipes, adapters (LoRA) | ")[2].partition("\n")[0]
+        assert "`lora`" in adapters
+        assert "LoRA" not in readme.replace("recipes, adapters (LoRA)", ""), "it is in the table"
