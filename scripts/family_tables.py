@@ -59,11 +59,9 @@ def about_size(family: str, size: str) -> str:
     folder = files("zoo.recipes") / "sizes" / family
     first = (folder / f"{size}.yaml").read_text(encoding="utf-8").partition("\n")[0]
     ids = [found.rstrip(".,;") for found in HUB_ID.findall(first)]
-    return (
-        code(ids)
-        if ids
-        else first.removeprefix("# ").partition(", for two CPU cores")[0] + "; random weights"
-    )
+    if ids:
+        return code(f"model.init={hub_id}" for hub_id in ids)
+    return first.removeprefix("# ").partition(", for two CPU cores")[0] + "; random weights"
 
 
 def with_table(readme: str, family: ModelFamily) -> str:
