@@ -12,6 +12,7 @@ from zoo.errors import ConfigError, UserError
 _OPTION = re.compile(r"--\w[\w.\-\[\]]*")
 _FILE_OPTIONS = ("config", "config_file", "config_path", "yaml")  # how other trainers name their file
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+_FOREIGN = re.compile(r"[A-Za-z_][\w.\-]*=")  # a key of another trainer with its value
 
 
 def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str], list[str]]:
@@ -22,6 +23,7 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
     """
     given, rest = set(), []
     pending = list(arguments)
+    foreign = any(_OPTION.fullmatch(argument) and _is_foreign(argument) for argument in arguments)
     while pending:
         argument = pending.pop(0)
         if argument in flags:
@@ -31,8 +33,13 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
         elif (
             pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags)
         ):
-            rest.append(f"{argument.removeprefix('--')}={pending.pop(0)}")
-        elif _OPTION.fullmatch(argument) and _is_foreign(argument):  # told with all other unknown keys
+            values = [pending.pop(0)]
+            while pending and _is_foreign(argument) and _is_further(pending[0]):
+                values.append(pending.pop(0))
+            rest.append(
+                f"{argument.removeprefix('--')}={values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}"
+            )
+        elif foreign and _OPTION.fullmatch(argument):  # told with all other unknown keys
             rest.append(f"{argument.removeprefix('--')}=true")
         else:
             raise UserError(f"{argument}: {_hint(argument, flags)}")
@@ -47,6 +54,13 @@ def is_entry(text: str) -> bool:
 def _is_value(text: str) -> bool:
     """Whether an argument can be the value of the option before it, and is neither an option nor an override."""
     return not text.startswith("--") and _OVERRIDE.match(text) is None
+
+
+def _is_further(text: str) -> bool:
+    """Whether an argument is one more value of another trainer's option, and no recipe that stands by itself."""
+    from zoo.config.files import recipe_names
+
+    return _is_value(text) and not text.endswith((".yaml", ".yml")) and text not in recipe_names()
 
 
 def _meant(argument: str, flags: Sequence[str]) -> list[str]:
@@ -89,29 +103,33 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if places and not given:
         overrides.remove(places[0])
         return places[0], overrides
-    _refuse_foreign(overrides)
+    refuse_foreign(overrides)
     raise ConfigError(
         f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all"
     )
 
 
-def _refuse_foreign(overrides: Sequence[str]) -> None:
+def refuse_foreign(arguments: Sequence[str]) -> None:
     """ConfigError for a command of another trainer, which names no recipe, with the one that does the same here."""
     from zoo.config.compose import load_recipe
-    from zoo.config.foreign.programs import flattened
+    from zoo.config.foreign.programs import flattened, program_of
+    from zoo.config.foreign.refusals import refuse_foreign_file
     from zoo.config.foreign.translation import translate
     from zoo.config.layers.layer import override_layer
 
-    files = [
-        text.partition("=")[2] for text in overrides if text.partition("=")[0].lstrip("-") in _FILE_OPTIONS
-    ]
-    if files:
-        raise ConfigError(f"no recipe is given: its file is named itself: zoo train {files[0]}")
-    if not overrides or not all(map(_OVERRIDE.match, (text.removeprefix("--") for text in overrides))):
+    overrides = [text.removeprefix("--") for text in arguments]
+    named = dict(text.split("=", 1) for text in overrides if "=" in text)
+    for name in _FILE_OPTIONS:
+        if (file := named.get(name, named.get(name.replace("_", "-")))) is not None:
+            refuse_foreign_file(file, load_recipe)
+            raise ConfigError(f"no recipe is given: its file is named itself: zoo train {file}")
+    if not overrides or not all(map(_FOREIGN.match, overrides)) or not any(map(_is_foreign, named)):
         return
-    if any(_is_foreign(text.partition("=")[0]) for text in overrides):
-        answer = translate(dict(flattened(override_layer(overrides).tree)), load_recipe)
-        raise ConfigError(f"no recipe is given; what comes to the same here:\n{answer}")
+    tree = override_layer(overrides).tree
+    program = program_of(tree)
+    answer = translate(dict(flattened(tree)), load_recipe, program or "")
+    of_program = f"; this is a command line of {program}, and" if program else ";"
+    raise ConfigError(f"no recipe is given{of_program} what comes to the same here:\n{answer}")
 
 
 def _refuse_spaces(arguments: Sequence[str]) -> None:

@@ -121,6 +121,10 @@ def _run(arguments: list[str]) -> int:
             near = get_close_matches(verb, ("--help", "--version"), n=1) or ["--help"]
             raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
         alike = next((name for name, words in _ALIKE.items() if verb.lower() in words.split()), None)
+        if alike == "train":
+            from zoo.cli.arguments import refuse_foreign, split_flags
+
+            refuse_foreign(split_flags(rest, ())[1])
         near = [alike] if alike else get_close_matches(verb, VERBS, n=1) or list(VERBS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
     if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak

@@ -10,6 +10,9 @@ import pytest
 from zoo.cli.main import main
 from zoo.config import compose
 from zoo.config.compose import load_recipe
+from zoo.config.foreign.programs import flattened, program_of
+from zoo.config.foreign.translation import translate
+from zoo.config.layers.reader import read_yaml
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
@@ -100,6 +103,74 @@ model: {partial_pretrain: Qwen/Qwen3-0.6B}
 optim: {lr: 1e-5}
 trainer: {total_epochs: 2, n_gpus_per_node: 8}
 """
+VISION = """
+base_model: Qwen/Qwen2.5-VL-7B-Instruct
+processor_type: AutoProcessor
+chat_template: qwen2_vl
+datasets:
+  - {path: org/chats, type: chat_template.default, split: "train[:1%]", field_messages: talk, shards: 4}
+adapter: lora
+lora_r: 32
+lora_target_modules: 'model.language_model.layers.[\\d]+.self_attn.(q|k)_proj'
+sequence_len: 8192
+max_steps: 40
+learning_rate: 2e-4
+cosine_min_lr_ratio: 0.1
+lr_scheduler: cosine
+train_on_inputs: true
+"""
+PREFERENCES = """
+model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_target: all
+pref_beta: 0.1
+pref_loss: simpo
+dataset: pairs.json
+template: qwen2_vl
+max_samples: 1000
+learning_rate: 5.0e-6
+lr_scheduler_type: cosine
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+"""
+PARTS = """
+model: Qwen/Qwen2.5-Omni-7B
+dataset: [org/coco:validation#200, my.jsonl]
+freeze_vit: false
+vit_lr: 1e-5
+learning_rate: 1e-4
+loss_scale: last_round
+truncation_strategy: delete
+torch_dtype: bfloat16
+"""
+MEGATRON_SWIFT = """
+model: Qwen/Qwen3-30B-A3B-Instruct-2507
+tuner_type: full
+dataset: a.jsonl
+tensor_model_parallel_size: 2
+expert_model_parallel_size: 8
+recompute_granularity: full
+micro_batch_size: 1
+global_batch_size: 16
+lr: 1e-5
+min_lr: 1e-6
+lr_decay_style: cosine
+train_iters: 100
+lr_warmup_fraction: 0.05
+moe_grouped_gemm: true
+num_layers: 48
+"""
+TRL = """
+model_name_or_path: google/gemma-3-4b-it
+dataset_name: trl-lib/Capybara
+dataset_train_split: train_sft
+use_peft: true
+dtype: bfloat16
+assistant_only_loss: true
+push_to_hub: true
+max_length: 2048
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -148,10 +219,31 @@ def value(recipe: Recipe, key: str) -> Any:
             "log.wandb": "tuning",
             "data.train": [{"hub": "org/set", "split": "train", "format": "alpaca", "held_out": 0.1}, {"path": "more.jsonl", "held_out": 0.1}],
         }),
-        (TORCHTUNE, "torchtune", "qwen3_lora", "${output_dir}/Qwen3-8B", {"lora.rank": 16, "train.global_batch": 4, "train.epochs": 2, "train.lr": 2e-5}),
+        (TORCHTUNE, "torchtune", "qwen3_lora", "/tmp/out/Qwen3-8B", {"lora.rank": 16, "train.global_batch": 4, "train.epochs": 2, "train.lr": 2e-5}),
         (VERL, "verl", "qwen3_sft", "Qwen/Qwen3-0.6B", {"data.train": ["rows.parquet"], "packing.budget": 1024, "train.lr": 1e-5, "train.epochs": 2, "nproc": 8}),
+        (VISION, "axolotl", "qwen25_vl_lora", "Qwen/Qwen2.5-VL-7B-Instruct", {
+            "lora.rank": 32, "lora.targets": [r"model.language_model.layers.[\d]+.self_attn.(q|k)_proj"], "train.min_lr": 2e-5, "data.labels": "all",
+            "data.train": [{"hub": "org/chats", "split": "train", "columns": {"messages": "talk"}}],
+        }),
+        (PREFERENCES, "LLaMA-Factory", "qwen25_vl_dpo_lora", "Qwen/Qwen2.5-VL-7B-Instruct", {
+            "train.loss": "simpo", "train.beta": 0.1, "lora.rank": 8, "lora.alpha": 16, "train.min_lr": 5e-7, "data.train": ["pairs.json"],
+        }),
+        (PARTS, "ms-swift", "qwen25_omni_lora", "Qwen/Qwen2.5-Omni-7B", {
+            "lora.rank": 8, "lora.alpha": 32, "lora.parts": ["vision", "audio", "language"], "train.lr_scale": {"vision": 0.1, "audio": 0.1}, "data.labels": "last",
+            "data.overlong": "drop", "data.train": [{"hub": "org/coco", "name": "validation"}, "my.jsonl"],
+        }),
+        (MEGATRON_SWIFT, "ms-swift", "qwen3_moe_sft", "Qwen/Qwen3-30B-A3B-Instruct-2507", {
+            "parallel.tp": 2, "parallel.ep": 8, "train.global_batch": 16, "train.steps": 100, "train.warmup_steps": 5, "train.lr": 1e-5, "train.min_lr": 1e-6,
+            "engine.recompute": "full", "lora.rank": 0,
+        }),
+        (TRL, "TRL", "gemma3_lora", "google/gemma-3-4b-it", {
+            "data.train": [{"hub": "trl-lib/Capybara", "split": "train_sft"}], "lora.rank": 16, "lora.alpha": 32, "packing.budget": 2048,
+        }),
     ],
-    ids=["llama-factory", "llama-factory-full", "ms-swift", "axolotl", "torchtune", "verl"],
+    ids=[
+        "llama-factory", "llama-factory-full", "ms-swift", "axolotl", "torchtune", "verl",
+        "axolotl-vision", "llama-factory-simpo", "ms-swift-parts", "megatron-swift", "trl",
+    ],
 )  # fmt: skip
 def test_a_file_of_another_trainer_is_answered_with_a_command(
     text: str, program: str, name: str, init: str, wanted: dict[str, Any]
@@ -160,6 +252,49 @@ def test_a_file_of_another_trainer_is_answered_with_a_command(
     assert f"a file of {program}" in message
     assert recipe.recipe == name and f"model.init={init}" in overrides
     assert {key: value(recipe, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "usual"),
+    [
+        (LLAMA_FACTORY, {"stage", "finetuning_type", "lora_rank"}), (FULL, {"stage"}), (SWIFT, {"train_type"}), (AXOLOTL, {"load_in_4bit", "adapter"}), (TORCHTUNE, {"_component_"}),
+        (VERL, set()), (VISION, {"adapter"}), (PREFERENCES, {"finetuning_type"}), (PARTS, set()), (MEGATRON_SWIFT, {"tuner_type"}), (TRL, set()),
+    ],
+)  # fmt: skip
+def test_no_key_of_a_foreign_file_is_silent(text: str, usual: set[str]) -> None:
+    """Without it the answer is another one; but for keys that say what the program, or the other keys, mean anyway."""
+    tree = read_yaml(text)
+    settings, program = dict(flattened(tree)), program_of(tree) or ""
+
+    def told(left_out: str) -> str:
+        left = {key: value for key, value in settings.items() if key != left_out}
+        return str(translate(left, lambda name, overrides: None, program))
+
+    silent = {key for key in settings if told(key) == told("")}
+    assert {key.rpartition(".")[2] for key in silent} <= usual
+
+
+def test_files_that_train_nothing_name_the_verb() -> None:
+    files = {
+        "zoo generate out/lora": "model_name_or_path: Qwen/Qwen3-8B\nadapter_name_or_path: out/lora\ntemplate: qwen3\ninfer_backend: vllm\n",
+        "zoo convert out/lora merged": "model_name_or_path: Qwen/Qwen3-8B\nadapter_name_or_path: out/lora\ntemplate: qwen3\nexport_dir: merged\n",
+    }
+    for command, text in files.items():
+        Path("my.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=command):
+            load_recipe("my.yaml")
+
+
+def test_what_zoo_does_not_do_is_said() -> None:
+    message, _, _ = answer("model: Qwen/Qwen3-8B\nrlhf_type: grpo\ntuner_type: full\ndataset: a.jsonl\n")
+    assert "grpo: no recipe does this" in message and "docs/verl.md" in message
+    Path("my.yaml").write_text(
+        "base_model: org/unheard-of\nadapter: lora\nlora_r: 8\ndatasets: [{path: a.jsonl}]\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"recipe=RECIPE(?s:.*)org/unheard-of: no family of zoo is called so"
+    ):
+        load_recipe("my.yaml")
 
 
 def test_every_key_of_a_foreign_file_is_told() -> None:
@@ -205,6 +340,13 @@ def test_several_wrong_values_and_keys_without_effect_come_at_once() -> None:
         ("train recipe=llava_sft --template llava --output_dir x", ["data.template", "run.dir=x"]),
         ("train --model_name_or_path Qwen/Qwen3-VL-4B-Instruct --dataset my.jsonl --use_peft", ["recipe=qwen3_vl_lora", "data.train=my.jsonl"]),
         ("train --config my.yaml", ["zoo train my.yaml"]),
+        ("train --model Qwen/Qwen3-VL-8B-Instruct --train_type lora --dataset a.jsonl 'org/b#500' --target_modules q_proj v_proj",
+         ["command line of ms-swift", "recipe=qwen3_vl_lora", "data.train=[a.jsonl, {hub: org/b}]", "lora.targets=[q_proj, v_proj]", "org/b#500"]),
+        ("sft --model Qwen/Qwen3-8B --dataset a.jsonl --tuner_type full", ["recipe=qwen3_sft", "data.train=a.jsonl"]),
+        ("train recipe=qwen3_sft --tensor-model-parallel-size 2 --recompute-activations --train-iters 5 --unheard-of",
+         ["tensor-model-parallel-size: no such key; zoo's is parallel.tp", "parallel.tp=2", "train.steps=5", "engine.recompute=full", "unheard-of"]),
+        ("train --tensor-model-parallel-size 2 --swiglu --num-layers 32", ["command line of Megatron-LM", "parallel.tp=2"]),
+        ("train actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=grpo data.train_files=a.parquet", ["verl", "docs/verl.md", "data.train=a.parquet"]),
         ("train recipe=llava_sft data=my.jsonl", ["data.train"]),
         ("train recipe=llava_sft data.train = my.jsonl", ["data.train=my.jsonl"]),
         ("train recipe=llava_sft data.train= my.jsonl", ["data.train=my.jsonl"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.locate import is_hub_id
@@ -17,54 +17,95 @@ FORMS = {
     "pretrain": "text", "instruction": "alpaca", "preference": "preference", "ranking": "preference", "dpo": "preference", "rm": "preference",
 }  # fmt: skip
 _FILE = re.compile(r".*\.(jsonl?|csv|tsv|parquet|txt|tar|arrow)", re.IGNORECASE)
+# Keys of axolotl that name columns -> zoo's name of the column.
+_COLUMNS = {
+    "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected", "field": "text", "field_instruction": "instruction",
+    "field_input": "input", "field_output": "output", "field_system": "system", "field_tools": "tools",
+}  # fmt: skip
+_TURNS = ("messages", "conversations", "conversation")  # names that rows' formats know
 _SAMPLED = re.compile(r"#\d+$")  # ms-swift: so many rows of it
 
 
-def entries(given: Any, folder: Any = None) -> tuple[list[Any], list[str]]:
-    """Entries of data.train for what a file says of its data sets, and the names that say nothing of where their rows are.
+class Sets(NamedTuple):
+    """What a file's data sets come to."""
+
+    entries: list[Any]  # of data.train
+    unknown: list[str]  # names that say nothing of where their rows are
+    unread: list[str]  # what is said of sets and has no counterpart
+
+
+def read_sets(given: Any, folder: Any = None) -> Sets:
+    """Entries for what a file says of its data sets.
 
     Args:
         given: a text, with commas between several; a mapping; or a list of these.
         folder: where a `dataset_info.json` tells which files the names stand for; default: data.
     """
-    ones = given if isinstance(given, list) else [given]
-    ones = [
-        part for one in ones for part in (one.replace(",", " ").split() if isinstance(one, str) else [one])
-    ]
+    sets = Sets([], [], [])
     listed = _listed(str(folder or "data"))
-    found: list[Any] = []
-    unknown: list[str] = []
-    for one in ones:
-        entry = _of_mapping(one) if isinstance(one, Mapping) else _of_name(str(one), listed)
-        if entry is None:
-            unknown.append(str(one.get("path", one)) if isinstance(one, Mapping) else str(one))
-        else:
-            found.append(entry)
-    return found, unknown
-
-
-def samples(given: Any) -> list[str]:
-    """What is said of how many rows of a set are taken, as `name#500`."""
-    return [str(one) for one in (given if isinstance(given, list) else [given]) if _SAMPLED.search(str(one))]
+    for one in given if isinstance(given, list) else [given]:
+        parts = one.replace(",", " ").split() if isinstance(one, str) else [one]
+        for part in parts:
+            name = part.get("path") or part.get("name") if isinstance(part, Mapping) else part
+            if isinstance(part, Mapping):
+                entry, unread = _of_mapping(part)
+            else:
+                entry, unread = _of_name(str(part), listed), []
+            if entry is None:
+                sets.unknown.append(str(name))
+            else:
+                sets.entries.append(entry)
+            sampled = [str(part)] if _SAMPLED.search(str(part)) and isinstance(part, str) else []
+            sets.unread.extend([*sampled, *unread])
+    return sets
 
 
 def _of_name(name: str, listed: Mapping[str, Any]) -> Any:
-    name = _SAMPLED.sub("", name).removeprefix("hf::").removeprefix("ms::")
+    name = _SAMPLED.sub("", name)
+    name = name.removeprefix("hf::").removeprefix("ms::").removeprefix("HF::").removeprefix("MS::")
     if _FILE.fullmatch(name) or expanded(name).exists():
         return name
     if name in listed:
         return listed[name]
-    return {"hub": name} if is_hub_id(name) else None
-
-
-def _of_mapping(one: Mapping[str, Any]) -> Any:
-    path, kind = one.get("path") or one.get("data_files") or one.get("name"), one.get("type")
-    entry = _of_name(path, {}) if isinstance(path, str) else None
-    if entry is None:
+    name, _, subset = name.partition(":")  # ms-swift: a configuration of it
+    if not is_hub_id(name):
         return None
-    more = {"split": one.get("split"), "format": FORMS.get(kind, "") if isinstance(kind, str) else None}
-    more = {name: value for name, value in more.items() if value}
-    return entry if not more else {**(entry if isinstance(entry, dict) else {"path": entry}), **more}
+    return {"hub": name, **({"name": subset} if subset else {})}
+
+
+def _of_mapping(one: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The entry of a mapping of axolotl's, and what of it is not read."""
+    left = {key: value for key, value in one.items() if value not in (None, False, "", [], {})}
+    name = left.pop("path", None) or left.get("data_files") or left.get("name")
+    files = left.pop("data_files", None)
+    name = files if name in ("json", "csv", "parquet", "text") and isinstance(files, str) else name
+    entry = _of_name(name, {}) if isinstance(name, str) else None
+    if entry is None:
+        return None, []
+    entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
+    kind, split = str(left.pop("type", "")).partition(".")[0], str(left.pop("split", "") or "")
+    plain_split, bracket, _ = split.partition("[")  # a share of it
+    columns = {
+        zoo_name: left.pop(key) for key, zoo_name in _COLUMNS.items() if isinstance(left.get(key), str)
+    }
+    columns = {zoo_name: column for zoo_name, column in columns.items() if column not in (zoo_name, *_TURNS)}
+    more = {
+        "name": left.pop("name", None),
+        "split": plain_split,
+        "format": FORMS.get(kind, ""),
+        "columns": columns,
+    }
+    entry |= {key: value for key, value in more.items() if value}
+    for key in (
+        "message_property_mappings",
+        "roles",
+        "chat_template",
+        "ds_type",
+        "field",
+    ):  # rows say it themselves
+        left.pop(key, None)
+    unread = [f"{name}: {key}" for key in left] + ([f"{name}: split {split}"] if bracket else [])
+    return (entry["path"] if set(entry) == {"path"} else entry), unread
 
 
 def _listed(folder: str) -> dict[str, Any]:

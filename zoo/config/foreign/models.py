@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any, NamedTuple
 
 from zoo.config.files import read_recipe, read_size, recipe_names, size_names
@@ -51,9 +52,9 @@ def model_of(names: list[str]) -> Model | None:
             return Model(families()[published[0]], published[1], bool(_EXPERTS.search(published[1])))
     for name in names:
         if (kind := _model_type(name)) is not None:
-            for recipe, of_recipe, size in _published():
-                if _arch(of_recipe, size).get("model_type") == kind:
-                    return Model(families()[of_recipe], size, "moe" in recipe)
+            for recipe in _shipped():
+                if recipe.size and _arch(recipe.family, recipe.size).get("model_type") == kind:
+                    return Model(families()[recipe.family], recipe.size, "moe" in recipe.name)
     plain = [
         (_plain(title), family) for family in families().values() for title in (family.title, family.name)
     ]
@@ -71,19 +72,14 @@ def model_of(names: list[str]) -> Model | None:
 
 def recipe_of(model: Model, task: str | None, adapters: bool) -> str | None:
     """The recipe that comes with zoo for a family and method; None where there is none."""
-    fitting = []
-    for name in recipe_names():
-        chain = base_chain(name)
-        family = next(
-            (one.tree["model"]["family"] for one in chain if "family" in (one.tree.get("model") or {})), None
-        )
-        has = any((one.tree.get("lora") or {}).get("rank") for one in chain)
-        if family == model.family.name and read_recipe(name).tree.get("task") == task and has == adapters:
-            fitting.append(name)
-    published = {name: size for name, _, size in _published()}
-    same = [name for name in fitting if published.get(name) == model.size]
-    kind = [name for name in fitting if bool(_EXPERTS.search(published.get(name) or "")) == model.experts]
-    return next(iter(same or kind or fitting), None)
+    fitting = [
+        recipe
+        for recipe in _shipped()
+        if recipe.family == model.family.name and recipe.task == task and recipe.adapters == adapters
+    ]
+    same = [recipe for recipe in fitting if recipe.size is not None and recipe.size == model.size]
+    kind = [recipe for recipe in fitting if bool(_EXPERTS.search(recipe.size or "")) == model.experts]
+    return next((recipe.name for recipe in same or kind or fitting), None)
 
 
 def size_of(init: str) -> str | None:
@@ -92,19 +88,31 @@ def size_of(init: str) -> str | None:
     return None if published is None else published[1]
 
 
-def _published() -> list[tuple[str, str, str]]:
-    """Recipe, family and published size, of the recipes that have one."""
-    found = []
-    for name in recipe_names():
-        chain = base_chain(name)
-        trees = [layer.tree for layer in chain]
+class _Shipped(NamedTuple):
+    """A recipe that comes with zoo."""
+
+    name: str
+    family: str
+    task: str | None
+    adapters: bool
+    size: str | None  # that was published
+
+
+def _shipped() -> list[_Shipped]:
+    return _described(tuple(recipe_names()))
+
+
+@cache
+def _described(names: tuple[str, ...]) -> list[_Shipped]:
+    recipes = []
+    for name in names:
+        trees = [layer.tree for layer in base_chain(name)]
+        models = [tree["model"] for tree in trees if tree.get("model")]
+        family = next((str(model["family"]) for model in models if "family" in model), "")
         size = next((tree["published_size"] for tree in reversed(trees) if "published_size" in tree), None)
-        family = next(
-            (tree["model"]["family"] for tree in trees if "family" in (tree.get("model") or {})), None
-        )
-        if size is not None and family is not None:
-            found.append((name, str(family), str(size)))
-    return found
+        adapters = any((tree.get("lora") or {}).get("rank") for tree in trees)
+        recipes.append(_Shipped(name, family, read_recipe(name).tree.get("task"), adapters, size))
+    return recipes
 
 
 def _arch(family: str, size: str) -> dict[str, Any]:

@@ -24,13 +24,17 @@ _NAMES: dict[str, str] = {
     "TRL": "dataset_name use_peft lora_r lora_target_modules model_name_or_path dataset_text_field assistant_only_loss completion_only_loss attn_implementation max_length load_in_4bit dataset_config",
 }  # fmt: skip
 _SIGNS = {program: frozenset(names.split()) for program, names in _NAMES.items()}
-# What no other program's files have: the last part of a key, or the first.
+# What no other program's files have: the last part of a key, or the first; and among names that several have, names of one alone.
 _MARKS = {
     "_component_": "torchtune",
     "_target_": "NeMo",
     "actor_rollout_ref": "verl",
     "partial_pretrain": "verl",
+    "adv_estimator": "verl",
 }
+_OWN = {
+    "finetuning_type": "LLaMA-Factory", "train_type": "ms-swift", "tuner_type": "ms-swift", "sft_type": "ms-swift", "base_model": "axolotl",
+}  # fmt: skip
 _GENERAL = "transformers"  # whose names the others have, too
 _ENOUGH = 2  # names that a file must have
 
@@ -51,6 +55,9 @@ def program_of(tree: Mapping[str, Any]) -> str | None:
     ]
     if len(foreign) < _ENOUGH or len(foreign) <= sum(key in known for key in flat):
         return None
+    own = next((program for name, program in _OWN.items() if name in names), None)
+    if own is not None:
+        return own
     best = max(_SIGNS, key=lambda program: len(_SIGNS[program] & names))
     return best if _SIGNS[best] & names else _GENERAL
 

@@ -27,7 +27,7 @@ class Meaning(NamedTuple):
 
 # zoo's keys, a note, and the foreign names for them.
 _TABLE: tuple[tuple[str, str, str], ...] = (
-    ("model.init", "", "model_name_or_path model_name model_id model_path base_model pretrained_model_name_or_path load pretrained_checkpoint model model.path model.partial_pretrain partial_pretrain init_from_hf_path checkpointer.checkpoint_dir hf_model_path"),
+    ("model.init", "", "model_name_or_path model_name model_id model_path base_model pretrained_model_name_or_path load pretrained_checkpoint model model.path model.partial_pretrain partial_pretrain init_from_hf_path model_id_or_path checkpointer.checkpoint_dir hf_model_path"),
     ("model.family", "", "model_type architecture model_family"),
     ("data.template", "arguments of the chat template, which is the model's own: none has to be named", "template chat_template conversation_template chat_template_path"),
     ("model.freeze", "a list of parts, [vision] say", "freeze_vision_tower freeze_vit freeze_vision freeze_llm freeze_aligner freeze_multi_modal_projector freeze_mm_mlp_adapter tune_mm_vision tune_mm_llm tune_mm_mlp freeze_parameters freeze_trainable_layers trainable_parameters freeze_language_model freeze_text_model unfreeze_parameters freeze_projector"),
@@ -67,10 +67,10 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("train.micro_batch", "under packing.mode=thd it stays 1 and packing.budget widens the row", "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu per_gpu_train_batch_size"),
     ("train.micro_batch", "evaluation packs its rows as training does", "per_device_eval_batch_size eval_batch_size eval_micro_batch_size"),
     ("train.global_batch", _ACCUMULATION, "gradient_accumulation_steps grad_accum accumulate_grad_batches gradient_accumulation accumulation_steps"),
-    ("train.eval_every", "", "eval_steps eval_interval evaluation_steps val_check_interval"),
+    ("train.eval_every", "", "eval_steps eval_interval evaluation_steps val_check_interval test_freq"),
     ("train.eval_every", "in steps; 0 evaluates at the end alone", "eval_strategy evaluation_strategy do_eval evals_per_epoch"),
     ("train.eval_rows", "", "max_eval_samples eval_iters max_val_samples"),
-    ("train.save_every", "", "save_steps save_interval checkpointing_steps"),
+    ("train.save_every", "", "save_steps save_interval checkpointing_steps save_freq"),
     ("train.save_every", "in steps; 0 saves at the end alone", "save_strategy saves_per_epoch"),
     ("train.keep", "", "save_total_limit max_to_keep"),
     ("train.early_stop train.early_stop_patience", "", "early_stopping early_stopping_patience early_stopping_steps early_stopping_threshold"),
@@ -111,7 +111,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("engine.fp8", "", "fp8_format"),
     ("engine.fp8_recipe", "blockwise or tensorwise", "fp8_recipe"),
     ("engine.backend", f"the fused kernels of attention are {_ALWAYS}", "attn_implementation flash_attn use_flash_attention use_flash_attention_2 attn_impl attention_backend transformer_impl use_flash_attn flash_attention flash_attention_2 xformers_attention sdp_attention sdpa_attention use_flash_attention_v2"),
-    ("engine.recompute", "none, selective or full", "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing recompute_granularity recompute_method recompute_num_layers vit_gradient_checkpointing enable_activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing"),
+    ("engine.recompute", "none, selective or full", "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing recompute_granularity recompute_method recompute_num_layers recompute_activations vit_gradient_checkpointing enable_activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing"),
     ("engine.threads", "", "omp_num_threads num_threads"),
     ("run.dir", "", "output_dir logging_dir save save_dir run_name checkpoint_dir out_dir output"),
     ("run.seed", "", "random_seed data_seed"),
@@ -121,7 +121,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("run.deterministic", "", "full_determinism use_deterministic_algorithms deterministic_mode"),
     ("log.tensorboard log.wandb log.mlflow log.trackio", "", "report_to tensorboard_dir log_with"),
     ("log.wandb", "the project's name", "wandb_project use_wandb wandb_name"),
-    ("export", "", "push_to_hub save_hf_model save_safetensors export_dir"),
+    ("export", "", "save_hf_model save_safetensors export_dir"),
+    ("export", "a folder; zoo convert RUN FOLDER push_to=ORG/NAME uploads it", "push_to_hub push_to_hub_model_id hub_model_id"),
     ("train.loss", "dpo, ipo, simpo, orpo or kto, of a recipe whose name ends in _dpo; nll else", "pref_loss loss_type"),
     ("train.beta", "of a loss of preferences", "pref_beta dpo_beta rl_beta kto_beta"),
     ("train.label_smoothing", "of dpo and simpo", "dpo_label_smoothing"),
@@ -132,6 +133,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("", "task=NAME beside the recipe's name chooses the task: sft, dpo, reward", "stage task rlhf_type"),
     ("", f"fused kernels are {_ALWAYS}", "use_liger_kernel enable_liger_kernel use_unsloth liger_kernel torch_compile"),
     ("", "columns are read by the rows' format, which is found by itself; an entry's format: names it", "remove_unused_columns dataset_kwargs"),
+    ("", "a row's key system, or its first message", "system system_prompt default_system"),
+    ("data.train", "split: of an entry of data.train or data.eval", "dataset_train_split dataset_test_split dataset_split"),
+    ("", "the architecture is that of model.init or of size", "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention swiglu normalization norm_epsilon position_embedding_type rotary_base rotary_percent use_rotary_position_embeddings disable_bias_linear untie_embeddings_and_output_weights qk_layernorm kv_channels num_experts moe_router_topk moe_ffn_hidden_size make_vocab_size_divisible_by"),
     ("", "quantised weights are not trained here", "load_in_4bit load_in_8bit quantization_bit quantization_method quant_bits bnb_4bit_quant_type"),
 )  # fmt: skip
 

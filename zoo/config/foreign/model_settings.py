@@ -1,0 +1,212 @@
+"""The model, the method, adapters and frozen parts of another trainer's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo.config.foreign import models
+from zoo.config.foreign.programs import leaf
+from zoo.config.foreign.reader import Reader, number
+from zoo.config.layers.foreign import foreign_name
+
+_KINDS = (
+    "finetuning_type", "train_type", "tuner_type", "sft_type", "adapter", "peft_type", "use_peft", "use_lora", "full_finetuning",
+)  # fmt: skip
+_QUANTISED = (
+    "load_in_4bit",
+    "load_in_8bit",
+    "quantization_bit",
+    "quant_bits",
+    "quant_method",
+    "quantization_method",
+)
+_WHOLE = ("", "full", "none", "false")
+# What trainers do where nothing is said: adapters, their rank and alpha, frozen towers.
+_WITH_ADAPTERS = ("LLaMA-Factory", "ms-swift")
+_WIDTHS: dict[str, tuple[int, int | None]] = {
+    "LLaMA-Factory": (8, None),
+    "ms-swift": (8, 32),
+    "TRL": (16, 32),
+}
+_FREEZING = ("LLaMA-Factory", "ms-swift")
+_LEARNT_BY_TRIAL = ("ppo", "grpo", "gae", "rloo", "reinforce", "gspo", "dapo", "remax", "gkd")
+_SAME_LINEARS = {"output_proj": "o_proj"}  # torchtune's name
+
+
+def read_model(reader: Reader) -> None:
+    """The model, the method, and the recipe that has both."""
+    components = [key for key in reader.left if leaf(key) in ("_component_", "_target_")]
+    architecture = str(reader.left.get("model._component_", ""))
+    for key in components:
+        if not key.startswith(("dataset", "optimizer", "lr_scheduler")):
+            reader.left.pop(key)
+    init = reader.take_for("model.init")
+    given = (init, _template(reader), reader.take_for("model.family"), architecture)
+    names = [str(name) for name in given if name]
+    kind = reader.take(*_KINDS)
+    method = str(kind if kind is not None else "").lower()
+    adapters = _has_adapters(reader, kind, method, architecture)
+    if method not in (*_WHOLE, "true") and "lora" not in method:
+        reader.decide(
+            "finetuning_type",
+            f"{method}: lora.rank=N trains adapters, model.freeze=[PART] leaves parts as they are; all weights are trained else",
+        )
+    if any([method == "qlora", *(reader.take(name) for name in _QUANTISED)]):
+        text = "they are not trained here; adapters stand on bf16 weights, or on 8 bits: lora.base_dtype=fp8"
+        reader.decide("quantised weights", text)
+    if init is not None:
+        reader.set("model.init", init)
+    model = models.model_of(names)
+    _choose_recipe(reader, model, names, adapters)
+    _adapters(reader, adapters)
+    _parts(reader, model, adapters)
+
+
+def _template(reader: Reader) -> str | None:
+    """A chat template's name, which may be a family's; a file of one is set."""
+    template = reader.take("template", "chat_template", "chat_template_path", "conversation_template")
+    if isinstance(template, str) and template.endswith((".jinja", ".jinja2", ".json")):
+        reader.set("data.template", template)
+        return None
+    if template is not None:
+        reader.found.done.append("template")
+    return template if isinstance(template, str) and "{" not in template else None
+
+
+def _has_adapters(reader: Reader, kind: Any, method: str, architecture: str) -> bool:
+    if "lora" in method or "lora" in architecture or kind is True or method == "true":
+        return True
+    named = ("lora_rank", "lora_r", "lora_alpha", "adapter_name_or_path", "lora_target")
+    if kind is None and any(foreign_name(key) in named for key in reader.left):
+        return True
+    megatron = any("model_parallel_size" in key for key in reader.left)
+    return kind is None and reader.program in _WITH_ADAPTERS and not megatron
+
+
+def _choose_recipe(reader: Reader, model: models.Model | None, names: list[str], adapters: bool) -> None:
+    trial = str(reader.take("adv_estimator") or "").lower()
+    stage = str(reader.take("stage", "rlhf_type", "rl", "task_type") or trial or "sft").lower()
+    method, found = models.method_of(stage), reader.found
+    if method is None:
+        more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
+        reader.decide(
+            "stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers"
+        )
+    if reader.recipe is not None:
+        if method is not None and method.task is not None:
+            reader.decide("stage", f"{stage}: task={method.task} beside the recipe's name")
+    elif model is None:
+        said = ", ".join(names) or "no model is named"
+        reader.decide(
+            "RECIPE", f"{said}: no family of zoo is called so; `zoo list families` shows what there is"
+        )
+    else:
+        fitting = models.recipe_of(model, None if method is None else method.task, adapters)
+        if fitting is None:
+            reader.decide(
+                "stage",
+                f"{stage}: no recipe of {model.family.name} does this; the command fine-tunes on the rows' answers",
+            )
+            fitting = models.recipe_of(model, None, adapters)
+        elif method is not None and method.loss is not None:
+            reader.set("train.loss", method.loss)
+        found.recipe = fitting or found.recipe
+
+
+def _adapters(reader: Reader, adapters: bool) -> None:
+    targets = reader.take(
+        "lora_target", "target_modules", "lora_target_modules", "lora_target_linear", "lora_attn_modules"
+    )
+    rank, alpha = reader.take("lora_rank", "lora_r", "lora_dim", "peft_r"), reader.take("lora_alpha")
+    if not adapters:
+        return
+    usual_rank, usual_alpha = _WIDTHS.get(reader.program, (None, None))
+    rank = usual_rank if rank is None else rank
+    if rank is not None:
+        reader.set("lora.rank", rank)
+    elif reader.recipe is not None:
+        reader.decide("lora.rank", "the width of the adapters")
+    if alpha is None and reader.program == "LLaMA-Factory" and isinstance(rank, int):
+        alpha = 2 * rank
+    alpha = usual_alpha if alpha is None else alpha
+    if alpha is not None:
+        reader.set("lora.alpha", alpha)
+    pattern = isinstance(targets, str) and any(mark in targets for mark in "()[\\*^$")
+    named = (
+        targets.split(",") if isinstance(targets, str) and not pattern else [targets] if pattern else targets
+    )
+    if isinstance(named, list) and not {"all", "all-linear", "all_linear"} & set(map(str, named)):
+        reader.set(
+            "lora.targets", [_SAME_LINEARS.get(str(name).strip(), str(name).strip()) for name in named]
+        )
+    elif targets is not None:
+        reader.found.done.append("lora_target")
+
+
+def _parts(reader: Reader, model: models.Model | None, adapters: bool) -> None:
+    """Parts that stay as they are, and the rates of others."""
+    tower = reader.take("freeze_vision_tower", "freeze_vit", "freeze_vision")
+    aligner = reader.take(
+        "freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_mlp_adapter", "freeze_projector"
+    )
+    language = reader.take("freeze_language_model", "freeze_llm", "freeze_text_model")
+    if model is None:
+        said = [
+            name
+            for name, value in (("towers", tower), ("projector", aligner), ("language", language))
+            if value
+        ]
+        if said:
+            reader.decide("model.freeze", f"the family's parts for: {', '.join(said)}")
+        return
+    usual = reader.program in _FREEZING
+    aligners = [part for part in model.family.all_parts if "projector" in part or "merger" in part]
+    towers = [part for part in model.family.parts if part not in ("language", *aligners)]
+    inner = set(aligners) & set(model.family.inner)
+    frozen_towers, frozen_aligners = (usual if value is None else bool(value) for value in (tower, aligner))
+    kept = [
+        *(towers if frozen_towers else []),
+        *(aligners if frozen_aligners else []),
+        *(["language"] if language else []),
+    ]
+    trained = [part for part in model.family.all_parts if part not in kept]
+    if adapters:
+        trained = (
+            ["language"] if tower in (None, True) and aligner in (None, True) and not language else trained
+        )
+        if trained != ["language"]:
+            reader.set("lora.parts", trained)
+    else:
+        named = [part for part in kept if not (part in inner and frozen_towers)]  # a frozen tower includes it
+        if frozen_towers and not frozen_aligners:
+            for part in sorted(inner):
+                reader.set(f"train.lr_scale.{part}", 1.0)
+        if named:
+            reader.set("model.freeze", named)
+    _rates(
+        reader,
+        {
+            "vit_lr": towers,
+            "vision_lr": towers,
+            "vision_tower_lr": towers,
+            "mm_vision_tower_lr": towers,
+            "aligner_lr": aligners,
+            "mm_projector_lr": aligners,
+        },
+        trained,
+    )
+
+
+def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> None:
+    """Rates of parts, as factors of the run's."""
+    whole = number(reader.found.settings.get("train.lr"))
+    for name, ones in parts.items():
+        if not any(leaf(key) == name for key in reader.left):
+            continue
+        rate = number(reader.take(name))
+        ones = [part for part in ones if part in trained]
+        if rate is None or not whole or not ones:
+            reader.decide(name, "train.lr_scale.PART, its rate / train.lr, for a part that is trained")
+            continue
+        for part in ones:
+            reader.found.settings[f"train.lr_scale.{part}"] = float(f"{rate / whole:.6g}")
