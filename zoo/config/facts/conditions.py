@@ -5,7 +5,8 @@ A condition holds where a recipe does not tell yet: an architecture that is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from zoo.config.entries import AUTO, held_out_entries, only_bundled, parse_entry
@@ -16,15 +17,31 @@ from zoo.registry import families
 REFERENCED = ("dpo", "ipo", "kto")  # losses that compare with a reference model
 
 
+def _value(key: str, holds: Callable[[Any], bool], *, lacks: str, do: str) -> When:
+    """The condition that the value of one key is such a one."""
+    value = attrgetter(key)
+    return When(lacks=lacks, do=do, keys=(key,), holds=lambda recipe: holds(value(recipe)))
+
+
 def _one_of(key: str, *values: Any, lacks: str) -> When:
     """The condition that a key has one of some values."""
-    section, _, name = key.partition(".")
-    return When(
-        lacks=lacks,
-        do=f"set {key} to {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}",
-        keys=(key,),
-        holds=lambda recipe: getattr(getattr(recipe, section), name) in values,
-    )
+    do = f"set {key} to {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}"
+    return _value(key, lambda value: value in values, lacks=lacks, do=do)
+
+
+def _above_zero(key: str, lacks: str) -> When:
+    """The condition that a number is above 0."""
+    return _value(key, lambda value: value > 0, lacks=lacks, do=f"set {key} above 0")
+
+
+def _stated(key: str, lacks: str, do: str) -> When:
+    """The condition that a key has a value."""
+    return _value(key, lambda value: value is not None, lacks=lacks, do=do)
+
+
+def _left_out(key: str, lacks: str) -> When:
+    """The condition that a key has no value."""
+    return _value(key, lambda value: value is None, lacks=lacks, do=f"leave {key} out")
 
 
 def _size(name: str, planned: str, lacks: str) -> When:
@@ -90,23 +107,18 @@ def _augments(recipe: Any) -> bool:
     return bool(bundled if data.augment is None else data.augment)
 
 
-ADAPTERS = When(
-    lacks="without adapters",
-    do="set lora.rank",
-    keys=("lora.rank",),
-    holds=lambda recipe: recipe.lora.rank > 0,
-)
+ADAPTERS = _value("lora.rank", lambda value: value > 0, lacks="without adapters", do="set lora.rank")
 DENSE_ADAPTERS = When(
     lacks="on adapters of experts",
     do="name linears outside of experts in lora.targets",
     keys=("lora.targets",),
     holds=lambda recipe: not all(name.startswith("experts.") for name in recipe.lora.targets),
 )
-WEIGHTS = When(
+WEIGHTS = _value(
+    "model.init",
+    lambda value: value != "random",
     lacks="on random weights",
     do="name weights with model.init",
-    keys=("model.init",),
-    holds=lambda recipe: recipe.model.init != "random",
 )
 EXPERTS = When(lacks="in a model without experts", do="train a model that has experts", holds=_has_experts)
 EXPERT_EXCHANGE = When(
@@ -143,36 +155,16 @@ PAIRS_OR_LABELS = _one_of(
     "reward",
     lacks="under a loss that keeps dropout anyway",
 )
-DROPOUT = When(
-    lacks="without dropout",
-    do="set lora.dropout above 0",
-    keys=("lora.dropout",),
-    holds=lambda recipe: recipe.lora.dropout > 0,
-)
-TEACHER = When(
-    lacks="without a teacher",
-    do="set distill.teacher",
-    keys=("distill.teacher",),
-    holds=lambda recipe: recipe.distill.teacher is not None,
-)
-NO_TEACHER = When(
-    lacks="beside a teacher",
-    do="leave distill.teacher out",
-    keys=("distill.teacher",),
-    holds=lambda recipe: recipe.distill.teacher is None,
-)
+DROPOUT = _above_zero("lora.dropout", "without dropout")
+TEACHER = _stated("distill.teacher", "without a teacher", "set distill.teacher")
+NO_TEACHER = _left_out("distill.teacher", "beside a teacher")
 
 MUON = _one_of("train.optimizer", "muon", lacks="under another optimizer")
 FALLING_RATE = _one_of("train.schedule", "cosine", "linear", "wsd", lacks="under a constant rate")
 WSD = _one_of("train.schedule", "wsd", lacks="under another schedule")
 STOPS = _one_of("train.on_bad_step", "stop", lacks="where bad steps are skipped")
 SKIPS = _one_of("train.on_bad_step", "skip", lacks="where bad steps stop the run")
-SPIKES = When(
-    lacks="where no spikes are looked for",
-    do="set train.spike above 0",
-    keys=("train.spike",),
-    holds=lambda recipe: recipe.train.spike > 0,
-)
+SPIKES = _above_zero("train.spike", "where no spikes are looked for")
 
 HELD_OUT = When(
     lacks="without rows to evaluate on",
@@ -186,24 +178,14 @@ EVALUATION = When(
     keys=("data.eval", "train.eval_rows"),
     holds=lambda recipe: recipe.train.eval_rows != 0 and _has_held_out(recipe),
 )
-ANSWERS = When(
+ANSWERS = _value(
+    "train.loss",
+    lambda value: value != "reward",
     lacks="on a model that scores answers and gives none",
     do="set another train.loss",
-    keys=("train.loss",),
-    holds=lambda recipe: recipe.train.loss != "reward",
 )
-PREDICTIONS = When(
-    lacks="where no answers are shown",
-    do="set log.predictions above 0",
-    keys=("log.predictions",),
-    holds=lambda recipe: recipe.log.predictions > 0,
-)
-EARLY_STOP = When(
-    lacks="without early stopping",
-    do="set train.early_stop=loss, say",
-    keys=("train.early_stop",),
-    holds=lambda recipe: recipe.train.early_stop is not None,
-)
+PREDICTIONS = _above_zero("log.predictions", "where no answers are shown")
+EARLY_STOP = _stated("train.early_stop", "without early stopping", "set train.early_stop=loss, say")
 
 PACKED = _one_of("packing.mode", "thd", lacks="on rows that are not packed")
 PADDED = _one_of(
@@ -217,17 +199,17 @@ MEDIA = When(
 )
 IMAGES = _takes("image", "images")
 VIDEOS = _takes("video", "videos")
-WORKERS = When(
+WORKERS = _value(
+    "data.workers",
+    lambda value: value != 0,
     lacks="without processes that decode media",
     do="leave data.workers open, or set it above 0",
-    keys=("data.workers",),
-    holds=lambda recipe: recipe.data.workers != 0,
 )
-ENCODING = When(
+ENCODING = _value(
+    "data.encode_in_workers",
+    lambda value: value is not False,
     lacks="where workers make no samples",
     do="set data.encode_in_workers=true",
-    keys=("data.encode_in_workers",),
-    holds=lambda recipe: recipe.data.encode_in_workers is not False,
 )
 AUGMENTED = When(
     lacks="without random changes to media",
@@ -245,21 +227,11 @@ ONLY_BUNDLED = When(
 TENSOR_PARALLEL = _size("tp", "tp", "without tensor parallelism")
 PIPELINE = _size("pp", "pp", "without pipeline stages")
 CONTEXT_PARALLEL = _size("cp", "cp", "without context parallelism")
-FP8 = When(
-    lacks="without FP8",
-    do="set engine.fp8=true",
-    keys=("engine.fp8",),
-    holds=lambda recipe: recipe.engine.fp8,
-)
-NO_GRAPHS = When(
+FP8 = _value("engine.fp8", bool, lacks="without FP8", do="set engine.fp8=true")
+NO_GRAPHS = _value(
+    "engine.cuda_graphs",
+    lambda value: not value,
     lacks="under CUDA graphs",
     do="set engine.cuda_graphs=false",
-    keys=("engine.cuda_graphs",),
-    holds=lambda recipe: not recipe.engine.cuda_graphs,
 )
-OPEN_RANKS = When(
-    lacks="where nproc says how many ranks are started",
-    do="leave nproc out",
-    keys=("nproc",),
-    holds=lambda recipe: recipe.nproc is None,
-)
+OPEN_RANKS = _left_out("nproc", "where nproc says how many ranks are started")
