@@ -1,4 +1,4 @@
-"""Pages that zoo writes show strangers' texts as texts: no field of a row, a recipe, a log or a name becomes markup."""
+"""Pages and model cards show strangers' texts as texts: no field of a row, a recipe, a log or a name becomes markup."""
 
 import json
 import shutil
@@ -6,19 +6,29 @@ import subprocess
 from dataclasses import replace as with_parts
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 import zoo
+from zoo.bridge.files.side_files import write_card
 from zoo.config.compose import load_recipe, save_recipe
+from zoo.config.locate import Place, look
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import model_card
+from zoo.errors import printable
 from zoo.inspection.lengths import Filling, Lengths
 from zoo.inspection.page import write_page
 from zoo.inspection.rows import KINDS, PackedRow, Segment, Span
-from zoo.pages import render
+from zoo.pages import escape_markdown, render
 
 HOSTILE = "\"'><img src=x onerror=\"document.title='taken'\"></title></style></pre><script>document.title='taken'</script>{{ 7*7 }}"
+MARKDOWN = "<script>alert(1)</script> &lt;b&gt; | **x** __y__ ~~z~~ `c` ``` [a](javascript:alert(2)) ![i](x.png) [r][1] <https://evil.test> https://evil.test \\ \\| $$x$$ {{ 7*7 }} #\n---\n# title\n\n[1]: x\x1b[2J"
 # Every tag and attribute that the pages themselves have.
 TAGS = set(
     [
@@ -156,3 +166,121 @@ def test_templates_escape_and_name_what_they_lack() -> None:
     with pytest.raises(Exception, match="undefined"):
         render("zoo.runs", "table.html.jinja")
     assert "<b>" not in render("zoo.runs", "table.html.jinja", head=["<b>"], rows=[["<b>"]], text=1)
+
+
+class Cells(HTMLParser):
+    """Reads what a renderer makes of Markdown: its tags, and the texts of a table's cells."""
+
+    def __init__(self, markdown: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.cells: list[str] = []
+        self.text = ""
+        renderer = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+        self.feed(renderer.render(markdown))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.text = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "h1"):
+            self.cells.append(self.text)
+
+
+CARD_TAGS = {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
+
+
+def hostile_recipe(text: str) -> Recipe:
+    """A recipe whose texts are all that one, choices too."""
+    recipe, choice = load_recipe("qwen3_vl_lora", ["hardware=cpu"]), cast(Any, text[:40])
+    return with_parts(
+        recipe,
+        recipe=text.replace("/", "∕"),
+        size=text,
+        data=with_parts(recipe.data, train=[text.replace("/", "∕")]),
+        lora=with_parts(recipe.lora, targets=[text[:40]]),
+        packing=with_parts(recipe.packing, mode=choice),
+        engine=with_parts(recipe.engine, precision=choice),
+        model=with_parts(recipe.model, freeze=[text]),
+        train=with_parts(recipe.train, schedule=choice),
+    )
+
+
+def base(folder: Path, name: str) -> Place:
+    """A model of that folder's name, whose own card is a stranger's, too."""
+    place = folder / name
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{}")
+    lines = ["license: 'yes'", "license_name: <b>", "license_link: javascript:x", f"base_model: {MARKDOWN}"]
+    (place / "README.md").write_text("\n".join(["---", *lines, "---", ""]))
+    found = look(str(place))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_texts_of_model_cards_stay_texts(adapter: bool, tmp_path: Path) -> None:
+    """Each name and value that a recipe, a base model or a tokenizer brings is one cell, with the letters that it has."""
+    name = MARKDOWN.replace("/", "∕")[:200]
+    arch = {"architectures": [MARKDOWN], "model_type": MARKDOWN}
+    source = base(tmp_path, name)
+    card = model_card.trained(
+        hostile_recipe(MARKDOWN), 7, source, arch, adapter=adapter, ends={MARKDOWN[:250]: 5}
+    )
+    write_card(tmp_path, tmp_path, card)
+    loaded = ModelCard.load(tmp_path / "README.md")
+    library = "peft" if adapter else "transformers"
+    assert loaded.data.to_dict() == {"library_name": library, "license": "yes", "tags": ["zoo"]}
+    page = Cells(loaded.text)
+    assert set(page.tags) <= CARD_TAGS
+    assert [pair for pair in page.attributes if pair != ("class", "language-python")] == []
+    title, *cells = page.cells
+    assert title == f"Model {'adapters for' if adapter else 'from'} {printable(name).strip()}"
+    table = dict(zip(cells[::2], cells[1::2], strict=True))
+    expected = {
+        "base model": name,
+        "architecture": "not known",
+        "precision": MARKDOWN[:40],
+        "not trained": MARKDOWN,
+        "data": MARKDOWN.replace("/", "∕"),
+        "answers end at": f"{MARKDOWN[:250]} (5)",
+        "licence": "yes",
+    }
+    assert {key: table[key] for key in expected} == {
+        key: printable(text, 300).strip() for key, text in expected.items()
+    }
+    assert "".join(table).isascii() and "alert(1)" in table["recipe"]
+
+
+def test_texts_of_conversions_stay_texts(tmp_path: Path) -> None:
+    source = base(tmp_path, "x")
+    for native in (True, False):
+        card = model_card.converted(source, {}, {MARKDOWN: MARKDOWN}, native=native)
+        page = Cells(card.split("---\n", 2)[2])
+        assert set(page.tags) <= CARD_TAGS and page.cells.count(printable(MARKDOWN)) >= 1
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet=st.sampled_from("\\`*_{}[]()<>#+-.!|~&;$@:/=\"' \n\taw1é"), max_size=12)
+    | st.text(max_size=12)
+)
+@example("\\|")
+@example("&lt;")
+@example("1. x")
+@example("    x")
+@example("===")
+@example("---")
+def test_a_value_is_one_text_wherever_it_stands(text: str) -> None:
+    """At the beginning of a line, in a heading, in a table's cell: a renderer shows the text that was given."""
+    wanted = printable(text).strip()
+    value = escape_markdown(text)
+    page = Cells(f"{value}\n\n# {value}\n\n| a |\n|---|\n| {value} |\n")
+    blocks = ["p"] * bool(wanted) + ["h1", "table", "thead", "tr", "th", "tbody", "tr", "td"]
+    assert page.tags == blocks and page.cells == [wanted, wanted]

@@ -26,6 +26,7 @@ _NOT_COPIED = ("config.json", "zoo_files.json", "zoo_conversion.json")  # each e
 GENERATION, CARD = "generation_config.json", "README.md"
 MARK = "<!-- written by zoo: remove this line, and zoo keeps your text when it writes this folder again -->"
 _LICENCE = re.compile(r"(license(?:_name|_link)?):\s*[\"']?([\w.:/+-]{1,200})[\"']?\s*")
+_LINK = re.compile(r"(?:https?://)?[^:]+")  # a page, or a file beside the card
 _MOST = 2**28  # bytes of a file that is copied: the largest published tokenizer has 33 MB
 _LONGEST = 2**27  # bytes of a tokenizer's file that are read
 _OLD = 2**16  # bytes of a card that are looked through
@@ -170,7 +171,11 @@ def licence_of(folder: Path) -> dict[str, str]:
     if not lines or lines[0].strip() != "---":
         return {}
     end = next((at for at, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
-    return dict(match.groups() for line in lines[1:end] if (match := _LICENCE.fullmatch(line)))  # type: ignore[misc]
+    matches = filter(None, map(_LICENCE.fullmatch, lines[1:end]))
+    found = {match[1]: match[2] for match in matches}
+    if not _LINK.fullmatch(found.get("license_link", "")):
+        found.pop("license_link", None)
+    return found
 
 
 def _beginning(path: Path) -> str:

@@ -20,11 +20,13 @@ from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.checkpoint import sharded
 from zoo.errors import printable
 from zoo.files import expanded
+from zoo.pages import Markdown, code, render_markdown
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of huggingface_hub
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _CLASSIFIER = "ForSequenceClassification"
 _CLASS = re.compile(r"[A-Za-z_]\w{0,99}")
+_LONGEST = 300  # letters of a value that a card shows
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -122,10 +124,10 @@ def untrained(source: Place | None, arch: Mapping[str, Any]) -> str:
 
 def converted(source: Place, arch: Mapping[str, Any], how: Mapping[str, str], *, native: bool = False) -> str:
     """The card of a folder that holds the weights of another in another form; `how`: what was changed."""
+    what: str = "This folder holds weights that zoo has written in another format."
     if native:
-        what = "This folder holds weights in zoo's own format: `zoo train model.init=<this folder>` starts from them."
-    else:
-        what = "This folder holds weights that zoo has written in another format."
+        command = code("zoo train model.init=<this folder>")
+        what = Markdown(f"This folder holds weights in zoo's own format: {command} starts from them.")
     return _card(what, how, base_of(source), arch, native=native)
 
 
@@ -140,9 +142,12 @@ def _card(
     ends: Mapping[str, int] = NO_ENDS,
 ) -> str:
     licence = dict(base.licence) if base else {}
-    head = [] if native else [f"library_name: {'peft' if adapter else 'transformers'}"]
-    head += [f"base_model: {base.name}"] if base and base.on_hub else []
-    head += [f"{key}: {value}" for key, value in licence.items()]
+    about = {
+        "library_name": None if native else "peft" if adapter else "transformers",
+        "base_model": base.name if base and base.on_hub else None,
+        **licence,
+        "tags": ["zoo"],
+    }
     table = {
         "base model": base.name if base else "none: training began from random weights",
         "architecture": _class(arch) or "not known",
@@ -150,39 +155,25 @@ def _card(
         "licence": licence.get("license_name") or licence.get("license") or _unknown_licence(base),
         "written by": f"zoo {zoo.__version__}",
     }
-    lines = [
-        "---",
-        *head,
-        "tags:",
-        "- zoo",
-        "---",
-        MARK,
-        "",
-        f"# {_title(base, adapter)}",
-        "",
-        what,
-        "",
-        "| | |",
-        "|---|---|",
-    ]
-    lines += [f"| {key} | {_cell(value)} |" for key, value in table.items() if value]
-    usage = [] if native else _usage(arch, adapter, list(ends.values()))
-    if usage:
-        lines += ["", "## Use", "", "```python", *usage, "```"]
-    return "\n".join(lines) + "\n"
+    return render_markdown(
+        "zoo.engine.checkpoint",
+        "model_card.md.jinja",
+        about={key: value for key, value in about.items() if value},
+        mark=Markdown(MARK),
+        title=_title(base, adapter),
+        what=what,
+        rows={key: printable(value, _LONGEST) for key, value in table.items()},
+        usage=[] if native else _usage(arch, adapter, list(ends.values())),
+    )
 
 
 def _title(base: Base | None, adapter: bool) -> str:
     kind = "adapters for" if adapter else "from"
-    return f"Model {kind} {_cell(base.name)}" if base else "Model"
+    return f"Model {kind} {printable(base.name, _LONGEST)}" if base else "Model"
 
 
 def _unknown_licence(base: Base | None) -> str:
     return "not known; that of the base model and of the data hold" if base else "not stated"
-
-
-def _cell(text: object) -> str:
-    return re.sub(r"([|<>\[\]`\\])", r"\\\1", printable(str(text), 300))
 
 
 def _class(arch: Mapping[str, Any]) -> str | None:
