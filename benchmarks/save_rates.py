@@ -204,6 +204,7 @@ class SavesRun(BenchRun):
         began = time.monotonic()
         state = {
             "step": self.done,
+            "model": self.description,
             "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
         }
         self.saver.start(self.trainable, state)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.bench.options import read_options, split_recipe_keys
+from zoo.engine.distributed.process_state import quiet
 from zoo.errors import UserError, file_error
 from zoo.files import expanded
 
@@ -38,6 +39,7 @@ def main[Options, Report](
     if "--help" in given:
         print((doc or "").strip())
         return 0
+    quiet()
     own = [text for text in given if text != "--json"]
     further: list[list[str]] = []
     if takes_recipe_keys:
