@@ -22,7 +22,7 @@ from zoo.packing.layout import PackedLayout
 
 TRIES = 16
 SLACK = (
-    0.05  # of a rank's work that may be padding or waiting: cutting samples costs more (docs/benchmarks.md)
+    0.05  # of a rank's work that may be padding or waiting: cutting samples costs more (docs/parallelism.md)
 )
 
 
