@@ -8,7 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from zoo.config.compose import about, load_recipe
-from zoo.config.files import recipe_names, size_names
+from zoo.config.files import size_names
+from zoo.config.recipes.matrix import recipe_names
 from zoo.registry import ModelFamily, families
 
 MODELS = Path(__file__).parents[1] / "models"

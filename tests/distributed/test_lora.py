@@ -17,7 +17,7 @@ from support.pool import Pool
 from support.rank_gradients import Layout, Plan, run_layouts
 from torch import Tensor
 
-from zoo.config.files import read_recipe
+from zoo.config.compose import about
 from zoo.engine.model.build import assemble
 from zoo.registry import get_family
 
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def overrides(model: Model) -> tuple[str, ...]:
-    family = get_family(read_recipe(model.recipe).tree["model"]["family"])
+    family = get_family(about(model.recipe)["family"])
     experts = (
         ",experts.gate_up_proj,experts.down_proj" if "moe" in model.recipe or "omni" in model.recipe else ""
     )

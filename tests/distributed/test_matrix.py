@@ -118,11 +118,11 @@ def logprob_error(held: list[Held], batches: list[Batch], wanted: list[Tensor]) 
 
 def test_what_zoo_list_shows_is_what_is_proved() -> None:
     """Each family's `proved`: the kinds of parallelism of its rows here that are not refused."""
-    from zoo.config.files import read_recipe
+    from zoo.config.compose import about
 
     found: dict[str, set[str]] = {}
     for name, model in MODELS.items():
-        kinds = found.setdefault(read_recipe(model.recipe).tree["model"]["family"], set())
+        kinds = found.setdefault(about(model.recipe)["family"], set())
         for parallel, setting in PARALLEL.items():
             if (parallel, name) not in REFUSED:
                 kinds |= setting.kinds

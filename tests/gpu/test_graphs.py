@@ -128,9 +128,9 @@ def _gradients(zoo: Zoo, rest: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _load(stack: Any, folder: Path, here: Any, *overrides: str) -> Zoo:
-    from zoo.config.files import read_recipe
+    from zoo.config.compose import about
 
-    family = read_recipe(stack.recipe).tree["model"]["family"]
+    family = about(stack.recipe)["family"]
     fixed = (f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16")
     zoo = Zoo.load(folder, here, *fixed, *overrides)
     if zoo.recipe.lora.rank:

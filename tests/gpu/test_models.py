@@ -111,9 +111,9 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def zoo_gradients(wanted: Wanted, here: Any, layout: str, *overrides: str) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients by published name in fp32)."""
-    from zoo.config.files import read_recipe
+    from zoo.config.compose import about
 
-    family = read_recipe(wanted.stack.recipe).tree["model"]["family"]
+    family = about(wanted.stack.recipe)["family"]
     zoo = Zoo.load(wanted.folder, here, f"model.family={family}", "train.mtp_loss=0", *overrides)
     batches, packing = LAYOUTS[layout](wanted.samples)
     loss, gradients = zoo.gradients(batches, wanted.count, **packing)

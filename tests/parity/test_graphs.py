@@ -14,7 +14,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 import zoo.engine.model.graphs as graphs_of_models
 import zoo.nn.towers.attention as towers
-from zoo.config.files import read_recipe
+from zoo.config.compose import about
 from zoo.engine.model.graphs import release_graphs, use_graphs
 from zoo.engine.model.lora import seed_dropout
 from zoo.nn.graphs import random
@@ -27,7 +27,7 @@ BOTH_WAYS = ("gemma3", "gemma4")
 
 def loaded(name: str, folder: Path, world: Any, *overrides: str) -> tuple[Zoo, list[Any]]:
     stack = TINY[name]
-    family = read_recipe(stack.recipe).tree["model"]["family"]
+    family = about(stack.recipe)["family"]
     zoo = Zoo.load(stack.write(folder), world, f"model.family={family}", "train.mtp_loss=0", *overrides)
     if zoo.recipe.lora.rank:
         adapt([zoo.model], zoo.assembly, zoo.recipe, world)

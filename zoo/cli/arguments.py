@@ -79,7 +79,7 @@ def _is_foreign(argument: str) -> bool:
 
 
 def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """The recipe's name (`recipe=NAME`, `--recipe=NAME`, or NAME in its place) and the overrides.
+    """The recipe's name (`recipe=NAME`, `--recipe=NAME`, NAME in its place, or that of `family=NAME`) and the overrides.
 
     Raises:
         ConfigError: no recipe is named, or an argument is no override.
@@ -103,10 +103,25 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if places and not given:
         overrides.remove(places[0])
         return places[0], overrides
+    for argument in overrides:
+        if argument.removeprefix("--").startswith("family="):
+            return _recipe_of(argument.partition("=")[2]), [text for text in overrides if text != argument]
     refuse_foreign(overrides)
     raise ConfigError(
         f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all"
     )
+
+
+def _recipe_of(family: str) -> str:
+    """The recipe of a family, whose task and adapter are overrides."""
+    from zoo.config.layers.keys import nearest
+    from zoo.config.recipes.matrix import RecipeParts, names_in
+
+    names = names_in("families")
+    if family not in names:
+        hint = ", ".join(nearest(family[:100], names) or names)
+        raise ConfigError(f"family={family[:100]}: no recipes of such a family; nearest: {hint}")
+    return RecipeParts(family).name
 
 
 def refuse_foreign(arguments: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from zoo.config.recipes.matrix import folder, matrix, names_in, recipe_names
+from zoo.config.recipes.size_order import size_order
 from zoo.errors import UserError
 
 # The shells ask `zoo completion answer LINE [BREAKS]`: the command up to the cursor and, for bash, the characters at which
@@ -95,7 +97,7 @@ def answers(line: str) -> list[str]:
     if word.startswith("-"):
         found += _starting(word, [*_flags(usage), "--help"])
     if word and "recipe=NAME" in usage and not _recipe_of(given):
-        found += _starting(word, _recipes())
+        found += _starting(word, recipe_names())
     return list(dict.fromkeys(found))
 
 
@@ -146,10 +148,6 @@ def _is_literal(node: ast.AST) -> bool:
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"
 
 
-def _recipes() -> list[str]:
-    return sorted(path.stem for path in _path("zoo.recipes").parent.glob("*.yaml"))
-
-
 def _keys_of(
     name: str, prefix: str, classes: Mapping[str, ast.ClassDef], literals: Mapping[str, ast.expr]
 ) -> Iterator[tuple[str, SchemaKey]]:
@@ -185,7 +183,10 @@ def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
     """Values of a key that start as `typed` does."""
     known = schema().get(key)
     if key == "recipe":
-        return _or_files(_starting(typed, _recipes()), typed)
+        return _or_files(_starting(typed, recipe_names()), typed)
+    if key in ("task", "adapter", "family"):
+        kinds = {"task": "tasks", "adapter": "adapters", "family": "families"}
+        return _starting(typed, names_in(kinds[key]))
     if key == "size":
         return _or_files(_starting(typed, _sizes(_recipe_of(given), given)), typed)
     if key == "hardware":
@@ -202,14 +203,13 @@ def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
 def _sizes(recipe: str, given: Sequence[str]) -> list[str]:
     """Sizes of the family of a recipe: a name, or the path of a file."""
     named = [text.partition("=")[2] for text in given if text.removeprefix("--").startswith("model.family=")]
-    recipes = _path("zoo.recipes").parent
-    for path in (recipes / f"{recipe}.yaml", Path(recipe).expanduser()):
+    recipes = folder()
+    family_file = recipes / "families" / f"{matrix()[recipe].family if recipe in matrix() else ''}.yaml"
+    for path in (family_file, recipes / f"{recipe}.yaml", Path(recipe).expanduser()):
         if not named and recipe and path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
             named = re.findall(r"^\s+family:\s*[\"']?(\w+)", text, re.MULTILINE)
     family = named[-1] if named else "*"
-    from zoo.config.recipes.size_order import size_order
-
     return sorted({path.stem for path in recipes.glob(f"sizes/{family}/*.yaml")}, key=size_order)
 
 

@@ -32,7 +32,7 @@ from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, Overrides, escaped
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
-from zoo.config.recipes.chain import base_chain, is_shipped, recipe_name, refuse_file_keys, without_file_keys
+from zoo.config.recipes.chain import CHOICES, base_chain, is_shipped, refuse_file_keys, without_file_keys
 from zoo.config.recipes.published import KnownArch, arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
@@ -96,7 +96,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
 def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     """:func:`load_recipe`, with the reason for the size that was taken."""
     typed, objects = split_overrides(overrides)
-    refuse_file_keys(typed, allowed=("task",))
+    refuse_file_keys(typed, allowed=CHOICES)
     if isinstance(recipe, Recipe) and recipe.composed:
         _refuse_overlays([typed], "the recipe given")
         changes = {**typed.tree, **objects, **{edit.path: edit.value for edit in typed.edits}}
@@ -106,13 +106,11 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     if isinstance(recipe, Recipe):
         chain, held = hand_built_chain(recipe, typed)
         objects = {key: rows for key, rows in held.items() if key not in _keys_of([typed])} | objects
-        name = recipe.recipe
     else:
-        name = str(recipe)
-        refuse_foreign_file(name, load_recipe)
-        chain = base_chain(name, typed)
-    refuse_unknown(name, [*(layer for layer in chain if not is_shipped(layer)), typed], load_recipe)
-    root, own = chain[0], [*chain[1:], typed]
+        refuse_foreign_file(str(recipe), load_recipe)
+        chain = base_chain(str(recipe), typed)
+    root, own = chain.root, [*chain.own, typed]
+    refuse_unknown(chain.name, [layer for layer in (root, *own) if not is_shipped(layer)], load_recipe)
     layers, stamps, sized = [without_file_keys(root)], {}, True
     init = _last([root, *own], "model.init")
     if root.tree.get("resolved"):
@@ -125,7 +123,7 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         choice = _choose_overlays(root, own, weights)
         layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
         stamps = {
-            "recipe": recipe_name(name, chain, typed),
+            "recipe": chain.name,
             "size": choice.size,
             "hardware": choice.hardware,
         }
@@ -147,9 +145,7 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     for key, value in stamps.items():
         set_key(tree, key, value)
         set_key(base, key, value)
-    named = " ".join(
-        [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
-    )
+    named = " ".join([chain.root_name, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")])
     users = own if is_shipped(root) or root.tree.get("resolved") else [root, *own]
     origins = _set_by([layer for layer in users if not is_shipped(layer)])
     composed = with_objects(to_values(tree), objects).marked(frozenset(origins), composed=True)
@@ -174,8 +170,9 @@ def _set_by(layers: Sequence[Layer]) -> dict[str, str]:
 def about(name_or_path: str) -> dict[str, Any]:
     """A recipe's description, family, published_size, tiny_size and base; its base's where it has none of its own."""
     chain = base_chain(name_or_path)
-    found = {key: _last(chain, key) for key in ("description", "published_size", "tiny_size")}
-    return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}
+    layers = [chain.root, *chain.own]
+    found = {key: _last(layers, key) for key in ("description", "published_size", "tiny_size")}
+    return {**found, "family": _last(layers, "model.family"), "base": layers[-1].tree.get("base")}
 
 
 def recipe_for_weights(
@@ -211,10 +208,10 @@ def is_saved_recipe(path: str | Path) -> bool:
 
 def _refuse_overlays(own: Sequence[Layer], origin: str) -> None:
     for layer in own:
-        for key in ("size", "hardware") if layer.origin else ("size", "hardware", "task"):
+        for key in ("size", "hardware") if layer.origin else ("size", "hardware", *CHOICES):
             if key in layer.tree:
                 raise ConfigError(
-                    f"{key}={shown_value(layer.tree[key])}: {origin} is a resolved recipe, to which no overlay and no task is applied; "
+                    f"{key}={shown_value(layer.tree[key])}: {origin} is a resolved recipe, to which no overlay, task or adapter is applied; "
                     f"name the recipe it came from instead"
                 )
 

@@ -1,7 +1,7 @@
 """Where recipes and their overlays lie, and how a YAML file is read.
 
-`recipes/<name>.yaml` are recipes, `recipes/tasks/<task>.yaml` what recipes of several families have in common, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/` overlays of the same form:
-`cpu`, and `gpu` for all that zoo.config.gpus finds, of which there may be several, as in 8xh200 or, on two nodes, 2x8xh200.
+A recipe is a family x a task x an adapter (zoo.config.recipes.matrix), or a file of its own, `recipes/<name>.yaml`. `recipes/sizes/<family>/<size>.yaml`
+and `recipes/hardware/` are overlays: `cpu`, and `gpu` for all that zoo.config.gpus finds, of which there may be several, as in 8xh200 or, on two nodes, 2x8xh200.
 A path to a file of the user's own is taken wherever a name is.
 """
 
@@ -18,6 +18,7 @@ from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.layers.keys import nearest
 from zoo.config.layers.layer import Layer, filled
 from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
+from zoo.config.recipes.matrix import RecipeParts, names_in, recipe_names
 from zoo.config.recipes.size_order import size_order
 from zoo.errors import ConfigError
 from zoo.files import expanded
@@ -26,11 +27,6 @@ AUTO, CPU = "auto", "cpu"  # hardware= by the GPUs that are here; without one
 _GPU = "gpu"  # the overlay of any
 _COUNTED = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([\w-]+)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}(?:\[\d+\][\w.]*)?", re.ASCII)
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes that come with zoo."""
-    return _names(files("zoo.recipes"))
 
 
 def size_names(family: str) -> list[str]:
@@ -44,17 +40,16 @@ def hardware_names() -> list[str]:
 
 
 def root_recipes() -> list[str]:
-    """Names of the recipes that stand on no other recipe."""
-    return [name for name in recipe_names() if "base" not in read_recipe(name).tree]
+    """Names of the recipes that train all weights by supervised fine-tuning, one for each family."""
+    return [RecipeParts(family).name for family in names_in("families")]
 
 
 def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     """The recipe file of that name or path; `beside` is a folder that a relative path may start from."""
     path = as_path(name_or_path)
     if path is None:
-        names = recipe_names()
-        if name_or_path not in names:
-            raise ConfigError(f"recipe={name_or_path}: {_unknown('recipe', name_or_path, names)}")
+        if name_or_path not in names_in():
+            raise ConfigError(f"recipe={name_or_path}: {_unknown('recipe', name_or_path, recipe_names())}")
         return _read(files("zoo.recipes") / f"{name_or_path}.yaml")
     if not path.is_absolute() and beside is not None and (beside / path).exists():
         path = beside / path
@@ -69,17 +64,9 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     return _read(path)
 
 
-def task_names() -> list[str]:
-    """Names of the tasks that a recipe may be given in the place of supervised fine-tuning."""
-    return _names(files("zoo.recipes") / "tasks")
-
-
-def read_task(name: str) -> Layer:
-    """What `task: NAME` of a recipe file stands for."""
-    names = task_names()
-    if name not in names:
-        raise ConfigError(f"task: {_unknown('task', name, names)}")
-    return _read(files("zoo.recipes") / "tasks" / f"{name}.yaml")
+def read_part(kind: str, name: str) -> Layer:
+    """The file of a family, a task or an adapter that comes with zoo; `kind` is its folder."""
+    return _read(files("zoo.recipes") / kind / f"{name}.yaml")
 
 
 def read_size(family: str, size: str) -> Layer:

@@ -8,16 +8,16 @@ from operator import attrgetter
 from typing import Any
 
 from zoo.config.entries import split_objects
-from zoo.config.files import recipe_names
 from zoo.config.layers.layer import Layer, Overrides, layer_of, override_layer, plain_values
-from zoo.config.recipes.chain import base_chain, with_task
+from zoo.config.recipes.chain import Chain, base_chain, on_program
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
 BY_HAND = "zoo.Recipe(...)"  # the origin of what stands in the place of a file
 
 
-def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[list[Layer], dict[str, list[Any]]]:
+def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, list[Any]]]:
     """What a recipe built by hand says, as the last of a chain of files, and its rows as objects by key.
 
     It stands on the recipe that it names, on nothing where it names none: a name that is no recipe's is a label, if the family
@@ -32,10 +32,10 @@ def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[list[Layer], dict[st
     is_label = recipe.recipe == Recipe.recipe or (
         bool(recipe.model.family) and recipe.recipe not in recipe_names() and "/" not in recipe.recipe
     )
-    if not is_label:
-        return [*base_chain(recipe.recipe, typed), own], rows
-    chain = [Layer(BY_HAND, {}), own]
-    return (with_task(chain, typed.tree["task"]) if "task" in typed.tree else chain), rows
+    if is_label:
+        return replace(on_program(Layer(BY_HAND, {}), own, typed), name=recipe.recipe), rows
+    chain = base_chain(recipe.recipe, typed)
+    return replace(chain, own=[*chain.own, own]), rows
 
 
 def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[Any]]]:

@@ -19,9 +19,10 @@ from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
 from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
-from zoo.config.files import recipe_names, size_names
+from zoo.config.files import size_names
 from zoo.config.gpus import GPUS
 from zoo.config.layers.keys import keys, sections
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 
 BREAKS = " \t\n\"'><=;|&(:"  # bash's COMP_WORDBREAKS, without its @

@@ -14,7 +14,8 @@ import zoo
 from zoo.cli.main import main
 from zoo.config.checks import engine
 from zoo.config.compose import about
-from zoo.config.files import hardware_names, recipe_names, size_names
+from zoo.config.files import hardware_names, size_names
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.recipes.size_order import size_order
 from zoo.errors import UserError
 from zoo.registry import families

@@ -8,7 +8,8 @@ import pytest
 
 from zoo.config.compose import about, load_recipe
 from zoo.config.facts.architecture import text_config
-from zoo.config.files import read_recipe, recipe_names, size_names
+from zoo.config.files import size_names
+from zoo.config.recipes.matrix import SFT, matrix, recipe_names
 from zoo.config.validate import validate
 from zoo.registry import get_family
 
@@ -17,7 +18,7 @@ PAIRS = [
     for name in recipe_names()
     for size in (
         [about(name)["tiny_size"] or "tiny"]
-        if "task" in read_recipe(name).tree
+        if name in matrix() and matrix()[name].task != SFT
         else size_names(about(name)["family"])
     )
 ]

@@ -11,7 +11,8 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel, stage_layers
-from zoo.config.files import recipe_names, size_names
+from zoo.config.files import size_names
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.planning.plan import choose_layout_here, model_of, plan, refuse_misfit

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zoo.cli.arguments import split_flags
+from zoo.config.recipes.matrix import RecipeParts, matrix, names_in
 from zoo.errors import UserError
 
 SECTIONS = ("families", "recipes", "hardware")
@@ -57,8 +58,9 @@ def _runs(folder: str, as_json: bool) -> int:
 def catalogue() -> dict[str, Any]:
     """Families, recipes and hardware by name."""
     from zoo.config.compose import about
-    from zoo.config.files import CPU, recipe_names, size_names
+    from zoo.config.files import CPU, size_names
     from zoo.config.gpus import GPUS
+    from zoo.config.recipes.matrix import recipe_names
     from zoo.registry import families
 
     return {
@@ -117,36 +119,22 @@ def _overview(found: Mapping[str, Any]) -> str:
     for name, family in found["families"].items():
         reads = ", ".join(family["modalities"])
         lines += _wrapped(f"  {name:<{width}}  {reads:<25}  ", ", ".join(family["sizes"]) or "-")
-    lines.append("recipes: NAME_TASK, as in recipe=NAME_TASK (zoo list recipes)")
-    for tasks, names in _by_tasks(found["recipes"]).items():
-        if tasks == ("",):
-            for name in names:
-                lines += _wrapped(f"  {name:<{width}}  ", found["recipes"][name]["description"] or "-")
-            continue
-        lines += _wrapped(f"  {'NAME':<{width}}  ", " ".join(names))
-        lines += _wrapped(f"  {'TASK':<{width}}  ", " ".join(tasks))
+    lines.append(
+        "recipes: FAMILY_TASK, as in recipe=qwen3_vl_dpo_lora; or family=qwen3_vl task=dpo adapter=lora (zoo list recipes)"
+    )
+    parts = matrix()
+    for head, names in (("FAMILY", names_in("families")), ("TASK", _tasks(parts.values()))):
+        lines += _wrapped(f"  {head:<{width}}  ", " ".join(names))
+    for name in (name for name in found["recipes"] if name not in parts):
+        lines += _wrapped(f"  {name:<{width}}  ", found["recipes"][name]["description"] or "-")
     lines.append("hardware, as in hardware=8xh200 (zoo list hardware)")
     lines += _wrapped("  ", " ".join(found["hardware"]))
     return "\n".join(lines)
 
 
-def _by_tasks(recipes: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Tasks -> the names that stand before all of these in recipes; no task for a recipe that is named by itself.
-
-    `base_lora` is the task `lora` of `base`, or the task `dpo_lora` where `base` is the recipe `x_dpo`.
-    """
-    known = list(recipes)
-    tasks: dict[str, list[str]] = {}
-    for name in known:
-        before, _, task = name.rpartition("_")
-        if before in known:
-            before, _, outer = before.rpartition("_")
-            task = f"{outer}_{task}"
-        tasks.setdefault(before or name, []).append(task if before else "")
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for before, of_it in tasks.items():
-        groups.setdefault(tuple(of_it), []).append(before)
-    return groups
+def _tasks(recipes: Iterable[RecipeParts]) -> list[str]:
+    """What stands behind a family in the names of recipes."""
+    return list(dict.fromkeys(parts.name.removeprefix(f"{parts.family}_") for parts in recipes))
 
 
 def _wrapped(head: str, text: str) -> list[str]:

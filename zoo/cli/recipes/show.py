@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _may_be_a_folder(text: str) -> bool:
     """Whether a lone argument is meant as a run folder, and not as a recipe's name that lacks its `recipe=`."""
-    from zoo.config.files import recipe_names
+    from zoo.config.recipes.matrix import recipe_names
 
     return Path(text).is_dir() or not (text in recipe_names() or text.endswith((".yaml", ".yml")))
 

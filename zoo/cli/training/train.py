@@ -4,6 +4,8 @@ usage: zoo train recipe=NAME [key=value ...] [--slurm-template]
 Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml). `zoo train my.yaml`
 and `zoo train recipe=my.yaml` are the same.
 
+  family=NAME task=NAME adapter=NAME   a recipe by its parts: qwen3_vl, dpo and lora are recipe=qwen3_vl_dpo_lora; task and adapter
+                     also replace those of a recipe that is named
   size=SIZE          a size of the family; default: the published size on a GPU, tiny without
   hardware=NAME      what it runs on: 8xh200, 2x8xh100 (nodes, GPUs, kind), auto, cpu; parallel sizes that are not
                      given are chosen so that the model fits
@@ -142,7 +144,7 @@ def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
 def _next(recipe: Recipe, folder: Path) -> list[str]:
     """What to look at and to run after a run that is done, a line each."""
     from zoo.config.compose import about
-    from zoo.config.files import recipe_names
+    from zoo.config.recipes.matrix import recipe_names
 
     zoo = _command()
     plots = folder / "plots"

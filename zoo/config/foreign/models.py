@@ -6,9 +6,9 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
-from zoo.config.files import read_recipe, read_size, recipe_names, size_names
+from zoo.config.files import read_part, read_size, size_names
 from zoo.config.locate import look, read_arch
-from zoo.config.recipes.chain import base_chain
+from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
 from zoo.config.recipes.published import published_size
 from zoo.errors import UserError
 from zoo.registry import ModelFamily, families
@@ -52,9 +52,9 @@ def model_of(names: list[str]) -> Model | None:
             return Model(families()[published[0]], published[1], bool(_EXPERTS.search(published[1])))
     for name in names:
         if (kind := _model_type(name)) is not None:
-            for recipe in _shipped():
-                if recipe.size and _arch(recipe.family, recipe.size).get("model_type") == kind:
-                    return Model(families()[recipe.family], recipe.size, "moe" in recipe.name)
+            for name_of_recipes, family_name, size in _published():
+                if _arch(family_name, size).get("model_type") == kind:
+                    return Model(families()[family_name], size, "moe" in name_of_recipes)
     plain = [
         (_plain(title), family) for family in families().values() for title in (family.title, family.name)
     ]
@@ -72,14 +72,11 @@ def model_of(names: list[str]) -> Model | None:
 
 def recipe_of(model: Model, task: str | None, adapters: bool) -> str | None:
     """The recipe that comes with zoo for a family and method; None where there is none."""
-    fitting = [
-        recipe
-        for recipe in _shipped()
-        if recipe.family == model.family.name and recipe.task == task and recipe.adapters == adapters
-    ]
-    same = [recipe for recipe in fitting if recipe.size is not None and recipe.size == model.size]
-    kind = [recipe for recipe in fitting if bool(_EXPERTS.search(recipe.size or "")) == model.experts]
-    return next((recipe.name for recipe in same or kind or fitting), None)
+    fitting = {name: size for name, family, size in _published() if family == model.family.name}
+    same = [name for name, size in fitting.items() if size == model.size]
+    kind = [name for name, size in fitting.items() if bool(_EXPERTS.search(size)) == model.experts]
+    name = next(iter(same or kind or fitting), None)
+    return None if name is None else RecipeParts(name, task or SFT, LORA if adapters else None).name
 
 
 def size_of(init: str) -> str | None:
@@ -88,31 +85,11 @@ def size_of(init: str) -> str | None:
     return None if published is None else published[1]
 
 
-class _Shipped(NamedTuple):
-    """A recipe that comes with zoo."""
-
-    name: str
-    family: str
-    task: str | None
-    adapters: bool
-    size: str | None  # that was published
-
-
-def _shipped() -> list[_Shipped]:
-    return _described(tuple(recipe_names()))
-
-
 @cache
-def _described(names: tuple[str, ...]) -> list[_Shipped]:
-    recipes = []
-    for name in names:
-        trees = [layer.tree for layer in base_chain(name)]
-        models = [tree["model"] for tree in trees if tree.get("model")]
-        family = next((str(model["family"]) for model in models if "family" in model), "")
-        size = next((tree["published_size"] for tree in reversed(trees) if "published_size" in tree), None)
-        adapters = any((tree.get("lora") or {}).get("rank") for tree in trees)
-        recipes.append(_Shipped(name, family, read_recipe(name).tree.get("task"), adapters, size))
-    return recipes
+def _published() -> list[tuple[str, str, str]]:
+    """Each family of recipes, the family of its model, and its published size."""
+    trees = {name: read_part("families", name).tree for name in names_in("families")}
+    return [(name, tree["model"]["family"], str(tree.get("published_size"))) for name, tree in trees.items()]
 
 
 def _arch(family: str, size: str) -> dict[str, Any]:

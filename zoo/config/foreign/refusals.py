@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zoo.config.entries import unknown_keys
-from zoo.config.files import as_path, recipe_names
+from zoo.config.files import as_path
 from zoo.config.foreign.programs import flattened, program_of
 from zoo.config.foreign.translation import Load, translate
 from zoo.config.layers.foreign import foreign_hint
@@ -14,6 +14,7 @@ from zoo.config.layers.layer import Edit, Layer
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.layers.tree import read_leaves, together
 from zoo.config.recipes.chain import FILE_KEYS
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 

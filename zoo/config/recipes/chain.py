@@ -1,16 +1,17 @@
-"""Recipe files that stand on each other by `base:`, the tasks between them, and the keys that are about a file and no part of the recipe."""
+"""The layers of a recipe: what its family, task and adapter say, and the files that stand on it by `base:`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from zoo.config.files import read_recipe, read_task, recipe_names, task_names
+from zoo.config.files import read_part, read_recipe
 from zoo.config.layers.keys import shown_value
-from zoo.config.layers.layer import Layer
+from zoo.config.layers.layer import Layer, merge_into
+from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in
 from zoo.errors import ConfigError
 
 # Keys about a recipe file -> why an override of them is refused.
@@ -19,12 +20,26 @@ FILE_KEYS = {
     "published_size": "it stands in a recipe file; size=NAME chooses the size of a run",
     "tiny_size": "it stands in a recipe file; size=NAME chooses the size of a run",
     "base": "it stands in a recipe file; name the recipe itself as recipe=NAME",
+    "family": "it stands in the place of a recipe, or in a recipe file without a base; the recipe that is named has a family",
     "task": "it stands in a recipe file, or chooses the task of a run as task=NAME",
+    "adapter": "it stands in a recipe file, or chooses the adapter of a run as adapter=NAME",
     "resolved": "it stands in the config.yaml of a run, which zoo writes; leave it out",
 }
-SFT = "sft"  # the task of a recipe that names none
+CHOICES = ("task", "adapter")  # those of them that an override may set
+NO_ADAPTER = "none"
 
 _LONGEST_CHAIN = 16  # files that stand on each other by `base:`
+_WITH = "with"  # in a family's or a task's file: what it says beside some adapter or task
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The layers of a recipe, those of its size and hardware left out, which lie above the root."""
+
+    name: str  # of the recipe, or as it was given
+    root: Layer
+    own: list[Layer]
+    root_name: str
 
 
 def is_shipped(layer: Layer) -> bool:
@@ -32,78 +47,155 @@ def is_shipped(layer: Layer) -> bool:
     return layer.origin.startswith(str(files("zoo.recipes")))
 
 
-def base_chain(name_or_path: str, typed: Layer | None = None) -> list[Layer]:
-    """The recipe at the root and the files that stand on it through `base:`, root first, each after its `task:`.
+def base_chain(name_or_path: str, typed: Layer | None = None) -> Chain:
+    """The layers of a recipe by its name or file; the task and the adapter in `typed` replace those of the files.
 
-    Args:
-        name_or_path: the last file.
-        typed: the overrides; their `task` replaces the one of the files.
+    At the root are the family, supervised fine-tuning and the adapter. What the task says lies above it, and above files
+    of zoo that stand on it; files of the user's come last.
 
     Raises:
-        ConfigError: a file that can't be read, a chain without an end, or an unknown task.
+        ConfigError: a file that can't be read, a chain without an end, or an unknown family, task or adapter.
     """
-    chain = [read_recipe(name_or_path)]
-    while (base := chain[0].tree.get("base")) is not None:
-        layer = read_recipe(str(base), beside=Path(chain[0].origin).parent)
-        if layer.origin in [seen.origin for seen in chain]:
-            raise ConfigError(f"{chain[0].origin}: base: {base} leads back to itself")
-        if len(chain) == _LONGEST_CHAIN:
+    layers, parts = _files(name_or_path)
+    choices = {} if typed is None else {key: typed.tree[key] for key in CHOICES if key in typed.tree}
+    wanted = _wanted(layers, choices)
+    if parts is None:
+        return _on_a_file(name_or_path, layers, wanted)
+    parts = _checked(parts, wanted)
+    if choices.get("task") == SFT:
+        _refuse_other_loss(layers)
+    root, more = _layers_of(parts)
+    shipped = [layer for layer in layers if is_shipped(layer)]
+    name = parts.name if name_or_path in matrix() else name_or_path
+    own = [*shipped, *more, *(layer for layer in layers if layer not in shipped)]
+    return Chain(name, root, own, parts._replace(task=SFT).name)
+
+
+def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
+    """The files that stand on each other, root first, and what they all stand on; None where the first one is a recipe by itself."""
+    layers: list[Layer] = []
+    name, beside = name_or_path, None
+    while (parts := matrix().get(name)) is None:
+        layer = read_recipe(name, beside)
+        if layer.origin in [seen.origin for seen in layers]:
+            raise ConfigError(f"{layers[0].origin}: base: {name} leads back to itself")
+        if len(layers) == _LONGEST_CHAIN:
             raise ConfigError(
-                f"{chain[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
+                f"{layers[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
             )
-        chain.insert(0, layer)
-    if chain[0].tree.get("task") is not None:
-        raise ConfigError(f"{chain[0].origin}: task: wanted a base, the recipe whose model does the task")
-    for layer in chain[1:]:
-        if "resolved" in layer.tree:
-            raise ConfigError(f"{layer.origin}: resolved: {FILE_KEYS['resolved']}")
-    if typed is not None and "task" in typed.tree:
-        return with_task(chain, typed.tree["task"])
-    return [part for layer in chain for part in _after_its_task(layer)]
+        layers.insert(0, layer)
+        if layer.tree.get("base") is None:
+            break
+        name, beside = str(layer.tree["base"]), Path(layer.origin).parent
+    for layer in layers if parts is not None else layers[1:]:
+        for key in ("resolved", "family"):
+            if key in layer.tree:
+                raise ConfigError(f"{layer.origin}: {key}: {FILE_KEYS[key]}")
+    if parts is None and "family" in layers[0].tree:
+        parts = RecipeParts(str(layers[0].tree["family"]))
+    return layers, parts
 
 
-def _after_its_task(layer: Layer) -> list[Layer]:
-    task = layer.tree.get("task")
-    return [layer] if task is None else [read_task(str(task)), layer]
+def _wanted(layers: Sequence[Layer], choices: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """The task and the adapter that the files and the overrides name last, each with where."""
+    wanted = {}
+    for key in CHOICES:
+        for layer in layers:
+            if layer.tree.get(key) is not None:
+                wanted[key] = (layer.tree[key], f"{layer.origin}: {key}: {shown_value(layer.tree[key])}")
+        if key in choices:
+            wanted[key] = (choices[key], f"{key}={shown_value(choices[key])}")
+    return wanted
 
 
-def with_task(chain: Sequence[Layer], task: Any) -> list[Layer]:
-    """The chain with another task: that of the recipe that does it on the same base, or the task's own keys below the user's files."""
-    names = [SFT, *task_names()]
-    if task not in names:
-        raise ConfigError(f"task={shown_value(task)}: no such task; there are {', '.join(names)}")
-    untasked = [layer for layer in chain if layer.tree.get("task") is None or not is_shipped(layer)]
-    shipped = [layer for layer in untasked if is_shipped(layer)]
-    users = untasked[len(shipped) :]
-    if task == SFT:
-        for layer in users:
-            if (loss := (layer.tree.get("train") or {}).get("loss", "nll")) != "nll":
-                raise ConfigError(
-                    f"task={SFT}: {layer.origin} has train.loss={loss}, another task; take it out of the file"
-                )
-        return untasked
-    if not shipped:  # the user's own recipe file is the base
-        return [users[0], read_task(task), *users[1:]]
-    sibling = sibling_recipe(Path(shipped[-1].origin).stem, task)
-    middle = [read_task(task)] if sibling is None else _after_its_task(read_recipe(sibling))
-    return [*shipped, *middle, *users]
+def _checked(parts: RecipeParts, wanted: Mapping[str, tuple[Any, str]]) -> RecipeParts:
+    """The parts with the task and adapter that are wanted; ConfigError for names that are none."""
+    if parts.family not in names_in("families"):
+        raise ConfigError(
+            f"family: {shown_value(parts.family)}: no such family of recipes; there are {', '.join(names_in('families'))}"
+        )
+    if "task" in wanted:
+        parts = parts._replace(task=_known("task", wanted["task"], names_in("tasks")))
+    if "adapter" in wanted:
+        name = _known("adapter", wanted["adapter"], [NO_ADAPTER, *names_in("adapters")])
+        parts = parts._replace(adapter=None if name == NO_ADAPTER else name)
+    return parts
 
 
-def recipe_name(given: str, chain: Sequence[Layer], typed: Layer) -> str:
-    """The recipe's name: as given, or that of the recipe which `task=` has put in the place of one that comes with zoo."""
-    if "task" not in typed.tree or given not in recipe_names():
-        return given
-    names = [Path(layer.origin).stem for layer in chain]
-    return next(name for name in reversed(names) if name in recipe_names())
+def _known(key: str, wanted: tuple[Any, str], names: Sequence[str]) -> str:
+    value, where = wanted
+    if value not in names:
+        raise ConfigError(f"{where}: no such {key}; there are {', '.join(names)}")
+    return str(value)
 
 
-def sibling_recipe(base: str, task: str) -> str | None:
-    """The recipe that comes with zoo and does the task on that base; None where there is none."""
-    for name in recipe_names():
-        tree = read_recipe(name).tree
-        if (tree.get("base"), tree.get("task")) == (base, task):
-            return name
-    return None
+def _layers_of(parts: RecipeParts) -> tuple[Layer, list[Layer]]:
+    """The root of a recipe, and what lies above it."""
+    family, task = read_part("families", parts.family), read_part("tasks", parts.task)
+    below = [read_part("tasks", SFT), family]
+    above: list[Layer] = []
+    if parts.adapter is not None:
+        below.append(read_part("adapters", parts.adapter))
+        above.append(_with(family, parts.adapter))
+    if parts.task != SFT:
+        above += [_without(task), _with(task, parts.adapter), _with(family, parts.task)]
+    tree: dict[str, Any] = {}
+    for layer in below:
+        merge_into(tree, _without(layer).tree)
+    tree["description"] = _description(parts)
+    return Layer(family.origin, tree), [layer for layer in above if layer.tree]
+
+
+def _with(layer: Layer, beside: str | None) -> Layer:
+    return replace(layer, tree=(layer.tree.get(_WITH) or {}).get(beside) or {})
+
+
+def _without(layer: Layer) -> Layer:
+    dropped = (_WITH, "description")
+    return replace(layer, tree={key: value for key, value in layer.tree.items() if key not in dropped})
+
+
+def _description(parts: RecipeParts) -> str:
+    said = [read_part("tasks", parts.task), read_part("families", parts.family)]
+    task, family = (layer.tree["description"] for layer in said)
+    if parts.adapter is None:
+        return f"{task} of {family}"
+    return f"{task} of {read_part('adapters', parts.adapter).tree['description']} for {family}"
+
+
+def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[Any, str]]) -> Chain:
+    """The chain on a file that is a recipe by itself: what the task and adapter say lies above it."""
+    root, *own = layers
+    for key in CHOICES:
+        if root.tree.get(key) is not None:
+            raise ConfigError(f"{root.origin}: {key}: wanted a base or a family, whose model does the {key}")
+    return Chain(name, root, [*_named(wanted, own), *own], Path(root.origin).stem)
+
+
+def _named(wanted: Mapping[str, tuple[Any, str]], users: Sequence[Layer]) -> list[Layer]:
+    """What a task and an adapter say where no family is known."""
+    parts = _checked(RecipeParts(names_in("families")[0]), wanted)
+    if wanted.get("task", ("", ""))[0] == SFT:
+        _refuse_other_loss(users)
+    task = [] if parts.task == SFT else [read_part("tasks", parts.task)]
+    adapter = [] if parts.adapter is None else [read_part("adapters", parts.adapter)]
+    more = [_with(layer, parts.adapter) for layer in task]
+    return [layer for layer in (*map(_without, adapter), *map(_without, task), *more) if layer.tree]
+
+
+def on_program(root: Layer, own: Layer, typed: Layer) -> Chain:
+    """The chain of a recipe that a program has built on none: `root` is empty, `own` is what it says."""
+    choices = {key: typed.tree[key] for key in CHOICES if key in typed.tree}
+    return Chain(root.origin, root, [*_named(_wanted([], choices), [own]), own], root.origin)
+
+
+def _refuse_other_loss(layers: Sequence[Layer]) -> None:
+    """ConfigError where a file of the user's sets a loss that is none of supervised fine-tuning."""
+    for layer in layers:
+        if (loss := (layer.tree.get("train") or {}).get("loss", "nll")) != "nll":
+            raise ConfigError(
+                f"task={SFT}: {layer.origin} has train.loss={loss}, another task; take it out of the file"
+            )
 
 
 def without_file_keys(layer: Layer) -> Layer:

@@ -11,8 +11,9 @@ from typing import Any
 
 from zoo.config.compose import about, load_recipe
 from zoo.config.facts.architecture import num_experts
-from zoo.config.files import read_size, recipe_names, size_names, task_names
+from zoo.config.files import read_size, size_names
 from zoo.config.gpus import find_gpu, near_gpus
+from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
 from zoo.config.schema import Recipe
 from zoo.engine.planning.plan import model_of
 from zoo.errors import ConfigError
@@ -22,7 +23,7 @@ from zoo.planner.rows import typical_row
 
 COUNTS = {1: "1x", 2: "2x", 4: "4x", 8: "8x", 16: "2x8x"}  # GPUs -> what stands before their kind
 KINDS = ("h100", "h200")  # where no hardware is given
-WAYS = ("sft", "lora")  # where no recipe is given: all weights, and adapters
+WAYS = (SFT, LORA)  # where no recipe is given: all weights, and adapters
 MOMENTS = {"bf16": "m", "fp8": "M"}
 RECOMPUTE = {"selective": "r", "full": "R"}
 LEGEND = (
@@ -119,9 +120,8 @@ def _published_by_recipes() -> dict[str, list[str]]:
 
 
 def _recipes_by(way: str) -> list[str]:
-    """The recipes of one of WAYS whose task is supervised fine-tuning."""
-    tasks = tuple(f"_{task}_{way}" for task in task_names())
-    return [name for name in recipe_names() if name.endswith(f"_{way}") and not name.endswith(tasks)]
+    """The recipes of one of WAYS, one for each family."""
+    return [RecipeParts(family, SFT, None if way == SFT else way).name for family in names_in("families")]
 
 
 def _nearest(family: str, size: str, published: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo.config.compose import load_recipe
 from zoo.config.derived import run_folder
-from zoo.config.files import recipe_names
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
 from zoo.engine.report.fields import (

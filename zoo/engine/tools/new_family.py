@@ -20,7 +20,7 @@ REPOSITORY = {
     "config": "models/{name}/config.py",
     "repository/readme": "models/{name}/README.md",
     "bridge": "bridges/{name}.py",
-    "recipe": "recipes/{name}_sft.yaml",
+    "repository/recipe": "recipes/families/{name}.yaml",
     "repository/size": "recipes/sizes/{name}/tiny.yaml",
     "repository/tiny": "tests/support/tiny_{name}.py",
     "repository/test": "tests/parity/test_{name}.py",
@@ -30,7 +30,7 @@ PACKAGE = {
     "package/init": "{name}/__init__.py",
     "config": "{name}/config.py",
     "bridge": "{name}/bridge.py",
-    "recipe": "{name}/recipe.yaml",
+    "package/recipe": "{name}/recipe.yaml",
     "package/test": "tests/test_{name}.py",
 }
 TEXT = {
@@ -116,8 +116,6 @@ def _filled(template: str, name: str, package: bool, vision: bool) -> str:
         quoted = [f'"{one}"' for one in values[key].split()]
         values[f"{key}_tuple"] = f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
     arch = _read("arch").substitute(values).rstrip("\n")
-    steps = "steps: 30\n  global_batch: 2\n  lr: 2.0e-3\n  warmup_steps: 5\n  eval_rows: 20"
-    published = "epochs: 1\n  global_batch: 8\n  lr: 1.0e-5\n  warmup_steps: 20"
     imports = [
         f"from support.{values['rows']} import {values['examples']}",
         f"from support.tiny_{name} import write_tiny_{name}",
@@ -125,10 +123,6 @@ def _filled(template: str, name: str, package: bool, vision: bool) -> str:
     values |= {
         "imports": "\n".join(sorted(imports)),
         "arch": arch,
-        "package_arch": f"{arch}\n" if package else "",
-        "published_size": "" if package else "published_size: tiny # TODO: one of those that are published\n",
-        "budget": "512" if package else "8192",
-        "train": f"  {steps if package else published}",
     }
     text = _read(template).substitute(values)
     return re.sub(r"\n{3,}$", "\n", re.sub(r"\n\n\n+(?=\S)", "\n\n\n", text)).rstrip("\n") + "\n"

@@ -15,9 +15,10 @@ from zoo.config.compose import about, load_recipe
 from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.entries import BUNDLED, DataEntry, is_bundled
-from zoo.config.files import read_recipe, read_size, recipe_names, root_recipes, size_names
+from zoo.config.files import read_size, root_recipes, size_names
 from zoo.config.layers.layer import escaped
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
+from zoo.config.recipes.matrix import LORA, matrix, recipe_names
 from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
@@ -144,15 +145,13 @@ def look_at_model(given: str, data: FoundData) -> FoundModel:
         )
     arch = _arch_of_hub(given) if place is None else read_arch(place.files, f"model={given}")
     name = _saved_family(place) or family_of(arch).name
-    recipes = [recipe for recipe in recipe_names() if about(recipe)["family"] == name]
-    recipes = [recipe for recipe in recipes if "task" not in read_recipe(recipe).tree]
+    recipes = [recipe for recipe in root_recipes() if about(recipe)["family"] == name]
     fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
-    with_adapters = [recipe for recipe in fitting if load_recipe(recipe).lora.rank]
-    plain = [recipe for recipe in fitting if recipe in root_recipes() and recipe not in with_adapters]
-    if not plain:
+    if not fitting:
         raise UserError(f"model={given}: no recipe comes with zoo for the family {name}")
     what = f"{families()[name].title}" + (f", {size(_bytes(place))} of weights" if _bytes(place) else "")
-    return FoundModel(plain[0], with_adapters[0] if with_adapters else None, given, place, what)
+    adapters = matrix()[fitting[0]]._replace(adapter=LORA).name
+    return FoundModel(fitting[0], adapters, given, place, what)
 
 
 def prefers_adapters(model: FoundModel) -> bool:
@@ -331,7 +330,7 @@ def _recipe_for(data: FoundData) -> str:
         for name in root_recipes():
             known = about(name)
             plain = known["family"] == family.name and known["tiny_size"] is None
-            if plain and not load_recipe(name).lora.rank:
+            if plain:
                 return name
     raise UserError(f"no family that comes with zoo takes {' and '.join(sorted(media))}")
 

@@ -11,7 +11,9 @@ import pytest
 import zoo
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.entries import parse_entry
-from zoo.config.files import read_recipe, read_size, recipe_names, size_names
+from zoo.config.files import read_size, size_names
+from zoo.config.recipes.chain import base_chain
+from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
@@ -150,7 +152,7 @@ def test_no_recipe_or_size_says_what_happens_to_rows() -> None:
     """What a shipped file sets of `data` is the bundled set's own, or no matter of what a row becomes."""
     families = [path.name for path in (RECIPES / "sizes").iterdir() if path.is_dir()]
     sizes = [read_size(family, size) for family in families for size in size_names(family)]
-    recipes = [read_recipe(name) for name in recipe_names()]
+    recipes = [layer for name in recipe_names() for layer in (base_chain(name).root, *base_chain(name).own)]
     assert len(sizes) > 20 and len(recipes) > 10
     for layer in (*sizes, *recipes):
         data = dict(layer.tree.get("data") or {})

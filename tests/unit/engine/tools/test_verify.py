@@ -13,7 +13,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 import zoo
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
-from zoo.config.files import recipe_names
+from zoo.config.recipes.matrix import recipe_names
 from zoo.engine.tools import verify as verify_module
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import transformers_class

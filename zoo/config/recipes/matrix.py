@@ -1,0 +1,58 @@
+"""The names of recipes that are a family x a task x an adapter: `qwen3_vl_dpo_lora`. Reads names of files alone, as completion waits for it.
+
+`recipes/families/<family>.yaml` says what is special to a family, `recipes/tasks/<task>.yaml` to a task and
+`recipes/adapters/<adapter>.yaml` to an adapter. A file `recipes/<name>.yaml` is a recipe with something special of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+SFT = "sft"  # the task of a recipe that names none
+LORA = "lora"  # an adapter
+
+
+class RecipeParts(NamedTuple):
+    """What a recipe is made of; `adapter` is None where all weights are trained."""
+
+    family: str
+    task: str = SFT
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As `recipe=` has it. An adapter's name stands for supervised fine-tuning by itself: `qwen3_vl_lora`."""
+        task = [] if self.task == SFT and self.adapter else [self.task]
+        return "_".join([self.family, *task, *([self.adapter] if self.adapter else [])])
+
+
+def folder() -> Path:
+    """`recipes/` of this zoo."""
+    spec = importlib.util.find_spec("zoo.recipes")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def names_in(kind: str = "") -> list[str]:
+    """Names of the YAML files in a folder of `recipes/`: families, tasks, adapters; "" for recipes with a file of their own."""
+    return sorted(path.stem for path in (folder() / kind).glob("*.yaml"))
+
+
+@cache
+def matrix() -> dict[str, RecipeParts]:
+    """Every name that is a product of families, tasks and adapters, with its parts."""
+    parts = [
+        RecipeParts(family, task, adapter)
+        for family in names_in("families")
+        for task in sorted(names_in("tasks"), key=lambda name: name != SFT)
+        for adapter in (None, *names_in("adapters"))
+    ]
+    return {one.name: one for one in parts}
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with zoo."""
+    return sorted({*names_in(), *matrix()})
