@@ -58,7 +58,7 @@ def _is_value(text: str) -> bool:
 
 def _is_further(text: str) -> bool:
     """Whether an argument is one more value of another trainer's option, and no recipe that stands by itself."""
-    from zoo.config.files import recipe_names
+    from zoo.config.recipes.matrix import recipe_names
 
     return _is_value(text) and not text.endswith((".yaml", ".yml")) and text not in recipe_names()
 

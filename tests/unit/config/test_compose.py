@@ -170,7 +170,7 @@ def test_what_a_machine_decides_is_not_taken_from_a_run(tmp_path: Path) -> None:
 def test_a_run_of_another_family_is_refused(tmp_path: Path) -> None:
     earlier_run(tmp_path, "qwen3_vl_sft")
     message = error_of(f"model.init={tmp_path}")
-    assert "qwen3_vl" in message and "qwen3_omni" in message and "qwen3_vl_lora" in message
+    assert "qwen3_vl" in message and "qwen3_omni" in message and "qwen3_vl_moe_sft" in message
     (tmp_path / "config.yaml").unlink()
     assert not resolve("qwen3_vl_sft", [f"model.init={tmp_path}"]).taken.count("packing")
 
@@ -269,9 +269,32 @@ def test_a_task_stands_between_a_recipe_and_the_file_that_names_it(tmp_path: Pat
     recipe = resolve(str(file)).recipe
     assert (recipe.train.loss, recipe.train.beta, recipe.train.lr) == ("dpo", 0.3, 5e-7)
     file.write_text("base: qwen3_vl_sft\ntask: dop\n")
-    assert "task: no such task; nearest: dpo" in error_of(name=str(file))
+    assert "task: dop: no such task; there are sft, dpo, reward" in error_of(name=str(file))
     file.write_text("task: dpo\nmodel: {family: qwen3_vl}\n")
-    assert "task: wanted a base" in error_of(name=str(file))
+    assert "task: wanted a base or a family" in error_of(name=str(file))
+
+
+def test_a_recipe_is_a_family_a_task_and_an_adapter(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("family: qwen3_vl_moe\ntask: dpo\nadapter: lora\n")
+    recipe = load_recipe("qwen3_vl_moe_dpo_lora")
+    assert load_recipe(str(file)).replace({"recipe": recipe.recipe}) == recipe
+    assert load_recipe("qwen3_vl_moe_sft", ["task=dpo", "adapter=lora"]) == recipe
+    assert load_recipe("qwen3_vl_moe_lora", {"task": "reward", "adapter": "none"}) == load_recipe(
+        "qwen3_vl_moe_reward"
+    )
+    assert (recipe.lora.rank, recipe.train.reference, recipe.train.lr) == (8, "base", 5e-6)
+    mine = load_recipe(str(file), ["adapter=none"])
+    assert (mine.lora.rank, mine.train.lr) == (0, 5e-7)
+    file.write_text("family: qwen3_omni\ntrain: {lr: 0.125}\n")
+    assert load_recipe(str(file), ["adapter=lora"]).train.lr == 0.125
+    file.write_text("family: qwen3_vll\n")
+    assert "family: qwen3_vll: no such family of recipes" in error_of(name=str(file))
+    file.write_text("base: qwen3_vl_sft\nfamily: llava\n")
+    assert "family: it stands in the place of a recipe" in error_of(name=str(file))
+    file.write_text("base: qwen3_vl_sft\nadapter: qlora\n")
+    assert "adapter: qlora: no such adapter; there are none, lora" in error_of(name=str(file))
+    assert "adapter=qlora: no such adapter" in error_of("adapter=qlora")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from zoo.config.files import read_part, read_recipe
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, merge_into
-from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in
+from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in, task_names
 from zoo.errors import ConfigError
 
 # Keys about a recipe file -> why an override of them is refused.
@@ -115,7 +115,7 @@ def _checked(parts: RecipeParts, wanted: Mapping[str, tuple[Any, str]]) -> Recip
             f"family: {shown_value(parts.family)}: no such family of recipes; there are {', '.join(names_in('families'))}"
         )
     if "task" in wanted:
-        parts = parts._replace(task=_known("task", wanted["task"], names_in("tasks")))
+        parts = parts._replace(task=_known("task", wanted["task"], task_names()))
     if "adapter" in wanted:
         name = _known("adapter", wanted["adapter"], [NO_ADAPTER, *names_in("adapters")])
         parts = parts._replace(adapter=None if name == NO_ADAPTER else name)

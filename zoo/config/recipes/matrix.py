@@ -41,13 +41,18 @@ def names_in(kind: str = "") -> list[str]:
     return sorted(path.stem for path in (folder() / kind).glob("*.yaml"))
 
 
+def task_names() -> list[str]:
+    """Names of the tasks, supervised fine-tuning first."""
+    return sorted(names_in("tasks"), key=lambda name: name != SFT)
+
+
 @cache
 def matrix() -> dict[str, RecipeParts]:
     """Every name that is a product of families, tasks and adapters, with its parts."""
     parts = [
         RecipeParts(family, task, adapter)
         for family in names_in("families")
-        for task in sorted(names_in("tasks"), key=lambda name: name != SFT)
+        for task in task_names()
         for adapter in (None, *names_in("adapters"))
     ]
     return {one.name: one for one in parts}
