@@ -5,7 +5,7 @@ would harm without its fault, a probe asks megatron-core itself. Where the shim 
 changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
 
 tests/unit/engine/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
-is gone. docs/megatron-faults.md holds the same as a table. zoo/engine/megatron/replacements.py has what is called in the place of faulty functions.
+is gone. docs/megatron-faults.md names each in a table. zoo/engine/megatron/replacements.py has what is called in the place of faulty functions.
 """
 
 from __future__ import annotations
