@@ -294,6 +294,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "cli/test_bad_steps.py": {"*": 0},
     "cli/test_caller.py": {"*": 0},
+    "cli/test_documentation.py": {"*": 0, "test_every_block_is_run_or_listed": 1},
     "cli/test_examples.py": {"*": 0, "test_every_example_is_run": 1},
     "cli/test_interrupt.py": {"*": 0, "test_before_the_first_step_nothing_is_written": 1},
     "cli/test_label_weights.py": {"*": 0},
