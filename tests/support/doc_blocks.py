@@ -33,6 +33,7 @@ NOT_RUN = {
     r"zoo train .*--slurm-template|torchrun --nnodes": "needs SLURM and 16 GPUs; test_launchers.py has it",
     r"zoo new-family ": "writes into the clone itself; tests/cli/test_new_family.py runs it elsewhere",
     r"zoo inspect runs/mine step=": "needs a bad step; tests/cli/test_bad_steps.py has them",
+    r"zoo train their\.yaml": "a file of another trainer, which is refused; tests/unit/config/test_foreign_files.py has them",
     r"zoo convert RUN ": "a word in capitals stands for the reader's own",
     r"zoo generate \S+$": "a chat needs a terminal; tests/distributed/test_generate.py has one",
     r"layout = ": "a table of calls, each for other shapes; tests/unit/packing has them",
@@ -46,6 +47,10 @@ PAGES_NOT_RUN = {
     "docs/benchmarks.md": "tells how GPUs were measured, for hours",
     "docs/decisions.md": "tells how GPUs were measured, for hours",
 }
+LEFT_OUT = (  # pages that are not run yet
+    "README.md", "docs/callbacks.md", "docs/distillation.md", "docs/doctor.md", "docs/engine.md", "docs/eval.md",
+    "docs/install.md", "docs/packing.md", "docs/parallelism.md", "docs/recipes.md",
+)  # fmt: skip
 
 # What the pages name, and what stands for it.
 STAND_INS = {
@@ -57,7 +62,7 @@ STAND_INS = {
 }
 # What makes a command take seconds, where it does not say so itself.
 SMALL = {
-    "train": ("train.steps=2", "nproc=1", "train.eval_rows=2"),
+    "train": ("train.steps=2", "nproc=1", "train.eval_rows=4"),
     "eval": ("max_rows=2", "max_new_tokens=4"),
     "generate": ("max_new_tokens=4",),
     "score": ("max_rows=2",),
@@ -115,7 +120,7 @@ def small(command: str) -> list[str]:
     given = {word.partition("=")[0] for word in rest}
     added = [text for text in SMALL.get(verb, ()) if text.partition("=")[0] not in given]
     if verb == "train" and "data.train" in given:  # without rows to evaluate on, unless it gives some
-        added.remove("train.eval_rows=2")
+        added.remove("train.eval_rows=4")
     if verb == "score" and "top_k" in given:  # a teacher scores all rows
         added = []
     if verb == "generate" and "rows" in given and "max_rows" not in given:
