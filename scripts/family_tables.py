@@ -9,11 +9,10 @@ from pathlib import Path
 
 from zoo.config.compose import about, load_recipe
 from zoo.config.files import size_names
-from zoo.config.recipes.matrix import recipe_names
+from zoo.config.recipes.matrix import matrix, recipe_names
 from zoo.registry import ModelFamily, families
 
 MODELS = Path(__file__).parents[1] / "models"
-TASK = re.compile(r"(.+?)_(sft|dpo|reward|lora|dpo_lora)")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*\w")  # in the first line of a size's file
 BEGIN, END = "<!-- registered: written by scripts/family_tables.py -->", "<!-- end -->"
 
@@ -45,8 +44,8 @@ def recipes(names: Iterable[str]) -> str:
     """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo`, `sft`."""
     tasks: dict[str, list[str]] = {}
     for name in names:
-        parts = TASK.fullmatch(name)
-        tasks.setdefault(f"{parts[1]}_" if parts else name, []).extend([parts[2]] if parts else [])
+        stem = f"{matrix()[name].family}_" if name in matrix() else name
+        tasks.setdefault(stem, []).extend([rest] if (rest := name.removeprefix(stem)) else [])
     stems: dict[tuple[str, ...], list[str]] = {}
     for stem, own in tasks.items():
         stems.setdefault(tuple(own), []).append(stem)
