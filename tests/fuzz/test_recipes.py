@@ -94,3 +94,22 @@ def test_files_of_odd_values(
 )
 def test_overrides(overrides: list[tuple[str, str]]) -> None:
     check("qwen3_vl_sft", [f"{name}={value}" for name, value in overrides])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [
+        ("llava_sft", "model.arch={1: 2}"),
+        ("llava_sft", "model.arch.text_config={1: 2}"),
+        ("internvl_sft", "data.max_pixels=1000"),
+        ("glm45v_sft", "model.arch.text_config.rope_parameters.partial_rotary_factor=null"),
+        ("qwen3_vl_sft", f"model.arch.text_config.rope_parameters.mrope_section={[1] * 3000}"),
+    ],
+)
+def test_overrides_that_led_to_tracebacks_once(recipe: str, override: str) -> None:
+    from zoo.engine.planning.plan import plan
+
+    try:
+        plan(load_recipe(recipe, ["size=tiny", "model.init=random", "hardware=4xa100-40", override]))
+    except UserError as error:
+        assert len(str(error)) < 2000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
@@ -174,8 +174,11 @@ def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
         )
     if rope.get("rope_theta") is None:
         raise UserError(f"{where}.rope_theta is null; wanted a number")
-    if kind == "linear" and rope.get("factor") is None:
-        raise UserError(f"{where}.factor is null; wanted a number")
+    named = ["partial_rotary_factor"] + (["factor"] if kind != "default" else [])
+    if null := [name for name in named if rope.get(name, 1.0) is None]:
+        raise UserError(f"{where}.{null[0]} is null; wanted a number")
+    if kind == "linear" and "factor" not in rope:
+        raise UserError(f"{where}.factor is missing; wanted a number")
 
 
 def _check_shape(head: int, shape: RotaryShape, where: str) -> None:
@@ -197,7 +200,7 @@ def _check_sections(where: str, sections: list[int], frequencies: int, interleav
     )
     if not fits or (interleaved and any(beyond)):
         raise UserError(
-            f"{where}rope_parameters.mrope_section is {sections}; wanted three numbers that sum to {frequencies}, "
+            f"{where}rope_parameters.mrope_section is {printable(str(sections), 100)}; wanted three numbers that sum to {frequencies}, "
             "half of the rotated channels of a head"
             + (", of which the last two are a third of it at most" if interleaved else "")
         )

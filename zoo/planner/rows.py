@@ -46,17 +46,15 @@ def _item(recipe: Recipe) -> int:
     """Tokens of an image: of the largest that data.max_pixels, or an entry's own, allows."""
     entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]
     own = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
-    vision = _vision(recipe.model.arch)
+    inner = recipe.model.arch.get("thinker_config")
+    arch = inner if isinstance(inner, Mapping) else recipe.model.arch
+    vision: Mapping[str, Any] = arch.get("vision_config") or {}
     if not vision.get("patch_size") or None in own or not own:
         return ITEM
-    side = vision["patch_size"] * vision.get("spatial_merge_size", 1)
-    return max(max(most or 0 for most in own) // side**2, 1)
-
-
-def _vision(arch: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = arch.get("thinker_config")
-    arch = inner if isinstance(inner, Mapping) else arch
-    return arch.get("vision_config") or {}
+    patch = vision["patch_size"]
+    height, width = patch if isinstance(patch, list | tuple) else (patch, patch)
+    merge = vision.get("spatial_merge_size") or 1 / (arch.get("downsample_ratio") or 1)
+    return max(int(max(most or 0 for most in own) // (height * width * merge**2)), 1)
 
 
 def _pieces(total: int, size: int) -> tuple[int, ...]:
