@@ -27,8 +27,10 @@ from typing import Any
 from benchmarks import script
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
+from zoo.engine.report.result import records
 from zoo.errors import UserError
 from zoo.files import replaced, write_atomically
+from zoo.records import line_of_json
 from zoo.subprocesses import module_command
 
 PERIOD = 0.25  # seconds between two looks
@@ -108,7 +110,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     marks = _watch(_command(options, overrides), folder)
-    report = _report(options, marks, _records(folder / "run"), time.monotonic() - began)
+    report = _report(options, marks, list(records(folder / "run")), time.monotonic() - began)
     write_atomically(folder / "soak.json", json.dumps(as_dict(report)) + "\n")
     plot(report, folder / "soak.png")
     return report
@@ -169,7 +171,7 @@ class _Log:
             whole, _, _ = new.rpartition(b"\n")
             self.offset += len(whole) + 1 if whole else 0
             for line in whole.splitlines()[-20:]:
-                self.last = max(self.last, json.loads(line).get("step", 0))
+                self.last = max(self.last, (line_of_json(line) or {}).get("step", 0))
         return self.last
 
 
@@ -196,10 +198,6 @@ def _look(pid: int) -> tuple[float, int, float] | None:
         return None
     ticks = int(stat[11]) + int(stat[12])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _report(options: Options, marks: list[Mark], records: list[dict[str, Any]], seconds: float) -> Report:

@@ -133,7 +133,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._file = open_plain(path, "ab")
 
     def write(self, line: str) -> None:
         """Append a line; OSError, which names the file, where the disk does not take it."""
@@ -223,6 +223,27 @@ def why_no_file(path: Path) -> str | None:
     return "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file (a device, a pipe or a socket)"
 
 
+def open_plain(path: Path, mode: str = "rb", *, error: type[UserError] = UserError) -> BinaryIO:
+    """A file, open in a binary mode; a pipe or device in its place is refused and not waited for.
+
+    Raises:
+        UserError: it is a pipe or a device.
+        OSError: the system refuses it; the error names the file.
+    """
+    try:
+        buffering = -1 if mode == "rb" else 0  # what is written is on the disk at once
+        file: Any = open(path, mode, buffering=buffering, opener=_without_waiting)  # noqa: SIM115 it is returned
+    except OSError as refused:
+        if refused.errno != errno.ENXIO:  # a pipe that nobody reads, to be written to
+            raise
+        raise error(f"{path}: is no plain file; wanted one") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise error(f"{path}: is no plain file; wanted one")
+    opened: BinaryIO = file
+    return opened
+
+
 def read_json(
     path: str | Path,
     *,
@@ -246,9 +267,7 @@ def read_json(
     """
     path = Path(path)
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise error(f"{path}: is no plain file; wanted JSON")
+        with open_plain(path, error=error) as file:
             raw = file.read(most + 1)
     except OSError as refused:
         raise error(str(file_error(refused, path))) from None
@@ -291,7 +310,7 @@ def read_object(path: str | Path, *, error: type[UserError] = UserError, **limit
 
 def _without_waiting(path: str, flags: int) -> int:
     """A pipe is opened too, at once, to be refused."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _too_deep(name: str | Path, deepest: int) -> str:

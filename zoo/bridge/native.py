@@ -25,19 +25,32 @@ from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.parallel import Comm
 from zoo.config.locate import ABOUT
-from zoo.files import read_json
+from zoo.errors import printable
+from zoo.records import Check, are_texts, is_text, is_texts_by_name, read_record
 
 CARRIED = "carried."
 FORMAT = 2  # 1 had no sums
 
 
+def _are_dtypes(value: Any) -> bool:
+    return value is None or (is_texts_by_name(value) and all(dtype in DTYPES for dtype in value.values()))
+
+
+_ABOUT: dict[str, Check] = {
+    "family": is_text, "allow": are_texts, "allowed": are_texts, "dtypes": _are_dtypes,
+    "layouts": is_texts_by_name, "changed": is_texts_by_name,
+}  # fmt: skip
+
+
 def read_about(folder: str | Path) -> dict[str, Any]:
     """What zoo.json says; CheckpointError for one of another format."""
     path = Path(folder) / ABOUT
-    about = read_json(path, error=CheckpointError)
-    if not isinstance(about, dict) or about.get("format") not in (1, FORMAT):
-        seen = about.get("format") if isinstance(about, dict) else None
-        raise CheckpointError(f"{path}: format {seen!r}, wanted {FORMAT}; was it written by another zoo?")
+    about = read_record(
+        path, _ABOUT, hint="take another copy, or convert the source again", error=CheckpointError
+    )
+    if about.get("format") not in (1, FORMAT):
+        seen = printable(repr(about.get("format")), 100)
+        raise CheckpointError(f"{path}: format {seen}, wanted {FORMAT}; was it written by another zoo?")
     return about
 
 
@@ -48,11 +61,7 @@ def layouts_of(entries: Iterable[Entry]) -> dict[str, str]:
 
 def read_layouts(folder: str | Path) -> Mapping[str, str]:
     """`layouts_of` the weights in a folder; none of those that an earlier zoo wrote. CheckpointError for what is no such record."""
-    layouts = read_about(folder).get("layouts", {})
-    if not isinstance(layouts, dict) or not all(isinstance(name, str) for name in layouts.values()):
-        raise CheckpointError(
-            f"{Path(folder) / ABOUT}: layouts are {layouts!r}, wanted names of tensors by zoo's names"
-        )
+    layouts: Mapping[str, str] = read_about(folder).get("layouts", {})
     return layouts
 
 
@@ -68,8 +77,8 @@ def in_layouts(
 
 def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
     """Dtypes of published tensors, by name, that differ from those of zoo's tensors that they are parts of."""
-    named = read_about(folder).get("dtypes")
-    return {name: DTYPES[dtype] for name, dtype in named.items()} if isinstance(named, dict) else {}
+    named = read_about(folder).get("dtypes") or {}
+    return {name: DTYPES[dtype] for name, dtype in named.items()}
 
 
 def check_sums(folder: Path, comm: Comm) -> None:

@@ -31,12 +31,12 @@ from zoo.config.hand_built import BY_HAND, hand_built_chain, split_overrides, wi
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, Overrides, escaped
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
-from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
+from zoo.config.locate import Place, is_hub_id, look, read_arch, read_state
 from zoo.config.recipes.chain import CHOICES, base_chain, is_shipped, refuse_file_keys, without_file_keys
 from zoo.config.recipes.published import KnownArch, arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
-from zoo.files import read_object, write_atomically
+from zoo.files import write_atomically
 from zoo.registry import get_family
 
 __all__ = [
@@ -359,7 +359,7 @@ def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], size
 
 def _refuse_other_family(run: Place, init: str, family: str) -> None:
     try:
-        saved = read_object(run.folder / STATE).get("model")
+        saved = read_state(run.folder).get("model")
     except UserError:
         return  # a damaged file, which the sums name
     theirs = saved.get("family") if isinstance(saved, dict) else None
@@ -382,11 +382,11 @@ def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "m
         if name in arch:
             _refuse_misspelt_arch(arch[name], value, origin, f"{prefix}{name}.")
             continue
-        near = get_close_matches(name, arch, n=2, cutoff=0.6 if isinstance(value, dict) else 0.8)
+        near = get_close_matches(str(name), arch, n=2, cutoff=0.6 if isinstance(value, dict) else 0.8)
         if near:
             where = f"{origin}: " if origin else ""
             hints = ", ".join(f"{prefix}{key}" for key in near)
-            raise ConfigError(f"{where}{deepest(prefix + name, value)}: no such key; nearest: {hints}")
+            raise ConfigError(f"{where}{deepest(f'{prefix}{name}', value)}: no such key; nearest: {hints}")
 
 
 def _hf_config(init: Any) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import Hold, expanded, read_object
+from zoo.records import Check, are_texts, conforms, is_count, is_number, is_object, is_text, read_record
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 TEMPLATES = "additional_chat_templates"  # folder of a Hugging Face folder
@@ -37,6 +38,16 @@ MOST_VOCABULARY = 2**28
 _TRIES = (
     10  # times that a run's checkpoints are listed again, each having been removed before it could be held
 )
+LONGEST_STATE = 2**28  # bytes of a state.json, which has the position in the data
+_STATE_FIELDS: dict[str, Check] = {
+    "step": is_count, "total_steps": is_count, "ranks": is_count, "train_steps": is_count, "updates": is_count,
+    "model": is_object, "data": is_object, "bad_steps": is_object, "callbacks": is_object,
+}  # fmt: skip
+_LORA: dict[str, Check] = {"rank": is_count, "alpha": is_number, "targets": are_texts, "parts": are_texts}
+_ORIGIN: dict[str, Check] = {
+    "init": is_text, "mtp_loss": is_number, "fp32": are_texts, "grown_from": is_count,
+    "lora": lambda value: conforms(value, _LORA, ("rank",)),
+}  # fmt: skip
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -148,12 +159,36 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint's state.json states; the number of its folder where that can't be read."""
     try:
-        step = read_object(checkpoint / STATE)["step"]
-        if type(step) is int and 0 <= step <= 10**15:
-            return step
-    except (UserError, KeyError):
+        state = read_object(checkpoint / STATE, most=LONGEST_STATE)
+        if conforms(state, {"step": is_count}, ("step",)):
+            return int(state["step"])
+    except UserError:
         pass  # a damaged file, which the sums name
     return step_in_name(checkpoint.name) or 0
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint.
+
+    Raises:
+        UserError: it is not what a run writes there.
+    """
+    hint = "take another checkpoint"
+    return read_record(checkpoint / STATE, _STATE_FIELDS, ("step", "model"), hint=hint, most=LONGEST_STATE)
+
+
+def read_origin(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint's `state.json` says of its weights: where those come from that are not in it, and what was built.
+
+    Raises:
+        UserError: it does not say so.
+    """
+    weights = read_state(checkpoint).get("weights")
+    if not conforms(weights, _ORIGIN, ("init", "mtp_loss")):
+        raise UserError(
+            f"{checkpoint}: its {STATE} does not say what the weights came from, as a run's does; take another checkpoint"
+        )
+    return weights
 
 
 def step_in_name(name: str) -> int | None:

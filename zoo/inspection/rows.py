@@ -16,6 +16,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
+from zoo.records import reading_back
 
 MEDIA = ("image", "video", "audio")
 KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss
@@ -89,7 +90,8 @@ def packed_rows(
     cost = training_cost(assembly.config, recipe)
     loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)
     if data is not None:
-        loader.load_state_dict(data)
+        with reading_back("the data's position of the step", "take the file that the run wrote"):
+            loader.load_state_dict(data)
     if recipe.train.steps is None and not source.rows.has_stream:
         loader.end_after(recipe.train.epochs or 1.0)
     step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))

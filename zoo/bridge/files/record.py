@@ -21,10 +21,18 @@ import xxhash
 import zoo
 from zoo.bridge.files.headers import CheckpointError
 from zoo.bridge.parallel import Comm
-from zoo.errors import printable
+from zoo.errors import UserError, printable
+from zoo.records import Check, is_text, read_record
 
 RECORD = "zoo_files.json"
 ALGORITHM = "xxh3_128"
+_LONGEST = 2**26  # bytes of a record
+_FIELDS: dict[str, Check] = {
+    "algorithm": is_text,
+    "files": lambda value: (
+        isinstance(value, dict) and all(sum_of is None or is_text(sum_of) for sum_of in value.values())
+    ),
+}
 READERS = 8  # threads that hold files against their sums
 _PIECE = 2**22  # bytes of a file that are read at once
 _SUMS: dict[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha256": hashlib.sha256}
@@ -197,11 +205,10 @@ class _Record:
 
 def _read(folder: Path) -> _Record | None:
     try:
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        files, algorithm = content["files"], content.get("algorithm", _FORMER)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        content = read_record(folder / RECORD, _FIELDS, ("files",), hint="", most=_LONGEST)
+    except UserError:
         return None
-    return _Record(files, str(algorithm)) if isinstance(files, dict) else None
+    return _Record(content["files"], content.get("algorithm", _FORMER))
 
 
 def _files(folder: Path) -> list[str]:

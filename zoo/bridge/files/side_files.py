@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.locate import TEMPLATES, refuse_links_outside
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, UserError
 from zoo.files import read_object
 
 # Tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
@@ -118,12 +118,9 @@ def _stated(config: Any, key: str) -> Iterator[int]:
 def _read(path: Path) -> Mapping[str, Any]:
     """A JSON object; an empty one where there is none that can be read: it is somebody else's file."""
     try:
-        if path.stat().st_size > _LONGEST:
-            return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(path, most=_LONGEST)
+    except UserError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _token(folder: Path, name: str) -> str | None:

@@ -25,7 +25,8 @@ from torch import Tensor
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
+from zoo.records import are_texts
 
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -219,15 +220,19 @@ def check_config(
     for key, value in wanted.items():
         if config.get(key) != value:
             hint = {"r": "lora.rank", "lora_alpha": "lora.alpha"}.get(key)
-            fix = f"set {hint}={config.get(key)}" if hint else "only LoRA adapters are read"
-            raise UserError(f"{where}: {key} is {config.get(key)!r} there and {value!r} here; {fix}")
+            there = printable(repr(config.get(key)), 100)
+            fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
+            raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")
     foreign = {key: config.get(key) for key in _FOREIGN}
-    saved = set(config.get("modules_to_save") or ())
-    if not saved <= ({head.rpartition(".")[2], *_HEADS} if head else set()):
-        foreign["modules_to_save"] = config["modules_to_save"]
+    saved = config.get("modules_to_save") or []
+    heads = {head.rpartition(".")[2], *_HEADS} if head else set()
+    if not (are_texts(saved) and heads.issuperset(saved)):
+        foreign["modules_to_save"] = saved
     for key, value in foreign.items():
         if value:
-            raise UserError(f"{where}: {key} is {value!r}, which zoo's adapters don't have")
+            raise UserError(
+                f"{where}: {key} is {printable(repr(value), 200)}, which zoo's adapters don't have"
+            )
 
 
 def match(

@@ -12,6 +12,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError, raised
 from zoo.errors import UserError
 from zoo.files import Lines
+from zoo.records import line_of_json
 
 BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
 
@@ -106,8 +107,10 @@ def _listed(path: Path | None) -> set[str]:
     if written and not written.endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
-    for line in written.splitlines():
-        # A killed run may have left its last line half written.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.add(str(json.loads(line)["source"]))
+    for line in written.split(b"\n"):
+        record = line_of_json(line)
+        if record is not None and isinstance(
+            record.get("source"), str
+        ):  # a killed run may have left half a line
+            found.add(record["source"])
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from zoo.config.hub import asking_the_hub
 from zoo.data.memory_limits import memory_limited
 from zoo.errors import UserError, printable
 from zoo.files import expanded, why_no_file
+from zoo.records import Check, are_texts, is_text, list_of, read_record
 
+_SAVED: dict[str, Check] = {"splits": are_texts, "_data_files": list_of({"filename": is_text}, ("filename",))}
 PARQUET_MB = 8192  # MiB that the rank may take to unpack parquet files; a row group is held whole
 
 
@@ -49,18 +50,14 @@ def _unpacked(files: dict[str, list[str]]) -> Any:
 
 def _check_names(folder: Path, given: str) -> None:
     """That the files which a folder of `save_to_disk` names lie in it; UserError where not."""
-    try:
-        for file in (folder / "dataset_dict.json", *folder.glob("state.json"), *folder.glob("*/state.json")):
-            about = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            names = [*about.get("splits", []), *(one["filename"] for one in about.get("_data_files", []))]
-            for name in names:
-                if not isinstance(name, str) or name in ("", ".", "..") or name != Path(name).name:
-                    text = f"{given}: {file} names {printable(str(name), 200)}; files of the same folder are wanted"
-                    raise UserError(text)
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{given}: the folder's state.json can't be read: {error}") from error
+    hint = f"wanted what save_to_disk writes ({given})"
+    for file in (folder / "dataset_dict.json", *folder.glob("state.json"), *folder.glob("*/state.json")):
+        about = read_record(file, _SAVED, hint=hint) if file.exists() else {}
+        names = [*about.get("splits", []), *(data["filename"] for data in about.get("_data_files", []))]
+        for name in names:
+            if name in ("", ".", "..") or name != Path(name).name:
+                text = f"{given}: {file} names {printable(name, 200)}; files of the same folder are wanted"
+                raise UserError(text)
 
 
 def load_hub(entry: DataEntry, key: str) -> Any:

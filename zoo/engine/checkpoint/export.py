@@ -17,7 +17,7 @@ from zoo.bridge.native import check_sums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
 from zoo.config.compose import load_recipe, recipe_for_weights
-from zoo.config.locate import Place, read_arch, step_of
+from zoo.config.locate import Place, read_arch, read_origin, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights, model_card, sharded
@@ -110,7 +110,7 @@ def exported_tensors(run: Place) -> Iterator[ExportedTensors | None]:
 @contextmanager
 def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     """A run's checkpoint for an export: its model before any weight, and a world of this process."""
-    origin = sharded.read_origin(run)
+    origin = read_origin(run.folder)
     family = family_of(read_arch(run.files)).name
     loss = ["train.loss=reward"] if is_reward_model(run) else []
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
@@ -124,7 +124,7 @@ def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
 @contextmanager
 def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors | None]:
     """A run's tensors, read from its files; None of earlier zoos' checkpoints, and of reward models with adapters."""
-    origin = sharded.read_origin(run)
+    origin = read_origin(run.folder)
     if "lora" not in origin and isinstance(index := sharded.open_weights(run.folder), Index):
         with _whole(index, run, assembly, recipe, here) as held:
             yield held

@@ -15,7 +15,7 @@ from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
-from zoo.config.locate import Place, read_arch
+from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import is_reward_model
@@ -62,7 +62,7 @@ def load_run(
     chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
 ) -> lora.Adapters | None:
     """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
-    settings = sharded.read_origin(run).get("lora")
+    settings = read_origin(run.folder).get("lora")
     headless = recipe.train.scores and not is_reward_model(run)
     if settings is None:
         sharded.load_weights(chunks, run.folder, world, without=(SCORE,) if headless else ())

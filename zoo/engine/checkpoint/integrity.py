@@ -18,8 +18,8 @@ from pathlib import Path
 
 from zoo.config.locate import STATE
 from zoo.engine.checkpoint.storage import disk
-from zoo.errors import UserError
-from zoo.files import parse_json, replaced, sync, sync_names, write_atomically
+from zoo.errors import UserError, printable
+from zoo.files import open_plain, parse_json, replaced, sync, sync_names, write_atomically
 
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
@@ -128,7 +128,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
     """Sums by file, and their algorithm; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
-        raw = path.read_bytes()
+        with open_plain(path) as file:
+            raw = file.read(_LONGEST + 1)
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
@@ -144,9 +145,13 @@ def parse_manifest(raw: bytes, path: Path) -> tuple[dict[str, Sum], str]:
         if not all(_is_sum(value) and "\0" not in name for name, value in sums.items()):
             raise ValueError("a checksum is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})"
+        ) from None
     if algorithm not in (ALGORITHM, _FORMER):
-        raise UserError(f"{path} has sums by {algorithm!r}; wanted {ALGORITHM} or {_FORMER}")
+        raise UserError(
+            f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM} or {_FORMER}"
+        )
     return sums, algorithm
 
 

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.engine.report.fields import conforms, is_count
 from zoo.errors import UserError, part_of, size
 from zoo.files import file_clock, read_object, write_atomically
+from zoo.records import conforms, is_count
 
 PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
 FILE = "saving.json"

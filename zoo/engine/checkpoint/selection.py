@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,18 @@ import torch.distributed as dist
 
 from zoo.config.checks.metrics import flat, parse_metric
 from zoo.config.compose import load_recipe
-from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, locate, look, read_arch, step_of
+from zoo.config.locate import (
+    BASE,
+    HF_PART,
+    LONGEST_STATE,
+    STATE,
+    Place,
+    checkpoints,
+    locate,
+    look,
+    read_arch,
+    step_of,
+)
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.storage.disk import Damaged
@@ -24,7 +34,8 @@ from zoo.engine.distributed.object_group import agreed
 from zoo.engine.model.build import find_source
 from zoo.engine.report.result import evaluations_by_step
 from zoo.errors import UserError
-from zoo.files import unheld
+from zoo.files import read_object, unheld
+from zoo.records import conforms, is_text
 
 BEST = "best"  # a link in the folder of checkpoints
 DAMAGED = "damaged_"  # prefix of the name that an unreadable checkpoint gets
@@ -99,9 +110,9 @@ def restore(checkpoint: Path, damaged: Iterable[str]) -> dict[str, Path]:
 def _source_files(checkpoint: Path) -> list[Path]:
     """The folder with the processor's files that a checkpoint's run started from, if it is one here."""
     try:
-        init = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["weights"]["init"]
-        place = look(init)
-    except (OSError, ValueError, KeyError, TypeError):
+        weights = read_object(checkpoint / STATE, most=LONGEST_STATE).get("weights")
+        place = look(weights["init"]) if conforms(weights, {"init": is_text}, ("init",)) else None
+    except (OSError, UserError):
         return []
     return [place.files] if place else []
 

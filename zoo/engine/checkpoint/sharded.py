@@ -6,14 +6,13 @@ model's description lie beside them in `state.json`. This file reads them; `zoo.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zoo.config.locate import BASE, STATE, Place, locate, look
+from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.contents import (
     Trainable,
@@ -30,16 +29,8 @@ from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters, settings_of
 from zoo.engine.report import terminal
-from zoo.engine.report.fields import Check, conforms, is_count, is_text
 from zoo.errors import UserError
-from zoo.files import read_object
-
-_LONGEST_STATE = 2**28  # bytes of a state.json, which has the position in the data
-_STATE_FIELDS: dict[str, Check] = {
-    "step": is_count, "total_steps": is_count, "ranks": is_count, "train_steps": is_count, "updates": is_count,
-    "model": lambda value: isinstance(value, dict), "data": lambda value: isinstance(value, dict),
-    "bad_steps": lambda value: isinstance(value, dict), "callbacks": lambda value: isinstance(value, dict),
-}  # fmt: skip
+from zoo.records import reading_back
 
 
 def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
@@ -69,19 +60,9 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[st
     }
 
 
-def read_origin(run: Place) -> dict[str, Any]:
-    """`origin` of a run's checkpoint."""
-    weights = read_object(run.folder / STATE, most=_LONGEST_STATE).get("weights")
-    if not conforms(weights, {"init": is_text}, ("init",)):
-        raise UserError(
-            f"{run.folder}: its {STATE} does not say what the weights came from, as a run's does; take another checkpoint"
-        )
-    return weights
-
-
 def started_from(run: Place) -> Place | None:
     """Where the weights come from that a run started from, None for random ones; of adapters, what they belong to."""
-    saved, base = read_origin(run), run.folder.parent.parent / BASE
+    saved, base = read_origin(run.folder), run.folder.parent.parent / BASE
     if "lora" in saved and (base / "config.json").is_file():
         return locate(str(base))
     if "lora" in saved and saved["init"] == "random":
@@ -90,32 +71,6 @@ def started_from(run: Place) -> Place | None:
         return None
     place = locate(saved["init"], key=f"{run.folder / STATE}: init")
     return replace(place, grown_from=saved.get("grown_from", 0))
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint.
-
-    Raises:
-        UserError: it is not what a run writes there.
-    """
-    path = checkpoint / STATE
-    state = read_object(path, most=_LONGEST_STATE)
-    if not conforms(state, _STATE_FIELDS, ("step", "model")):
-        raise UserError(f"{path} is not what a run saves; take another checkpoint")
-    return state
-
-
-@contextlib.contextmanager
-def using_state() -> Iterator[None]:
-    """What a run takes from a checkpoint's state.json inside the block that is not of the form it has saved is a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"the checkpoint's {STATE} is not what a run saves ({type(error).__name__}: {error}); take another checkpoint"
-        ) from error
 
 
 def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
@@ -135,14 +90,17 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
 def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
     index = open_index(checkpoint, block_sums(checkpoint))
     state = read_state(checkpoint)
-    schedule = state.get("scheduler") or _common_state(index)["scheduler"]
+    with reading_back(checkpoint / STATE, "take another checkpoint"):
+        schedule = state.get("scheduler") or _common_state(index)["scheduler"]
+        updates = updates_of(state, schedule["num_steps"])
     modules = [chunk.module for chunk in trainable.chunks]
     fill(weights_wanted(modules, trainable.adapters, world), index, direct=world.size == 1)
-    load_optimizer(trainable, world, index, updates_of(state, schedule["num_steps"]))
+    load_optimizer(trainable, world, index, updates)
     if trainable.adapters is None:
         _load_objects(modules, index, world)
     trainable.scheduler.num_steps = 0  # megatron-core's adds those that it loads
-    trainable.scheduler.load_state_dict(schedule)
+    with reading_back(checkpoint / STATE, "take another checkpoint"):
+        trainable.scheduler.load_state_dict(schedule)
     if ranks == world.size and (random := index.object(random_key(world.rank, ranks))) is not None:
         set_random_state(random)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zoo.config.compose import save_recipe
-from zoo.config.locate import locate
+from zoo.config.locate import locate, read_state
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights, integrity, sharded, snapshot
 from zoo.engine.checkpoint.contents import Trainable
@@ -75,7 +75,7 @@ class Checkpoints:
         chosen = choose(folder).folder
         if chosen is None:
             raise UserError(f"{folder} has no checkpoint; engine.save writes one")
-        state = agreed(lambda: sharded.read_state(chosen))
+        state = agreed(lambda: read_state(chosen))
         model = sharded.describe(self.recipe, self.parts.assembly.config.hf)
         if state["model"] != model:
             raise UserError(f"{chosen} is of another model than the engine's; wanted one that it has saved")

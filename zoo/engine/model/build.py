@@ -19,7 +19,7 @@ from zoo.bridge.files.side_files import GENERATION, write_generation_config
 from zoo.bridge.parallel import default_comm, model_parameters, together
 from zoo.bridge.wide import Patterns, among, stored_in_fp32
 from zoo.config.checks.engine import uses_transformer_engine
-from zoo.config.locate import STATE, Place, locate, look
+from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import agreed
@@ -28,7 +28,6 @@ from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.engine.model.served_processor import ServedProcessor
 from zoo.engine.model.vocabulary import with_rows_for_all
 from zoo.errors import UserError
-from zoo.files import read_object
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
 from zoo.nn.wide import hold_in_fp32
@@ -60,8 +59,7 @@ class Assembly:
         if source is None:
             return tuple(bridge.fp32)
         if source.kind == "run":
-            about = read_object(source.folder / STATE).get("weights")
-            return tuple(about.get("fp32", ())) if isinstance(about, dict) else ()
+            return tuple(read_origin(source.folder).get("fp32", ()))
         return stored_in_fp32(
             bridge, source.weights, native=source.kind == "zoo", tied=bool(self.config.tied)
         )

@@ -19,7 +19,8 @@ from zoo.config.layers.layer import Layer, escaped, merge_into, nested
 from zoo.config.locate import Place
 from zoo.config.schema import DataConfig, PackingConfig, Recipe
 from zoo.errors import ConfigError
-from zoo.files import expanded, read_object
+from zoo.files import expanded
+from zoo.records import Check, is_object, read_record, reading_back
 
 FILE = "zoo_settings.json"
 BUDGET = "packing.budget"
@@ -95,7 +96,8 @@ def _run_around(place: Place) -> RunSettings:
 
 
 def _of_config(config: Path, run: Path) -> RunSettings:
-    return _of_tree(read_recipe(str(config)).tree, f"the run {run}")
+    with reading_back(config, "take a copy of the run's, or remove it"):
+        return _of_tree(read_recipe(str(config)).tree, f"the run {run}")
 
 
 def settings_of_recipe(recipe: Recipe) -> RunSettings:
@@ -161,12 +163,12 @@ def _common(entries: tuple[DataEntry, ...], names: tuple[str, ...]) -> dict[str,
 
 
 def _of_file(path: Path, place: Place) -> RunSettings:
-    record = read_object(path, error=ConfigError)
-    values: Any = record.get("settings")
-    form: Any = record.get("rows")
-    sound = isinstance(values, dict) and isinstance(form, dict) and type(values.get(BUDGET, 1)) is int
-    if not sound or _is_code(form):
-        raise ConfigError(f"{path}: no settings of a run; take the file away, or export the run again")
+    hint = "take the file away, or export the run again"
+    fields: dict[str, Check] = {"settings": is_object, "rows": is_object}
+    record = read_record(path, fields, ("settings", "rows"), hint=hint, error=ConfigError)
+    values, form = record["settings"], record["rows"]
+    if type(values.get(BUDGET, 1)) is not int or _is_code(form):
+        raise ConfigError(f"{path}: no settings of a run; {hint}")
     taken = [f"data.{name}" for name in KEPT if name not in NOT_EXPORTED] + [BUDGET]
     entry = parse_entry({"path": ".", **{name: form[name] for name in FORM if name in form}}, str(path))
     values = {key: value for key, value in values.items() if key in taken}

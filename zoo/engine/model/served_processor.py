@@ -17,6 +17,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.media.sampling import MIN_FRAMES
 from zoo.data.processors.text import TextOnly
 from zoo.engine.model.run_settings import RunSettings, write_settings
+from zoo.files import read_object
 
 FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 TEMPLATE_FILE = "chat_template.json"  # of earlier transformers
@@ -124,7 +125,7 @@ def _patch(path: Path, changes: Mapping[str, Any]) -> None:
     """Change keys of a JSON file of the source, if there is one."""
     if not path.is_file():
         return
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_object(path)
     former = {
         old: changes["size"][new] for old, new in PIXELS.items() if "size" in changes and old in settings
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,9 @@ from zoo.config.derived import run_folder
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
-from zoo.engine.report.fields import (
+from zoo.errors import UserError
+from zoo.files import expanded, read_object
+from zoo.records import (
     Check,
     are_counts,
     are_scores,
@@ -24,9 +25,8 @@ from zoo.engine.report.fields import (
     is_number,
     is_text,
     is_time,
+    line_of_json,
 )
-from zoo.errors import UserError
-from zoo.files import expanded, read_object
 
 Model = Any  # a path, a hub id, a recipe, a recipe's name or file, or a TrainResult
 
@@ -123,11 +123,8 @@ def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
         return
     with log.open("rb") as file:
         while line := file.readline(_LONGEST_LINE):
-            try:
-                record = json.loads(line.decode("utf-8", errors="replace"))
-            except (ValueError, RecursionError):
-                continue
-            if _is_record(record):
+            record = line_of_json(line)
+            if record is not None and _is_record(record):
                 yield record
 
 
@@ -146,7 +143,9 @@ _SUMMARY: dict[str, Check] = {
 
 
 def _is_record(record: Any) -> bool:
-    return conforms(record, _FIELDS, ("step",)) and ("event" in record or "loss" in record)
+    if not conforms(record, _FIELDS, ("step",)) or not ("event" in record or "loss" in record):
+        return False
+    return all(not isinstance(value, int) or value.bit_length() <= 100 for value in record.values())
 
 
 def run_of(model: Model) -> str:

@@ -18,6 +18,7 @@ from zoo.engine.report.predictions_plot import Prediction, block, plot_predictio
 from zoo.engine.report.progress_line import ACCURACY, Progress
 from zoo.files import Lines, finite, write_atomically
 from zoo.packages import installed_version
+from zoo.records import is_count, line_of_json
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-qla", "flash-attn-4", "quack-kernels", "triton",
@@ -86,7 +87,7 @@ class RunLog:
         """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
         for path in (self.folder / "train.jsonl", self.folder / PREDICTIONS):
             if path.is_file():
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
                 write_atomically(path, "".join(f"{line}\n" for line in lines if _stays(line, done)))
 
     def step(self, metrics: dict[str, Any], beside: object = None) -> None:
@@ -160,8 +161,8 @@ class RunLog:
 
 
 def _stays(line: str, done: int) -> bool:
-    try:
-        record = json.loads(line)
-    except ValueError:  # a line that a killed run left half-written
+    record = line_of_json(line)
+    if record is None:  # a line that a killed run left half-written
         return False
-    return record.get("event") == "end" or record.get("step", 0) <= done
+    step = record.get("step", 0)
+    return record.get("event") == "end" or (is_count(step) and step <= done)

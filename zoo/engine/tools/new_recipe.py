@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.entries import BUNDLED, DataEntry, is_bundled
 from zoo.config.files import read_size, root_recipes, size_names
 from zoo.config.layers.layer import escaped
-from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
+from zoo.config.locate import Place, is_hub_id, look, read_arch, read_state
 from zoo.config.recipes.matrix import LORA, matrix, recipe_names
 from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import DataConfig, Recipe
@@ -34,7 +34,6 @@ from zoo.engine.checkpoint.selection import repaired_source
 from zoo.engine.model.build import assemble
 from zoo.engine.model.meta_model import family_of
 from zoo.errors import ConfigError, UserError, size
-from zoo.files import read_object
 from zoo.registry import families
 
 LOOKED_AT = 200  # rows, spread over all, whose media and lengths are looked at
@@ -360,8 +359,8 @@ def _saved_family(place: Place | None) -> str | None:
     """The family that a run's checkpoint names."""
     if place is None or place.kind != "run":
         return None
-    model: Mapping[str, Any] = read_object(place.folder / STATE).get("model") or {}
-    return model.get("family")
+    family = read_state(place.folder)["model"].get("family")
+    return family if isinstance(family, str) else None
 
 
 def _bytes(place: Place | None) -> int:

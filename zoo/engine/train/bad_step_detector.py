@@ -22,8 +22,14 @@ from typing import Any
 from zoo.config.schema import TrainConfig
 from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.optimizer import adamw
+from zoo.errors import UserError
+from zoo.records import Check, are_counts, are_numbers, conforms, is_count
 
 WINDOW = 128  # good steps that a spike is measured by
+_STATE: dict[str, Check] = {
+    "counts": are_counts, "in_a_row": is_count, "good": is_count, "step": is_count, "spikes": are_numbers,
+    "level_at": lambda value: value is None or is_count(value), "bad_at": are_numbers, "window": are_numbers,
+}  # fmt: skip
 SPAN = 4  # times train.skip_limit: the steps among which at most so many may be bad
 LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however steady it was
 
@@ -147,7 +153,11 @@ class BadStepDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; {} stands for a run without a detector."""
+        """Resume from a saved state; {} stands for a run without a detector. UserError where it is none."""
+        if not conforms(state, _STATE):
+            raise UserError(
+                "state.json: its 'bad_steps' is not what zoo writes there; take another checkpoint"
+            )
         self.counts = Counter(state.get("counts", {}))
         self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
         self._spikes = list(state.get("spikes", []))

@@ -20,8 +20,17 @@ from zoo.engine.distributed.world import World
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
+from zoo.records import Check, is_count, is_measure, is_object, is_text, list_of, read_record
 
 FOLDER = "bad_steps"
+_LONGEST = 2**30  # bytes of a file, which has a line for each sample of a step
+_SAMPLE: dict[str, Check] = {"source": is_text}
+_ROW: dict[str, Check] = {
+    "rank": is_count, "tokens": is_count, "loss": is_measure, "samples": list_of(_SAMPLE, ("source",)),
+}  # fmt: skip
+_FIELDS: dict[str, Check] = {
+    "step": is_count, "why": is_text, "rows": list_of(_ROW, ("rank", "tokens", "loss", "samples")), "data": is_object,
+}  # fmt: skip
 
 
 def write(
@@ -85,17 +94,12 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it is none.
     """
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         there = sorted(file.name for file in path.parent.glob("step_*.json"))
         known = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
-        raise UserError(f"{path}: no such file; {path.parent} has {known or 'no bad steps'}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not the file of a bad step ({error})") from None
-    if not isinstance(found, dict) or not {"step", "rows", "data"} <= set(found):
-        raise UserError(f"{path}: not the file of a bad step; {FOLDER}/step_N.json of a run folder is")
-    return found
+        raise UserError(f"{path}: no such file; {path.parent} has {known or 'no bad steps'}")
+    hint = f"wanted the file of a bad step, {FOLDER}/step_N.json of a run folder"
+    return read_record(path, _FIELDS, ("step", "why", "rows", "data"), hint=hint, most=_LONGEST)
 
 
 def not_applied(step: int, bad: BadStep, run_dir: Path) -> str:

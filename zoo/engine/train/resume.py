@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.config import locate
 from zoo.config.files import read_recipe
-from zoo.config.locate import checkpoints
+from zoo.config.locate import STATE, checkpoints
 from zoo.config.resume import Change, changes, refuse
 from zoo.config.schema import Recipe
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
-from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import Chosen, choose
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
@@ -26,6 +26,7 @@ from zoo.engine.report.messages import at_change
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.train.dataloader import RunData
 from zoo.errors import ConfigError, UserError
+from zoo.records import reading_back
 
 # Changes after which a place in the data means nothing.
 _ORDER = ("run.seed", "data.shuffle", "data.train")
@@ -54,7 +55,7 @@ def read_state(
     """A checkpoint's state.json, None where there is no checkpoint, and the allowed differences of the recipe."""
     if checkpoint is None:
         return None, []
-    state = agreed(lambda: sharded.read_state(checkpoint))
+    state = agreed(lambda: locate.read_state(checkpoint))
     return state, agreed(lambda: allowed_changes(checkpoint, state, recipe, model))
 
 
@@ -91,7 +92,8 @@ def allowed_changes(
     """
     config = checkpoint / "config.yaml"
     saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
-    found = changes(saved, recipe, rows_known=_rows_known(state))
+    with reading_back(config, "take another checkpoint"):
+        found = changes(saved, recipe, rows_known=_rows_known(state))
     seen = {change.key for change in found}
     of_model = _of_model(state["model"], model)
     found += [
@@ -145,7 +147,7 @@ def check_rows(
 
     def look() -> Rows:
         order = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
-        with sharded.using_state():
+        with reading_back(STATE, "take another checkpoint"):
             return _compared(checkpoint, state, data, recipe, anew=order)
 
     return agreed(look)
@@ -167,7 +169,7 @@ def place_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows
         loader.begin_anew(done)
     elif checkpoint is not None:
         void: dict[str, Any] = {"corrected": []} if rows.others else {}
-        with sharded.using_state():
+        with reading_back(STATE, "take another checkpoint"):
             loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
 
 

@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from zoo.engine.distributed.processes import birth, machine
-from zoo.engine.report.fields import Check, conforms, is_count, is_text, is_time
 from zoo.errors import UserError
+from zoo.files import open_plain
+from zoo.records import Check, conforms, is_count, is_text, is_time, line_of_json
 
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
@@ -256,14 +257,9 @@ def _alive(holder: dict[str, Any], age: float) -> bool | None:
 def _read(path: Path) -> tuple[dict[str, Any], float] | None:
     """What a lock says, {} where it can't be read (yet), and when it was touched; None: there is none."""
     try:
-        with path.open(
-            encoding="utf-8", errors="replace"
-        ) as file:  # opening asks a network file system for the file as it is now
+        with open_plain(path) as file:  # opening asks a network file system for the file as it is now
             text, touched = file.read(10_000), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
-    try:
-        holder = json.loads(text)
-    except (ValueError, RecursionError):
-        holder = {}
+    holder = line_of_json(text)
     return (holder if conforms(holder, _FIELDS) else {}), touched

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zoo.engine.checkpoint.storage.disk import SUMMED, Files
 from zoo.engine.checkpoint.storage.pieces import Shape
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 from zoo.files import BLOCK, read_json, write_atomically
 
 if TYPE_CHECKING:  # importing it takes time and memory that a start has other use for
@@ -108,7 +108,9 @@ class Index:
         try:
             self._read(content)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(f"{path} is not the index of a checkpoint: {error}; take another one") from None
+            raise UserError(
+                f"{path} is not the index of a checkpoint: {printable(str(error), 200)}; take another one"
+            ) from None
 
     def _read(self, content: Any) -> None:
         from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata

@@ -14,6 +14,7 @@ A label takes 8 k + 4 bytes on disk. A reader holds 48 bytes a row in memory, an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +31,8 @@ from zoo.config.schema import DistillConfig
 from zoo.data.errors import RowError
 from zoo.data.sample import Sample, Taught
 from zoo.errors import UserError
-from zoo.files import expanded, read_object, replaced, write_atomically
+from zoo.files import expanded, replaced, write_atomically
+from zoo.records import Check, conforms, is_count, is_number, is_text, read_record
 
 FORM = 1
 ROWS = 1024  # of a file
@@ -44,6 +46,15 @@ MADE_BY = (
     "rows",
 )  # keys of the index that a file follows from
 TABLES = ("digests", "starts", "sums")
+_NAME = re.compile(r"tokens-\d{6}\.safetensors")
+_FILE: dict[str, Check] = {"rows": is_count, "labels": is_count, "bytes": is_count, "sum": is_text}
+_INDEX: dict[str, Check] = {
+    "form": is_count, "top_k": is_count, "temperature": is_number, "vocabulary": is_count,
+    "rows": lambda value: is_count(value) and value > 0,
+    "files": lambda value: isinstance(value, dict) and all(
+        _NAME.fullmatch(name) and conforms(about, _FILE, tuple(_FILE)) for name, about in value.items()
+    ),
+}  # fmt: skip
 
 
 class RowTokens(NamedTuple):
@@ -70,8 +81,8 @@ class TokenWriter:
         self.folder, self.made_by = folder, dict(made_by)
         self.files: dict[str, Any] = {}
         if (folder / INDEX).is_file():
-            found = read_object(folder / INDEX)
-            other = [key for key in MADE_BY if found.get(key) != self.made_by[key]]
+            found = _index(folder)
+            other = [key for key in MADE_BY if found[key] != self.made_by[key]]
             if other:
                 raise UserError(
                     f"out={folder}: it holds a teacher's tokens of another {' and '.join(other)}; give another folder, or remove it"
@@ -130,7 +141,8 @@ class TokenReader:
 
     def __init__(self, folder: str, wanted: DistillConfig, vocabulary: int) -> None:
         self.folder, self.top_k = expanded(folder), wanted.top_k
-        about = read_object(self.folder / INDEX)
+        about = _index(self.folder)
+        self.stored = about["top_k"]
         _check(about, folder, wanted, vocabulary)
         self.names = list(about["files"])
         tables = [_tables(self.folder / name, one) for name, one in about["files"].items()]
@@ -159,9 +171,13 @@ class TokenReader:
             )  # fmt: skip
         file, row = self.place[self.order[at]].tolist()
         first, last = self.starts[file][row : row + 2].tolist()
-        opened = self._opened(self.folder / self.names[file])
-        ids, logprobs, rest = (opened.get_slice(name)[first:last] for name in ("ids", "logprobs", "rest"))
-        if _sum(ids, logprobs, rest) != int(self.sums[file][row]) or len(rest) != sample.num_labels:
+        try:
+            opened = self._opened(self.folder / self.names[file])
+            ids, logprobs, rest = (opened.get_slice(name)[first:last] for name in ("ids", "logprobs", "rest"))
+            whole = ids.shape == logprobs.shape == (sample.num_labels, self.stored) and len(rest) == len(ids)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, IndexError):
+            whole = False
+        if not whole or _sum(ids, logprobs, rest) != int(self.sums[file][row]):
             raise RowError(
                 sample.source, "teacher", f"{self.folder / self.names[file]} is damaged in this row; remove the file and run zoo score again"
             )  # fmt: skip
@@ -173,6 +189,12 @@ class TokenReader:
         if k < ids.shape[1]:
             rest = torch.logaddexp(rest, logprobs[:, k:].logsumexp(dim=1))
         return Taught(ids[:, :k].clone(), logprobs[:, :k].clone(), rest.clone())
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """A folder's index; UserError where it is none."""
+    hint = "remove the folder, and give the same zoo score again, which writes it anew"
+    return read_record(folder / INDEX, _INDEX, ("form", "files", *MADE_BY), hint=hint)
 
 
 def _check(about: Mapping[str, Any], folder: str, wanted: DistillConfig, vocabulary: int) -> None:
@@ -221,13 +243,22 @@ def _table_sum(tables: Mapping[str, np.ndarray]) -> str:
 def _tables(file: Path, listed: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """A file's tables; UserError where it is not what the index lists."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            found = {name: opened.get_tensor(name) for name in TABLES}
-        if file.stat().st_size == listed["bytes"] and _table_sum(found) == listed["sum"]:
-            return found
+        if file.is_file() and file.stat().st_size == listed["bytes"]:
+            with safe_open(file, framework="numpy") as opened:
+                found = {name: opened.get_tensor(name) for name in TABLES}
+            if _fit(found, listed["rows"]) and _table_sum(found) == listed["sum"]:
+                return found
     except (SafetensorError, OSError, KeyError):
         pass
     raise UserError(f"{file}: missing or damaged; give the same zoo score again, which writes it anew")
+
+
+def _fit(tables: Mapping[str, np.ndarray], rows: int) -> bool:
+    """Whether they are those of so many rows."""
+    digests, starts, sums = (tables[name] for name in TABLES)
+    kinds = (digests.dtype, starts.dtype, sums.dtype) == (np.uint8, np.int64, np.uint64)
+    shapes = (digests.shape, starts.shape, sums.shape) == ((rows, 16), (rows + 1,), (rows,))
+    return bool(kinds and shapes and starts[0] == 0 and (np.diff(starts) >= 0).all())
 
 
 def _is_whole(file: Path, listed: Mapping[str, Any]) -> bool:
