@@ -57,6 +57,14 @@ def test_the_command_prints_what_plans_of_each_machine_say(capsys: pytest.Captur
         assert (f"tp{entry['layout']['tp']}" in cell) == (entry["layout"]["tp"] > 1)
 
 
+@pytest.mark.parametrize(
+    "named", [["qwen3_sft", "task=reward"], ["family=qwen3", "task=reward"], ["recipe=qwen3_reward"]]
+)
+def test_a_recipe_is_named_as_ever(named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--table", *named, "size=0.6b", "hardware=h100"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("qwen3_reward 0.6b  ")
+
+
 def test_every_published_size_has_a_line_with_all_weights_and_with_adapters() -> None:
     wanted = {(family, size) for family in families() for size in size_names(family) if "tiny" not in size}
     lines = sizes_of(None)

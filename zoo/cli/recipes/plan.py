@@ -55,20 +55,20 @@ def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_js
     """Print which sizes fit which GPUs, a line as soon as it is planned."""
     from zoo.engine.planning import fit_table
 
-    given, overrides = {}, []
-    for argument in arguments:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if equals and key in ("recipe", "size", "hardware"):
+    recipe, rest = None, list(arguments)
+    if any("=" not in text or text.removeprefix("--").startswith(("recipe=", "family=")) for text in rest):
+        recipe, rest = split_recipe(rest, "zoo plan --table recipe=NAME")
+    given: dict[str, str] = {}
+    overrides = []
+    for argument in rest:
+        key, _, value = argument.removeprefix("--").partition("=")
+        if key in ("size", "hardware"):
             given[key] = value
-        elif not equals and "recipe" not in given:
-            given["recipe"] = argument
         else:
             overrides.append(argument)
     kinds = [fit_table.find_kind(given["hardware"])] if "hardware" in given else fit_table.KINDS
-    sizes = fit_table.sizes_of(given.get("recipe"), given.get("size"))
-    lines = (
-        fit_table.line(recipe, size, kind, overrides, shares) for kind in kinds for recipe, size in sizes
-    )
+    sizes = fit_table.sizes_of(recipe, given.get("size"))
+    lines = (fit_table.line(name, size, kind, overrides, shares) for kind in kinds for name, size in sizes)
     if as_json:
         print(json.dumps([cell.as_dict() for cells in lines for cell in cells], indent=2))
         return 0

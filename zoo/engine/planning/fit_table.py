@@ -158,7 +158,7 @@ def line(
         if chosen is not None:
             fused = chosen.engine.precision == "bf16"
             needed = max(stage.total for stage in memory(model, chosen, row, gpus, fused=fused))
-        cells.append(Cell(recipe, size, kind, gpus, needed, chosen))
+        cells.append(Cell(resolved.recipe, size, kind, gpus, needed, chosen))
     return cells
 
 
