@@ -17,7 +17,6 @@ from support.commands import Zoo, bundled, text_row, write_rows
 from support.doc_blocks import (
     BEFORE,
     LANGUAGES,
-    LEFT_OUT,
     NOT_RUN,
     OTHER_NUMBERS,
     PAGES,
@@ -49,7 +48,7 @@ def test_every_block_is_run_or_listed() -> None:
     assert set(NOT_RUN) - used == set() and set(PAGES_NOT_RUN) <= set(NAMED)
 
 
-@pytest.mark.parametrize("name", [name for name in RUN if name not in LEFT_OUT])
+@pytest.mark.parametrize("name", RUN)
 def test_what_a_page_says_runs(name: str, folder: Path, zoo: Zoo) -> None:
     page = Page(name, folder, Zoo(zoo.server, folder, folder))
     for block in blocks_of(NAMED[name]):

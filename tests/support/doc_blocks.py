@@ -47,11 +47,6 @@ PAGES_NOT_RUN = {
     "docs/benchmarks.md": "tells how GPUs were measured, for hours",
     "docs/decisions.md": "tells how GPUs were measured, for hours",
 }
-LEFT_OUT = (  # pages that are not run yet
-    "README.md", "docs/callbacks.md", "docs/distillation.md", "docs/doctor.md", "docs/engine.md", "docs/eval.md",
-    "docs/install.md", "docs/packing.md", "docs/parallelism.md", "docs/recipes.md",
-)  # fmt: skip
-
 # What the pages name, and what stands for it.
 STAND_INS = {
     r"Qwen/Qwen3-VL-\w+-Instruct": "hub/tiny",
