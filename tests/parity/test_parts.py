@@ -12,8 +12,10 @@ import torch
 from support.engine import packed_batch, recipe_for
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
+from support.weights import tensors
 
-from zoo.engine.checkpoint import initial_weights
+from zoo.engine.checkpoint import initial_weights, sharded
+from zoo.engine.checkpoint.export import export
 from zoo.engine.model import build
 from zoo.engine.train import optimization
 
@@ -151,6 +153,27 @@ def test_adapters_of_the_merger_alone(folder: Path, cpu_world: Any) -> None:
     build.freeze(chunks, recipe, assembly.family)
     assert all(one.adapter.a.requires_grad for one in adapters.held)
     assert adapters.held and all(is_merger(one.target.zoo) for one in adapters.held)
+
+
+def test_a_frozen_part_that_an_earlier_run_has_trained_is_exported_as_it_is(
+    folder: Path, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that run started from has other weights of it."""
+    recipe = recipe_for(folder, "model.freeze=[vision]", recipe="qwen3_vl_sft")
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, cpu_world)
+    initial_weights.init_weights(chunks, assembly, recipe, cpu_world)
+    build.freeze(chunks, recipe, assembly.family)
+    with torch.no_grad():
+        chunks[0].vision.merger.norm.weight.fill_(7.0)
+    source = assembly.source
+    assert source is not None
+    monkeypatch.setattr(sharded, "started_from", lambda run: source)
+    of_run = export(chunks, tmp_path / "of_run", assembly, cpu_world, replace(source, kind="run"))
+    of_folder = export(chunks, tmp_path / "of_folder", assembly, cpu_world, source)
+    name = "model.visual.merger.norm.weight"
+    assert bool((tensors(of_run)[name] == 7).all())
+    assert torch.equal(tensors(of_folder)[name], tensors(folder)[name]), "byte for byte"
 
 
 def test_media_go_to_the_stage_with_the_towers(folder: Path, cpu_world: Any) -> None:

@@ -59,6 +59,7 @@ def export_hf(
     *,
     config: Any = None,
     source: Place | str | Path | None = None,
+    source_has_frozen: bool = True,
     processor: Any = None,
     ends: Sequence[int] = (),
     card: Callable[[Mapping[str, Any]], str] | None = None,
@@ -69,8 +70,8 @@ def export_hf(
     """Write the model as an HF folder; call it on every rank, with `folder` on a file system that all share.
 
     `config` is an HF config object or dict (default: the source's). From `source`, the weights that training started
-    from, come the tensors that zoo does not train and those of frozen parameters, byte for byte, and the files of
-    tokenizer and processor; a `processor` (anything with save_pretrained) is written over these. Where there is no
+    from, come the tensors that zoo does not train and those of frozen parameters, byte for byte (unless not `source_has_frozen`, as an earlier
+    run has trained them), and the files of tokenizer and processor; a `processor` (anything with save_pretrained) is written over these. Where there is no
     generation_config.json, one is written, with the tokenizer's end of sequence and `ends`. `card` makes the text of README.md out of
     the export's config.json.
     `dtype` None keeps the source's dtypes, or the model's where there is no source. Returns the folder.
@@ -83,7 +84,8 @@ def export_hf(
     parameters = together(comm, lambda: model_parameters(model_chunks))
     held = comm.gather_objects([name for name, _ in parameters])
     everywhere = sorted({name for names in held for name in names})
-    frozen = sorted({n for names in comm.gather_objects(_frozen(parameters)) for n in names})
+    still = _frozen(parameters) if source_has_frozen else []
+    frozen = sorted({name for names in comm.gather_objects(still) for name in names})
     stated = dtype or (_most_common(parameters) if source is None else None)
     plan = together(comm, lambda: make_plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: check(plan, parameters, dims, shard))

@@ -43,8 +43,10 @@ def export(
 ) -> Path:
     """Write this rank's share of the folder; `source` and `options` are those of `zoo.bridge.export_hf`.
 
-    Of a source that is a run's checkpoint, what that run started from is the source: its own tensors are all trained.
+    Of a source that is a run's checkpoint, what that run started from is the source, but for parameters that are frozen now: the run
+    may have trained them.
     """
+    source_has_frozen = source is None or source.kind != "run"
     source = _beginning(source, here)
     return export_hf(
         chunks,
@@ -55,6 +57,7 @@ def export(
         TorchComm.from_groups(here.groups),
         config=assembly.config.hf,
         source=source,
+        source_has_frozen=source_has_frozen,
         processor=assembly.served,
         ends=list(assembly.processor.ends.values()),
         **options,
@@ -94,7 +97,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
             adapters.freeze_others()
-        return export(chunks, target, assembly, here, run, card=about, **options)
+        return export(chunks, target, assembly, here, sharded.started_from(run), card=about, **options)
 
 
 @contextmanager
