@@ -50,7 +50,7 @@ class ModelFamily:
 
     @property
     def all_parts(self) -> tuple[str, ...]:
-        """What `model.freeze`, `train.lr_scale` and `lora.parts` accept."""
+        """What `model.freeze`, `train.lr_scale`, `lora.parts` and, but for the language model, `lora.whole_parts` accept."""
         return (*self.parts, *self.inner)
 
     def part_of(self, parameter: str, named: Collection[str] = ()) -> str:

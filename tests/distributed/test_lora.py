@@ -1,4 +1,4 @@
-"""Adapters: parallel equals serial and packed equals unpacked, in loss and every adapter's gradient.
+"""Adapters, and parts trained whole beside them: parallel equals serial and packed equals unpacked, in loss and every gradient.
 
 The models, rows and layouts of test_matrix.py, with adapters of random B on every linear of every part and on all experts.
 Measured: 1.1e-5 of gradients (keys of the audio tower's last layer, see support.gathered), others below 6e-6.
@@ -23,6 +23,7 @@ from zoo.registry import get_family
 
 LIMIT = 2e-5
 IN_FP8 = " in fp8"  # with a frozen base in FP8, whose blocks are those of one rank where columns are not cut
+WHOLE = " whole"  # with adapters of the language model alone, and all other parts trained whole
 NAMES = ("dense", "deepstack", "gdn", "mtp", "llava", "omni")
 LAYOUTS = {
     **{name: PARALLEL[name] for name in ("tp2", "tp2 sp", "pp2 vpp2", "cp2", "ep2", "ep2 etp2", "tp2 cp2")},
@@ -31,8 +32,11 @@ LAYOUTS = {
 }
 
 
+def parts_of(model: Model) -> tuple[str, ...]:
+    return get_family(about(model.recipe)["family"]).parts
+
+
 def overrides(model: Model) -> tuple[str, ...]:
-    family = get_family(about(model.recipe)["family"])
     experts = (
         ",experts.gate_up_proj,experts.down_proj" if "moe" in model.recipe or "omni" in model.recipe else ""
     )
@@ -41,7 +45,7 @@ def overrides(model: Model) -> tuple[str, ...]:
         "lora.rank=3",
         "lora.alpha=5",
         f"lora.targets=[all-linear{experts}]",
-        f"lora.parts=[{','.join(family.parts)}]",
+        f"lora.parts=[{','.join(parts_of(model))}]",
     )
 
 
@@ -61,8 +65,11 @@ def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     def prepare(name: str) -> Prepared:
         if name not in done:
-            model = MODELS[name.removesuffix(IN_FP8)]
+            model = MODELS[name.removesuffix(IN_FP8).removesuffix(WHOLE)]
             more = ("lora.base_dtype=fp8",) if name.endswith(IN_FP8) else ()
+            if name.endswith(WHOLE):
+                others = [part for part in parts_of(model) if part != "language"]
+                more = ("lora.parts=[language]", f"lora.whole_parts=[{','.join(others)}]")
             done[name] = _prepare(pool, model, root / name, more)
         return done[name]
 
@@ -111,6 +118,12 @@ CASES = [
 
 
 CASES += [(parallel, f"deepstack{IN_FP8}") for parallel in ("pp2 recompute", "cp2", "ep2")]
+CASES += [
+    (parallel, f"{name}{WHOLE}")
+    for name in ("dense", "llava", "omni")
+    for parallel in LAYOUTS
+    if (parallel.replace("recompute", "").strip(), name) not in REFUSED
+]
 
 
 @pytest.mark.parametrize(("parallel", "model"), CASES)
@@ -124,7 +137,12 @@ def test_gradients_of_adapters(
     plain, setting = prepared(model), LAYOUTS[parallel]
     plan = replace(plain.plan, overrides=(*plain.plan.overrides, *setting.overrides))
     ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
-    assert all(".lora." in name for name in plain.gradients)
+    whole = {name.split(".")[0] for name in plain.gradients if ".lora." not in name}
+    assert whole == (
+        {part for part in parts_of(MODELS[model.removesuffix(WHOLE)]) if part != "language"}
+        if WHOLE in model
+        else set()
+    )
     for index in range(len(plan.layouts)):
         held = [rank[index] for rank in ranks]
         loss_error = abs(total_loss(held) - plain.loss) / plain.loss

@@ -41,6 +41,9 @@ MORE = [
     ("qwen3_vl_sft", "tiny", 2, "parallel.cp=2"),
     # without dropout, of which a CPU keeps a mask of floats
     ("qwen3_vl_lora", "tiny", 2, "lora.dropout=0 lora.rank=4 parallel.tp=2"),
+    ("qwen3_vl_lora", "tiny", 1, "lora.dropout=0 lora.whole_parts=[merger]"),
+    ("qwen3_vl_lora", "tiny", 2, "lora.dropout=0 lora.whole_parts=[vision] parallel.tp=2"),
+    ("qwen3_omni_lora", "tiny", 2, "lora.dropout=0 lora.whole_parts=[vision,audio_projector] parallel.pp=2"),
 ]
 
 

@@ -13,7 +13,7 @@ WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallel
 
 
 def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
-    """New adapters (zoo.engine.model.lora.Adapters), B random, the same under any parallel layout."""
+    """New adapters (zoo.engine.model.lora.Adapters), B random, the same under any parallel layout; what is trained whole is changed."""
     from zoo.engine.checkpoint import initial_weights
 
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
@@ -28,6 +28,11 @@ def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
         if not stacked:  # rows of parts without an adapter are zero, as they are when they have been trained
             b[one.target.owner(shape, adapters.dims) < 0] = 0.0
         adapters.fill(one, a, b)
+    with torch.no_grad():
+        for name, parameter in adapters.whole.trained.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            scale = 0.3 * float(parameter.float().pow(2).mean().sqrt()) + 0.02
+            parameter += scale * torch.randn(parameter.shape, generator=generator).to(parameter)
     return adapters
 
 
@@ -65,4 +70,4 @@ def adapter_shards(adapters: Any) -> dict[str, Any]:
             is_cut = one.adapter.cuts[name].axis is not None
             whole = WHOLE_EXPERTS if one.target.stacked else None
             found[f"{one.target.zoo}.lora.{name}"] = how if is_cut else whole
-    return found
+    return found | dict.fromkeys(adapters.whole.trained)

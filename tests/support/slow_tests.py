@@ -177,6 +177,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_one_placeholder_a_medium_gives_the_same": 7,
     },
     "parity/test_llava_weights.py": {"test_what_goes_in_comes_out_as_published": 9},
+    "parity/test_whole_parts.py": {"*": 9},
     "parity/test_lora.py": {
         "test_what_peft_is_told": 7,
         "test_peft_gives_the_same_logits": 14,
@@ -325,6 +326,8 @@ SLOW: dict[str, dict[str, int]] = {
     "distributed/test_golden.py": {"*": 0},
     "distributed/test_lora.py": {"*": 0, "test_gradients_of_adapters": 100},
     "distributed/test_lora_runs.py": {"*": 0},
+    "distributed/test_whole_parts.py": {"*": 0},
+    "distributed/test_frozen_parts.py": {"*": 0},
     "distributed/test_out_of_memory.py": {"*": 0},
     "distributed/test_matrix.py": {"test_context_parallel_ranks_may_hold_samples_whole": 4},
     "distributed/test_padding.py": {"test_poisoned_padding": 8},

@@ -64,13 +64,14 @@ FIXED: tuple[str, ...] = (
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.keep_dropout", "lora.targets",
-    "lora.parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
+    "lora.parts", "lora.whole_parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
 )  # fmt: skip
 
 # What an earlier zoo's recipe meant by leaving out a key of FIXED.
 MEANT: dict[str, Any] = {
     "train.optimizer": "adamw",
     "lora.base_dtype": "model",
+    "lora.whole_parts": [],
     "engine.fp8_recipe": "tensorwise",
 }
 

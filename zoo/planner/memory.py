@@ -156,7 +156,10 @@ def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]
 
 def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer) of a stage's rank, in bytes; a teacher is cut as the student, its layers evenly."""
-    weights, grads, optimizer = _weights(share(model.parameters, recipe, stage), recipe, ranks)
+    mine = share(model.parameters, recipe, stage)
+    weights, grads, optimizer = _weights(mine, recipe, ranks)
+    if recipe.train.reference == "base":  # what is trained whole beside adapters, as it was at first
+        weights += mine.trained_whole * (2.0 if recipe.engine.precision == "bf16" else 4.0)
     if model.teacher is not None:
         even = replace(recipe, parallel=replace(recipe.parallel, stage_layers=[]))
         weights += _weights(share(model.teacher, even, stage), recipe, ranks)[0]

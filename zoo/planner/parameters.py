@@ -89,6 +89,7 @@ class Share:
     experts_matrices: int = 0
     quantised: int = 0  # frozen matrices of decoder layers, where these are held in FP8
     widest: int = 0  # of them, those of one layer
+    trained_whole: int = 0  # trained ones that are no adapters'
 
 
 def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
@@ -127,6 +128,7 @@ def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share
         kind = "experts" if weights.cut == "expert" else "dense"
         sums[kind] += count
         sums[f"trained_{kind}"] += count if weights.trained else 0
+        sums["trained_whole"] += count if weights.trained and weights.part != ADAPTERS else 0
         sums["copied"] += count if weights.trained and weights.place not in mine else 0
         sums[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
         if recipe.lora.base_dtype == "fp8" and _quantised(weights) and isinstance(weights.place, int):

@@ -12,9 +12,9 @@ from zoo.bridge.mapping.peft import (
     candidates,
     check_config,
     choose,
-    head_name,
     match,
     means,
+    modules_to_save,
     peft_config,
     tensor_names,
     to_peft,
@@ -168,13 +168,39 @@ def test_config() -> None:
 
 def test_a_reward_models_head_is_saved_whole() -> None:
     options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "base": "org/name", "experts": False}
-    config = peft_config(["a.q_proj"], [], head="thinker.score", **options)
-    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    assert head_name("thinker.score") == "base_model.model.thinker.score.weight"
+    config = peft_config(
+        ["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options
+    )
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["a.merger", "score"])
     check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")
     for saved, head in ((["score"], None), (["score", "embed_tokens"], "score")):
         with pytest.raises(UserError, match="modules_to_save"):
             check_config({**config, "modules_to_save": saved}, "here", 8, 16.0, head)
+        check_config({**config, "modules_to_save": saved}, "here", 8, 16.0, head, whole_parts=["merger"])
+
+
+def test_modules_are_the_outermost_that_hold_nothing_else() -> None:
+    """Parameters of a module itself, beside modules of it; one of the whole model, which holds other parts, is in none."""
+    bridge = families()["llava"].load("bridge")
+    part = {"projector.linear_1.weight", "projector.linear_1.bias", "projector.image_newline"}
+    names = {*part, "vision.layers.0.self_attn.q_proj.weight", "decoder.final_layernorm.weight"}
+    modules, saved = modules_to_save(names, part, part, bridge, {})
+    assert modules == ["model.multi_modal_projector.linear_1"]
+    assert {name for one in saved for name in one.names} == {
+        f"base_model.model.model.multi_modal_projector.linear_1.{kind}" for kind in ("weight", "bias")
+    }
+    bridge = families()["qwen3_vl"].load("bridge")
+    tower = {
+        "vision.layer.scale",
+        "vision.layer.norm.weight",
+        "vision.merger.norm.weight",
+        "vision.still.bias",
+    }
+    trained = tower - {"vision.still.bias"}
+    modules, saved = modules_to_save(tower, tower, trained, bridge, {})
+    assert modules == ["model.visual.layer", "model.visual.merger.norm"]
+    assert {one.zoo for one in saved} == trained
+    assert modules_to_save(tower, tower, [], bridge, {}) == ([], [])
 
 
 def test_what_does_not_match_is_one_report() -> None:

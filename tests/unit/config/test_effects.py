@@ -68,7 +68,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
 # Values that no type tells.
 VALUES: dict[str, str] = {
     "model.family": "qwen3_vl", "model.arch": "{new: 1}", "data.train": "digits:heldout", "data.eval": "c.jsonl", "data.bundled": "{augment: 0.5}",
-    "lora.targets": "[q_proj]", "parallel.stage_layers": "[1, 1]", "train.lr_scale": "{vision: 0.5}", "size": "tiny", "hardware": "cpu",
+    "lora.targets": "[q_proj]", "lora.whole_parts": "[merger]", "parallel.stage_layers": "[1, 1]", "train.lr_scale": "{vision: 0.5}", "size": "tiny", "hardware": "cpu",
     "parallel.plan": "[tp]", "data.template": "{a: 1}", "train.keep_best": "exact_match", "data.encode_in_workers": "true",
     "parallel.overlap_param_gather": "true",
 }  # fmt: skip

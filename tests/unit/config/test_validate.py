@@ -360,7 +360,23 @@ def test_losses_of_preferences_leave_dropout_out(loss: str) -> None:
         ),
         (
             {"lora.rank": 4, "train.lr_scale": {"audio": 0.1}},
-            "train.lr_scale.audio: lora.parts is without audio",
+            "train.lr_scale.audio: neither lora.parts nor lora.whole_parts has audio",
+        ),
+        (
+            {"lora.rank": 4, "lora.whole_parts": ["mergre"]},
+            "lora.whole_parts=mergre: qwen3_omni has no such part; nearest: merger",
+        ),
+        (
+            {"lora.rank": 4, "lora.whole_parts": ["audio"], "model.freeze": ["audio"]},
+            "lora.whole_parts=audio: model.freeze has audio too",
+        ),
+        (
+            {"lora.rank": 4, "lora.parts": ["vision", "language"], "lora.whole_parts": ["vision"]},
+            "lora.whole_parts=vision: lora.parts has vision too",
+        ),
+        (
+            {"lora.rank": 4, "lora.parts": ["vision"], "lora.whole_parts": ["language"]},
+            "lora.whole_parts=language: a language model that is trained whole",
         ),
         ({"lora.rank": 4, "lora.init": "nowhere"}, "lora.init=nowhere: no adapter_config.json there"),
         ({"lora.init": "nowhere"}, "lora.init=nowhere with lora.rank=0: no adapter is trained"),

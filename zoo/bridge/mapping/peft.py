@@ -5,7 +5,7 @@ keys and values; gate and up), each with its own `lora_A` (rank, in) and `lora_B
 `a` (parts * rank, in), their A one below the other, and one `b` (out, rank) with their rows in the weight's order
 (zoo.nn.decoder.lora), which the weight's own transform makes. A part that is not targeted has zeros in `b`.
 
-A reward model's head is trained whole, beside the adapters: PEFT's `modules_to_save`.
+Parts of a recipe's `lora.whole_parts` and a reward model's head are trained whole, beside the adapters: PEFT's `modules_to_save`.
 
 Experts are a stacked parameter in transformers, which PEFT calls by `target_parameters`: `lora_A` (experts * rank, in), one
 expert below the other, and `lora_B` (out, rank * experts) with the expert last.
@@ -30,7 +30,7 @@ from zoo.records import are_texts
 
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _FOREIGN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
 _EXPERTS_OF_OLD = (
@@ -76,13 +76,76 @@ def candidates(zoo_names: Iterable[str], bridge: Bridge, config: Mapping[str, An
     """The weights of those zoo names with their modules' names, nothing chosen yet."""
     found = []
     for name, entry in bridge.publish(zoo_names).items():
-        names = entry.hf_names()
-        if entry.rule.stacked:
-            (stack,) = [layout for layout in entry.rule.layouts if not layout.per_expert][:1]
-            names = stack.names(entry.binding)
-        modules = tuple(bridge.in_memory(hf_name, config).removesuffix(".weight") for hf_name in names)
+        modules = tuple(one.removesuffix(".weight") for one in _in_memory(entry, bridge, config))
         found.append(Target(name, entry, modules, (False,) * len(modules)))
     return found
+
+
+def _in_memory(entry: Entry, bridge: Bridge, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of transformers' parameters that a weight is; experts are a stack."""
+    names = entry.hf_names()
+    if entry.rule.stacked:
+        (stack,) = [layout for layout in entry.rule.layouts if not layout.per_expert][:1]
+        names = stack.names(entry.binding)
+    return tuple(bridge.in_memory(name, config) for name in names)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A zoo weight that an adapter's file holds whole, and PEFT's names of the tensors that it is there."""
+
+    zoo: str
+    entry: Entry
+    names: tuple[str, ...]
+
+    def to_peft(self, weight: Tensor, dims: Dims) -> dict[str, Tensor]:
+        """PEFT's tensors by name."""
+        made = self.entry.layout.transform.to_hf(weight, dims)
+        return {name: tensor.contiguous() for name, tensor in zip(self.names, made, strict=True)}
+
+    def to_zoo(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
+        """The weight: the inverse of `to_peft`."""
+        return self.entry.layout.transform.to_zoo(list(tensors), dims)
+
+    def shapes(self, shape: Sequence[int], dims: Dims) -> dict[str, tuple[int, ...]]:
+        """Shapes of PEFT's tensors of a weight of that shape, by name."""
+        shapes = self.entry.hf_shapes(shape, dims).values()
+        return {name: tuple(one) for name, one in zip(self.names, shapes, strict=True)}
+
+
+def modules_to_save(
+    zoo_names: Collection[str],
+    parts: Collection[str],
+    trained: Collection[str],
+    bridge: Bridge,
+    config: Mapping[str, Any],
+) -> tuple[list[str], list[Saved]]:
+    """The transformers modules whose own parameters are trained, the outermost ones alone, and the weights in them.
+
+    A parameter of a module that holds other parts of the model too (a `nn.Parameter` of the model itself) is in none.
+
+    Args:
+        zoo_names: all weights of the model, on this rank.
+        parts: those among them that a module may hold.
+        trained: those among `parts` that are trained.
+    """
+    entries = bridge.publish(zoo_names)
+    names = {name: _in_memory(entry, bridge, config) for name, entry in entries.items()}
+    outside = {above for name in names if name not in parts for one in names[name] for above in _above(one)}
+    owners = {one.rpartition(".")[0] for name in trained for one in names[name]} - outside - {""}
+    modules = sorted(owner for owner in owners if owners.isdisjoint(_above(owner)))
+    saved = [
+        Saved(name, entries[name], tuple(f"{PREFIX}{one}" for one in names[name]))
+        for name in parts
+        if all(not _above(one).isdisjoint(modules) for one in names[name])
+    ]
+    return modules, saved
+
+
+def _above(name: str) -> set[str]:
+    """The names of the modules that a parameter or module is in."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def choose(there: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str]) -> list[Target]:
@@ -136,12 +199,7 @@ def _wrapped(stack: str, stacks: Collection[str]) -> str:
 
 
 def _pair(module: str) -> tuple[str, str]:
-    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
-
-
-def head_name(module: str) -> str:
-    """PEFT's name of the weight of a reward model's head, a module of that name."""
-    return f"{_PREFIX}{module}.weight"
+    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
 
 
 def to_peft(target: Target, a: Tensor, b: Tensor, dims: Dims) -> list[tuple[Tensor, Tensor]]:
@@ -180,14 +238,16 @@ def peft_config(
     dropout: float,
     base: str,
     experts: bool,
+    whole: Iterable[str] = (),
     head: str | None = None,
 ) -> dict[str, Any]:
     """adapter_config.json of adapters of those modules and stacked parameters.
 
-    `base`: folder or hub id of the weights that are adapted; `head`: the module that is a reward model's head, which PEFT
-    knows by the last part of its name; `experts`: whether the model has some. In such a model PEFT reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
+    `base`: folder or hub id of the weights that are adapted; `whole`: modules that are trained whole; `head`: the one among them
+    that is a reward model's head, which PEFT knows by the last part of its name; `experts`: whether the model has some. In such a model PEFT reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
     are. Where there are parameters it refuses dropout, which is of no use after training.
     """
+    saved = [module.rpartition(".")[2] if module == head else module for module in whole]
     of_old = {name for name in linears if experts and name.endswith(_EXPERTS_OF_OLD)}
     parameters = [*stacks, *(f"{name}.weight" for name in of_old)]
     return {
@@ -204,17 +264,23 @@ def peft_config(
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,
-        "modules_to_save": [head.rpartition(".")[2]] if head else None,
+        "modules_to_save": saved or None,
         "inference_mode": True,
     }
 
 
 def check_config(
-    config: Mapping[str, Any], where: str, rank: int, alpha: float, head: str | None = None
+    config: Mapping[str, Any],
+    where: str,
+    rank: int,
+    alpha: float,
+    head: str | None = None,
+    *,
+    whole_parts: Collection[str] = (),
 ) -> None:
     """UserError where an adapter_config.json is of something else than a recipe's `lora.rank` and `lora.alpha` say.
 
-    `head`: the module that is a reward model's head; without it, no module may be saved whole.
+    `head`: the module that is a reward model's head; without it and `whole_parts`, no module may be saved whole.
     """
     wanted = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
     for key, value in wanted.items():
@@ -226,8 +292,13 @@ def check_config(
     foreign = {key: config.get(key) for key in _FOREIGN}
     saved = config.get("modules_to_save") or []
     heads = {head.rpartition(".")[2], *_HEADS} if head else set()
-    if not (are_texts(saved) and heads.issuperset(saved)):
+    if not are_texts(saved):
         foreign["modules_to_save"] = saved
+    elif not whole_parts and not heads.issuperset(saved):
+        raise UserError(
+            f"{where}: modules_to_save is {printable(repr(saved), 200)}, and no such module is trained whole here; name the part of the model "
+            "that they are in with lora.whole_parts"
+        )
     for key, value in foreign.items():
         if value:
             raise UserError(

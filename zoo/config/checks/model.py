@@ -56,7 +56,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_lora(recipe: Recipe) -> None:
-    lora, family = recipe.lora, get_family(recipe.model.family)
+    lora = recipe.lora
     if not lora.rank:
         if lora.base_dtype != "model":
             raise ConfigError(
@@ -69,19 +69,7 @@ def check_lora(recipe: Recipe) -> None:
     for key, values in (("lora.targets", lora.targets), ("lora.parts", lora.parts)):
         if not values:
             raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
-    for part in lora.parts:
-        if part not in family.all_parts:
-            near = ", ".join(nearest(part, list(family.all_parts)))
-            raise ConfigError(f"lora.parts={part}: {family.name} has no such part; nearest: {near}")
-        if part in recipe.model.freeze:
-            raise ConfigError(
-                f"lora.parts={part}: model.freeze has {part} too; take it out of one of the two"
-            )
-    for part in recipe.train.lr_scale:
-        if part not in lora.parts:
-            raise ConfigError(
-                f"train.lr_scale.{part}: lora.parts is without {part}, which is not trained then"
-            )
+    _check_parts(recipe)
     if lora.base_dtype == "fp8" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(
             f"lora.base_dtype=fp8 with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
@@ -89,3 +77,31 @@ def check_lora(recipe: Recipe) -> None:
         )
     if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")
+
+
+def _check_parts(recipe: Recipe) -> None:
+    """Which parts have adapters, and which are trained whole beside them."""
+    lora, family = recipe.lora, get_family(recipe.model.family)
+    for key, parts in (("lora.parts", lora.parts), ("lora.whole_parts", lora.whole_parts)):
+        for part in parts:
+            if part not in family.all_parts:
+                near = ", ".join(nearest(part, list(family.all_parts)))
+                raise ConfigError(f"{key}={part}: {family.name} has no such part; nearest: {near}")
+            if part in recipe.model.freeze:
+                raise ConfigError(f"{key}={part}: model.freeze has {part} too; take it out of one of the two")
+    for part in lora.whole_parts:
+        if part in lora.parts:
+            raise ConfigError(
+                f"lora.whole_parts={part}: lora.parts has {part} too, and a part is trained whole or by adapters; take it out of one of "
+                "the two"
+            )
+        if part == "language":
+            raise ConfigError(
+                "lora.whole_parts=language: a language model that is trained whole leaves nothing to adapters; set lora.rank=0, and "
+                "stop other parts with model.freeze or slow them with train.lr_scale"
+            )
+    for part in recipe.train.lr_scale:
+        if part not in (*lora.parts, *lora.whole_parts):
+            raise ConfigError(
+                f"train.lr_scale.{part}: neither lora.parts nor lora.whole_parts has {part}, which is not trained then"
+            )

@@ -33,7 +33,7 @@ class ModelConfig:
 @section
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoraConfig:
-    """Low-rank adapters: they alone are trained, and are exported in PEFT's format."""
+    """Low-rank adapters: they alone are trained, but for parts named in whole_parts, and are exported in PEFT's format."""
 
     rank: int = number(0, 0, 10**5, when=ALWAYS)
     """width of the adapters; 0: none, the model's own weights are trained"""
@@ -47,6 +47,8 @@ class LoraConfig:
     """names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)"""
     parts: list[str] = setting(lambda: ["language"], when=given.ADAPTERS)
     """parts of the model that targets are in"""
+    whole_parts: list[str] = setting(list, when=given.ADAPTERS)
+    """parts of the model that are trained whole beside the adapters (PEFT's modules_to_save), such as merger"""
     base_dtype: Literal["model", "fp8"] = setting("model", when=given.ADAPTERS, off="model")
     """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale); made dense for each product"""
     init: str | None = setting(None, when=given.ADAPTERS)

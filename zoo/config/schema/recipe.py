@@ -95,7 +95,8 @@ class Recipe:
     @property
     def named_parts(self) -> set[str]:
         """Parts of the model that some key names: an inner part (a tower's merger) among them is no part of its tower then."""
-        return {*self.model.freeze, *self.train.lr_scale, *(self.lora.parts if self.lora.rank else ())}
+        lora = (*self.lora.parts, *self.lora.whole_parts) if self.lora.rank else ()
+        return {*self.model.freeze, *self.train.lr_scale, *lora}
 
     def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
         """A copy with other values, checked like overrides.

@@ -132,9 +132,7 @@ def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> 
         with _whole(index, run, assembly, recipe, here) as held:
             yield held
     elif "lora" in origin and not is_reward_model(run):
-        # Adapters are added to the weights as they are.
-        settings = {**origin["lora"], "base_dtype": "model"}
-        yield _merged(run, assembly, recipe.replace({"lora": settings}), here)
+        yield _merged(run, assembly, sharded.with_adapters_of(recipe, origin), here)
     else:
         yield None
 
@@ -164,18 +162,19 @@ def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -
     lora.without_memory(chunks)
     shapes = {name: tuple(one.shape) for name, one in model_parameters(chunks)}
     adapters = lora.place(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
+    adapters.whole.allocate()
     sharded.load_adapters(adapters, run.folder, here)
-    added = {one.target.zoo: one.adapter for one in adapters.held}
+    added, whole = {one.target.zoo: one.adapter for one in adapters.held}, adapters.whole.trained
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None
     return HeldTensors(
-        MergedTensors(source, shapes, added),
+        MergedTensors(source, shapes, added, whole),
         shapes,
         bridge,
         dims,
         assembly.config.hf,
         base,
-        frozen=sorted(shapes.keys() - added.keys()),
+        frozen=sorted(shapes.keys() - added.keys() - whole.keys()),
     )
 
 

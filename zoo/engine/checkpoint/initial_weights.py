@@ -62,18 +62,18 @@ def load_run(
     chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
 ) -> lora.Adapters | None:
     """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
-    settings = read_origin(run.folder).get("lora")
+    origin = read_origin(run.folder)
     headless = recipe.train.scores and not is_reward_model(run)
-    if settings is None:
+    if "lora" not in origin:
         sharded.load_weights(chunks, run.folder, world, without=(SCORE,) if headless else ())
         if headless:
             _draw(chunks, assembly, recipe, world, only={SCORE})
         return None
     base = replace(assembly, source=sharded.started_from(run))
     init_weights(chunks, base, recipe, world)
-    settings = {**settings, "base_dtype": "model"}  # adapters are added to the weights as they are
-    loss = {"train.loss": "nll"} if headless else {}
-    adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings, **loss}), world)
+    recipe = sharded.with_adapters_of(recipe, origin)
+    recipe = recipe.replace({"train.loss": "nll"}) if headless else recipe
+    adapters = attach_adapters(chunks, base, recipe, world)
     sharded.load_adapters(adapters, run.folder, world)
     adapters.merge()
     return adapters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from zoo.bridge.files.side_files import write_card
 from zoo.bridge.files.writer import disk_errors
 from zoo.bridge.mapping.peft import (
     CONFIG,
+    PREFIX,
     WEIGHTS,
     check_config,
-    head_name,
     match,
     peft_config,
     tensor_names,
@@ -38,6 +38,7 @@ from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
 from zoo.engine.model import build
 from zoo.engine.model.lora import Adapters, Held, find
+from zoo.engine.model.whole_parts import WholeParts
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 
@@ -51,10 +52,17 @@ def adapt(
     fresh: bool = True,
     anew: bool = True,
     kept: bool = True,
+    originals: bool = False,
 ) -> tuple[build.Assembly, Adapters]:
-    """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `anew`."""
+    """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `anew`.
+
+    `originals`: passes without the adapters will be wanted, also where they are no reference, with copies of the weights that are trained
+    whole beside them.
+    """
     assembly = load_base(chunks, assembly, recipe, here, fresh=fresh, kept=kept)
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, here)
+    if originals or recipe.train.reference == "base":
+        adapters.whole.keep_originals()
     if anew:
         start(adapters, recipe)
     return assembly, adapters
@@ -103,37 +111,41 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     config = read_object(folder / CONFIG)
-    head = adapters.head.module if adapters.head else None
-    check_config(config, str(folder / CONFIG), recipe.lora.rank, recipe.lora.alpha, head)
+    lora, whole = recipe.lora, adapters.whole
+    check_config(
+        config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts
+    )
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
     header = read_header(file)
     shapes = {name: shape for one in adapters.held for name, shape in _shapes(adapters, one).items()}
-    heads = {name: tensor for name, tensor in _head(adapters).items() if name in header}
-    shapes |= {name: tuple(tensor.shape) for name, tensor in heads.items()}
-    wanted = _names(adapters) - ({head_name(head)} - header.keys() if head else set())
+    for saved, parameter in whole.saved:
+        shapes |= saved.shapes(tuple(parameter.shape), adapters.dims)
+    wanted = _names(adapters) - _left_out(whole, header.keys())
     match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
         for one in adapters.held:
             names = tensor_names(one.target.named, adapters.stacks)
             pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
             adapters.fill(one, *to_zoo(one.target, pairs, adapters.full_shape(one), adapters.dims))
-        for name, tensor in heads.items():  # none of the adapters of a language model
-            tensor.copy_(opened.get_tensor(name))
+        for saved, parameter in whole.saved:
+            if header.keys() >= set(saved.names):
+                tensors = [opened.get_tensor(name) for name in saved.names]
+                parameter.detach().copy_(saved.to_zoo(tensors, adapters.dims))
 
 
-def _head(adapters: Adapters) -> dict[str, Tensor]:
-    """PEFT's name and tensor of a reward model's head, where this rank has it."""
-    head = adapters.head
-    return {} if head is None or head.weight is None else {head_name(head.module): head.weight.detach()}
+def _left_out(whole: WholeParts, there: Collection[str]) -> set[str]:
+    """Names that a file may lack: a head's, where it is of a language model, and those of parts that were not trained. They stay as they are."""
+    heads = {name for name in whole.names if whole.head and name.startswith(f"{PREFIX}{whole.head}.")}
+    groups = (heads, whole.names - heads)
+    return {name for group in groups if group.isdisjoint(there) for name in group}
 
 
 def _names(adapters: Adapters) -> set[str]:
     """The names of all tensors in PEFT's format, whichever rank has them."""
     every = [*adapters.linears, *adapters.stacks]
-    heads = {head_name(adapters.head.module)} if adapters.head else set()
-    return heads | {name for pair in tensor_names(every, adapters.stacks) for name in pair}
+    return {*adapters.whole.names, *(name for pair in tensor_names(every, adapters.stacks) for name in pair)}
 
 
 def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
@@ -179,7 +191,7 @@ def _tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     for one in adapters.held:
         yield from _pairs(adapters, one)
     if adapters.shard.dp_rank == 0 and adapters.shard.tp_rank == 0:
-        yield from _head(adapters).items()
+        yield from adapters.whole.tensors(adapters.dims).items()
 
 
 def _pairs(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
@@ -239,7 +251,8 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
         dropout=settings.dropout,
         base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
         experts=adapters.dims.experts > 0,
-        head=adapters.head.module if adapters.head else None,
+        whole=adapters.whole.modules,
+        head=adapters.whole.head,
     )
 
 

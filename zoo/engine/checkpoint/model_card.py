@@ -82,6 +82,9 @@ def trained(
         lora = recipe.lora
         rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         rows["adapters"] += "" if adapter else "; merged into the weights"
+        rows["trained whole"] = ", ".join(lora.whole_parts)
+        if adapter and lora.whole_parts:
+            rows["trained whole"] += " (PEFT's modules_to_save; servers such as vLLM want the adapter merged)"
     if ends and not (recipe is not None and recipe.train.scores):
         rows["answers end at"] = ", ".join(f"{text} ({number})" for text, number in ends.items())
     what = "adapters that were trained" if adapter else "a model that was trained"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
-from zoo.config.schema import Recipe
+from zoo.config.schema import LoraConfig, Recipe
 from zoo.engine.checkpoint.contents import (
     Trainable,
     load_optimizer,
@@ -56,8 +56,16 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[st
         "mtp_loss": recipe.train.mtp_loss,
         **({"grown_from": source.grown_from} if source is not None and source.grown_from else {}),
         "fp32": list(fp32),
-        **({"lora": settings_of(recipe)} if recipe.lora.rank else {}),
+        **({"lora": settings_of(recipe), "freeze": list(recipe.model.freeze)} if recipe.lora.rank else {}),
     }
+
+
+def with_adapters_of(recipe: Recipe, weights: Mapping[str, Any]) -> Recipe:
+    """The recipe with a checkpoint's adapters (`weights`: its `origin`), whatever parts of the model the recipe itself names."""
+    train = replace(recipe.train, lr_scale={})
+    model = replace(recipe.model, freeze=list(weights.get("freeze", ())))
+    plain = replace(recipe, lora=LoraConfig(), model=model, train=train)
+    return plain.replace({"lora": weights["lora"]})
 
 
 def started_from(run: Place) -> Place | None:

@@ -36,7 +36,7 @@ def build_parts(recipe: Recipe, world: World, stack: ExitStack, *, train: bool) 
     assembly = build.assemble(recipe)
     chunks, adapters = build.build_model(assembly, recipe, world), None
     if recipe.lora.rank:
-        assembly, adapters = lora_files.adapt(chunks, assembly, recipe, world)
+        assembly, adapters = lora_files.adapt(chunks, assembly, recipe, world, originals=True)
     else:
         initial_weights.init_weights(chunks, assembly, recipe, world)
     step = build.build_step(assembly, recipe, world)

@@ -51,12 +51,14 @@ class Weights:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Passes inside the block add nothing of the adapters."""
-        held = [(one.adapter, one.adapter.lowrank) for one in self._held().held]
+        """Passes inside the block add nothing of the adapters, and have the first weights of parts that are trained whole."""
+        adapters = self._held()
+        held = [(one.adapter, one.adapter.lowrank) for one in adapters.held]
         try:
             for adapter, lowrank in held:
                 adapter.lowrank = replace(lowrank, scale=0.0)
-            yield
+            with adapters.whole.originals():
+                yield
         finally:
             for adapter, lowrank in held:
                 adapter.lowrank = lowrank

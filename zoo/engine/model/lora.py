@@ -1,7 +1,8 @@
 """LoRA adapters of a model: added to the weights that a recipe targets, loaded, and merged.
 
 The model's own weights are frozen: they have no gradient and no optimizer state, and a run's checkpoints hold adapters
-alone. A reward model's head is the exception, as the base weights may have none: it is trained, saved and exported whole.
+alone. Parts of `lora.whole_parts` are the exception, and a reward model's head, as the base weights may have none: they are trained,
+saved and exported whole (`zoo.engine.model.whole_parts`).
 The base weights of the adapters lie where `model.init` says; where that is no Hugging Face folder (random weights, a run), the
 run writes the base weights to `base/` once.
 """
@@ -16,15 +17,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import Target, candidates, choose
-from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
+from zoo.engine.model import whole_parts
+from zoo.engine.model.whole_parts import WholeParts
 from zoo.errors import UserError
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import frozen_fp8, lora
@@ -64,14 +65,6 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Head:
-    """A reward model's head."""
-
-    module: str  # transformers' name of it
-    weight: torch.nn.Parameter | None  # None on ranks of other pipeline stages
-
-
-@dataclass(frozen=True)
 class Adapters:
     """All adapters of a model, as one rank has them, and what is trained beside them."""
 
@@ -82,12 +75,7 @@ class Adapters:
     dims: Dims
     shard: ShardInfo
     comm: TorchComm
-    head: Head | None = None
-
-    @property
-    def scores(self) -> dict[str, torch.nn.Parameter]:
-        """The head's weight by its zoo name, where this rank has one."""
-        return {} if self.head is None or self.head.weight is None else {SCORE: self.head.weight}
+    whole: WholeParts
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
@@ -95,7 +83,7 @@ class Adapters:
             f"{one.target.zoo}.lora.{name}": getattr(one.adapter, name)
             for one in self.held
             for name in ("a", "b")
-        } | dict(self.scores)
+        } | dict(self.whole.trained)
 
     def sharded(self) -> dict[str, Any]:
         """The parameters as megatron-core's checkpoints take them, by the names of `named`."""
@@ -103,12 +91,7 @@ class Adapters:
             key: tensor
             for one in self.held
             for key, tensor in one.adapter.sharded(f"{one.target.zoo}.lora.").items()
-        } | {
-            name: ShardedTensor.from_rank_offsets(
-                name, weight, replica_id=(0, self.shard.tp_rank, self.shard.dp_rank)
-            )
-            for name, weight in self.scores.items()
-        }
+        } | self.whole.sharded(self.shard)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -146,11 +129,12 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the block the model computes without the adapters."""
+        """Within the block the model computes without the adapters, and with the weights that they were put beside."""
         for one in self.held:
             one.take_off()
         try:
-            yield
+            with self.whole.originals():
+                yield
         finally:
             for one in self.held:
                 one.put_on()
@@ -170,7 +154,7 @@ def attach(
     recipe: Recipe,
     here: World,
 ) -> Adapters:
-    """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters but a reward model's head are frozen.
+    """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters but those trained whole are frozen.
 
     Arguments and errors are those of `place`. A follows from `run.seed` and the weight's name, whatever the parallel
     layout, and is drawn as in PEFT: uniform within 1 / sqrt(in).
@@ -203,18 +187,15 @@ def place(
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
     parameters = dict(model_parameters(chunks))
-    score, head = parameters.pop(SCORE, None), None
-    if recipe.train.scores:
-        (target,) = candidates([SCORE], family.load("bridge"), arch)
-        head = Head(target.modules[0], score)
-    frozen = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    whole = whole_parts.find(parameters, family, arch, recipe, comm)
+    frozen = [one for name, one in parameters.items() if one.requires_grad and name not in whole.trained]
     for parameter in frozen:
         parameter.requires_grad_(False)
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
     held = [_place_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
     together(comm, lambda: _refuse_empty(chunks, recipe))
-    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm, head)
+    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm, whole)
 
 
 def without_memory(chunks: Sequence[Any]) -> None:
@@ -354,6 +335,16 @@ def _draw(adapters: Adapters, one: Held, rank: int, seed: int) -> None:
     adapters.fill(one, torch.stack(parts) if one.target.stacked else torch.cat(parts), b)
 
 
+def counts(adapters: Adapters | None) -> tuple[int, int]:
+    """This rank's parameters in adapters, and those trained whole beside them."""
+    if adapters is None:
+        return 0, 0
+    every, whole = (
+        sum(one.numel() for one in named.values()) for named in (adapters.named(), adapters.whole.trained)
+    )
+    return every - whole, whole
+
+
 def seed_dropout(recipe: Recipe, step: int, here: World) -> None:
     """Seed the dropout masks of a step: they follow from `run.seed`, step and rank, so a resumed run has the same."""
     if not recipe.lora.dropout:
@@ -365,5 +356,5 @@ def seed_dropout(recipe: Recipe, step: int, here: World) -> None:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """The settings that a checkpoint keeps, so that its adapters can be loaded."""
-    kept = ("rank", "alpha", "targets", "parts")
+    kept = ("rank", "alpha", "targets", "parts", *(("whole_parts",) if recipe.lora.whole_parts else ()))
     return {key: value for key, value in asdict(recipe.lora).items() if key in kept}

@@ -19,9 +19,15 @@ Shape = tuple[int, ...]
 class MergedTensors:
     """Reads tensors under zoo's names, as `zoo.bridge.streams.Reader` says, out of the weights that adapters belong to."""
 
-    def __init__(self, base: Source, shapes: Mapping[str, Shape], adapters: Mapping[str, Any]) -> None:
-        """`shapes`: of the model's tensors; `adapters`: by the name of the tensor that each is added to."""
-        self._base, self._shapes, self._adapters = base, shapes, adapters
+    def __init__(
+        self,
+        base: Source,
+        shapes: Mapping[str, Shape],
+        adapters: Mapping[str, Any],
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """`shapes`: of the model's tensors; `adapters`: by the name of the tensor that each is added to; `whole`: trained in the place of the base's."""
+        self._base, self._shapes, self._adapters, self._whole = base, shapes, adapters, whole
         there = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
         self._entries = fit_shapes(there, base.resolution, base.reader, base.dims, ShardInfo())
         self._last: tuple[str, Tensor] | None = None
@@ -44,6 +50,8 @@ class MergedTensors:
 
     @torch.no_grad()
     def _made(self, name: str) -> Tensor:
+        if name in self._whole:
+            return self._whole[name].detach().to(self.dtype(name))
         base, shape = self._base, self._shapes[name]
         job = to_zoo(self._entries[name], shape, base.resolution.source, base.reader, base.dims, None)
         ((_, pieces),) = job.make()

@@ -23,9 +23,10 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
     """
     model = model_cost(config, config.mtp_layers(recipe))
     lora = recipe.lora
-    frozen = {*model.towers, "language"} if lora.rank else set(recipe.model.freeze)
+    whole = set(lora.whole_parts)
+    frozen = {*model.towers, "language"} - whole if lora.rank else set(recipe.model.freeze)
     adapted = set(lora.parts) if lora.rank else set()
-    trained = adapted if lora.rank else recipe.named_parts - frozen
+    trained = adapted | whole if lora.rank else recipe.named_parts - frozen
     merging = trained & set(
         get_family(recipe.model.family).inner
     )  # trained behind a tower that may be frozen

@@ -23,7 +23,8 @@ def at_start(
     recipe: Recipe,
     *,
     parameters: int,
-    adapters: int,
+    beside: tuple[int, int],
+    kept_frozen: Sequence[str],
     updated: tuple[int, int],
     steps: str,
     rows: int | None,
@@ -33,13 +34,16 @@ def at_start(
 
     Args:
         parameters: those of this rank, adapters included.
-        adapters: the adapters' parameters among them.
+        beside: the adapters' parameters among them, and those that are trained whole beside adapters.
+        kept_frozen: weights of `lora.whole_parts` that PEFT can't save apart.
         updated: of the trained ones, those that train.optimizer=muon gives to Muon, and all.
         steps: the number of steps, as `steps_of` has it.
         rows: of data.train; None for a stream.
         eval_rows: of data.eval; None where nothing is evaluated.
     """
+    adapters, whole = beside
     share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
+    share += f" and {whole / 1e6:.2f} M trained whole" if whole else ""
     if adapters and recipe.train.preference and not recipe.lora.keep_dropout:
         share += " without dropout (lora.keep_dropout=true keeps it)"
     by_muon, trained = updated
@@ -52,6 +56,11 @@ def at_start(
     if eval_rows is not None:
         evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
     below = f" | {warning}" if (warning := random_base(recipe)) else ""
+    if kept_frozen:
+        below += (
+            f" | {', '.join(kept_frozen)} of lora.whole_parts stays as it is: PEFT saves whole modules, and the one that has it holds "
+            "other parts too"
+        )
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
         f"{', '.join(_names(recipe.data.train))}, {evaluates} | {steps}{below}"

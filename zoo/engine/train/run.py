@@ -393,7 +393,6 @@ class Run:
     def _log_start(self) -> None:
         """Log what is trained, and what differs from the run that is resumed."""
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
-        adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
         about = {"parameters_of_rank": parameters, "total_steps": self.total_steps, "ranks": self.world.size}
         self.log.event("resume" if self.done else "start", self.done, **about)
         if self.done:
@@ -406,7 +405,8 @@ class Run:
             messages.at_start(
                 self.recipe,
                 parameters=parameters,
-                adapters=adapters,
+                beside=lora.counts(self.adapters),
+                kept_frozen=self.adapters.whole.kept_frozen if self.adapters else (),
                 updated=muon.counts(self.trainable.chunks),
                 steps=messages.steps_of(self.recipe.train, self.total_steps, self.loader),
                 rows=None if self.source.rows.has_stream else len(self.source),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import zoo
+from zoo.config.validate import validate
 from zoo.engine.megatron.core_import import import_core
 from zoo.planner.parameters import ParameterStatistics
 
@@ -50,3 +51,27 @@ def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.Mo
     others = {key: statistics({key: value}) for key, value in COUNTED.items()}
     assert [key for key, found in others.items() if found == first] == []
     assert len(built) == 2 + len(COUNTED)
+    whole = statistics({"lora.rank": 4, "lora.whole_parts": ["merger"]})
+    merger = sum(weights.count for weights in whole.weights if weights.part == "merger" and weights.trained)
+    assert merger > 0 and whole.trained == others["lora.rank"].trained + merger
+
+
+def test_the_first_weights_of_a_part_are_in_memory_where_they_are_the_reference() -> None:
+    """In the place of the part's weights alone; gradients and moments are those of any part that is trained."""
+    import_core()
+    from zoo.engine.planning.plan import model_of
+    from zoo.planner.memory import memory
+    from zoo.planner.rows import typical_row
+
+    def planned(*keys: str) -> Any:
+        recipe = validate(zoo.load_recipe("qwen3_vl_dpo_lora", ["size=4b", "hardware=1xh200", *keys]), 1)
+        model = model_of(recipe)
+        return model, memory(model, recipe, typical_row(recipe, model.cost), 1, fused=True)[0]
+
+    plain, vision = (planned("train.reference=start", *more) for more in ((), ("lora.whole_parts=[vision]",)))
+    base = planned("lora.whole_parts=[vision]", "train.reference=base")
+    assert planned("train.reference=base")[1].weights == plain[1].weights
+    count = vision[0].parameters.trained - plain[0].parameters.trained
+    assert count > 4e8
+    assert vision[1].weights == plain[1].weights and base[1].weights == plain[1].weights + 2 * count
+    assert vision[1].grads > plain[1].grads + 2 * count - 1 and vision[1].optimizer > plain[1].optimizer

@@ -61,6 +61,14 @@ def test_adapters_need_no_gradients_of_weights(
     assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
 
 
+def test_a_part_beside_adapters_costs_what_it_does_by_itself(run: tuple[Any, Any]) -> None:
+    config, recipe = run
+    recipe = replace(recipe, lora=replace(recipe.lora, rank=8, whole_parts=["vision"]))
+    flops = model_cost(config).parts(1000, 0, IMAGE.media)
+    wanted = 3 * flops["vision"] + 2 * flops["decoder"]
+    assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
+
+
 def test_recompute_adds_a_forward_pass_of_the_decoder(run: tuple[Any, Any]) -> None:
     config, recipe = run
     more = replace(recipe, engine=replace(recipe.engine, recompute="full"))

@@ -47,7 +47,10 @@ def export_trained(
     write_through(stage, target, steps, write)
     if trainable.adapters is None:
         return "a Hugging Face folder"
-    return f"an adapter that peft loads; merged: zoo convert {recipe.run.dir} FOLDER"
+    merged = f"zoo convert {recipe.run.dir} FOLDER"
+    if trainable.adapters.whole.modules:
+        return f"an adapter with modules_to_save, which peft loads and servers such as vLLM and SGLang don't; for them, merged: {merged}"
+    return f"an adapter that peft loads; merged: {merged}"
 
 
 def write_through(stage: Stage | None, target: Path, step: int, write: Callable[[Path], object]) -> None:
