@@ -50,7 +50,7 @@ def _unpacked(files: dict[str, list[str]]) -> Any:
 
 def _check_names(folder: Path, given: str) -> None:
     """That the files which a folder of `save_to_disk` names lie in it; UserError where not."""
-    hint = f"wanted what save_to_disk writes ({given})"
+    hint = f"names of files of the same folder are wanted, as save_to_disk writes them ({given})"
     for file in (folder / "dataset_dict.json", *folder.glob("state.json"), *folder.glob("*/state.json")):
         about = read_record(file, _SAVED, hint=hint) if file.exists() else {}
         names = [*about.get("splits", []), *(data["filename"] for data in about.get("_data_files", []))]
