@@ -136,9 +136,11 @@ def test_hooks_of_commits_run_tools_of_the_environment() -> None:
     assert [hook["id"] for hook in local["hooks"]] == ["ruff-check", "ruff-format"]
 
 
-def test_one_version_everywhere() -> None:
+def test_the_version_stands_in_one_place_and_others_agree() -> None:
+    metadata = tomllib.loads((REPO / "pyproject.toml").read_text())
+    assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "zoo.__version__"}
     citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
-    assert zoo.__version__ == PROJECT["version"] == str(citation["version"])
-    assert re.search(
-        rf"^## .*{re.escape(zoo.__version__)}", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
+    assert zoo.__version__ == str(citation["version"])
+    headings = re.findall(r"^## \[(.+?)\]", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert next(name for name in headings if name != "Unreleased") == zoo.__version__

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import zoo
+
 REPO = Path(__file__).parents[2]
 FOLDERS = {"zoo": "zoo", "models": "zoo/models", "bridges": "zoo/bridges", "recipes": "zoo/recipes"}
 
@@ -19,17 +21,25 @@ def skip_caches(folder: str, names: list[str]) -> set[str]:
     return {name for name in names if name == "__pycache__" or name.startswith(".")}
 
 
+def build(kind: str, source: Path, out: Path) -> None:
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    env = {**os.environ, "GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "some/zoo"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, with the setuptools of this environment: no network, no build/ left behind."""
+    """Built as for a release, from the sdist of a copy, with the setuptools of this environment: no network."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in (*FOLDERS, "benchmarks"):  # which the wheel leaves out
         shutil.copytree(REPO / folder, source / folder, ignore=skip_caches)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build("sdist", source, out)
+    (sdist,) = out.glob("zoo_train-*.tar.gz")
+    shutil.unpack_archive(sdist, out, filter="data")
+    build("wheel", out / sdist.name.removesuffix(".tar.gz"), out)
     return next(out.glob("zoo_train-*.whl"))
 
 
@@ -56,6 +66,8 @@ def test_wheel_declares_what_users_need(wheel: Path) -> None:
     assert "Apache License" in read["licenses/LICENSE"]
     for extra in ("te", "kernels", "flash", "wandb", "docs", "dev"):
         assert f"Provides-Extra: {extra}" in read["METADATA"]
+    assert f"\nVersion: {zoo.__version__}\n" in read["METADATA"]
+    assert "\nProject-URL: Source, https://example.org/some/zoo\n" in read["METADATA"]
 
 
 @pytest.mark.slow
