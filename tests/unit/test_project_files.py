@@ -3,6 +3,8 @@
 import os
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -144,3 +146,34 @@ def test_the_version_stands_in_one_place_and_others_agree() -> None:
     assert zoo.__version__ == str(citation["version"])
     headings = re.findall(r"^## \[(.+?)\]", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert next(name for name in headings if name != "Unreleased") == zoo.__version__
+
+
+def test_a_tag_releases_wheel_sdist_and_documentation() -> None:
+    workflow = yaml.safe_load((REPO / ".github/workflows/release.yml").read_text())
+    assert workflow[True]["push"] == {"tags": ["v*"]}  # YAML reads `on` as true
+    runs = {
+        name: "\n".join(step.get("run", "") for step in job["steps"])
+        for name, job in workflow["jobs"].items()
+    }
+    assert "python -m build" in runs["distribution"] and "twine check --strict dist/*" in runs["distribution"]
+    assert "make docs" in runs["documentation"]
+    assert workflow["jobs"]["release"]["needs"] == ["distribution", "documentation"]
+
+
+def notes(tag: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPO / "scripts/release_notes.py"), tag]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_release_is_described_by_its_section_of_the_changelog() -> None:
+    described = notes(f"v{zoo.__version__}")
+    assert described.returncode == 0, described.stderr
+    lines = described.stdout.splitlines()
+    assert lines[0] and not any(line.startswith("## ") for line in lines)
+    assert described.stdout.strip() in (REPO / "CHANGELOG.md").read_text()
+    other = notes("v9.9.9")
+    assert other.returncode == 1 and f"v9.9.9 is not v{zoo.__version__}" in other.stderr
+
+
+def test_the_changelog_is_read_in_minutes() -> None:
+    assert len((REPO / "CHANGELOG.md").read_text().split()) <= 800
