@@ -45,10 +45,18 @@ def hooks_of(name: str) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def table() -> dict[tuple[str, str], set[str]]:
+    """Families that use each hook; the page has names for groups of them, and `except` for the others of a group."""
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| .+ \| ([\w, ]+) \|$", PAGE.read_text(), re.M)
-    with_media = [name for name in FAMILIES if get_family(name).modalities != ("text",)]
-    groups = {"all": FAMILIES, "all with media": with_media}
-    return {(part, hook): set(groups.get(users) or users.split(", ")) for part, hook, users in rows}
+    with_media = {name for name in FAMILIES if get_family(name).modalities != ("text",)}
+    thinkers = {"qwen25_omni", "qwen3_omni"}
+    grid = {"glm45v", "qwen25_vl", "qwen35_vl", "qwen3_vl", *thinkers}
+    groups = {"all": set(FAMILIES), "media": with_media, "grid": grid, "thinkers": thinkers}
+    users_of = {}
+    for part, hook, users in rows:
+        group, _, others = users.partition(" except ")
+        named = groups.get(group) or set(group.split(", "))
+        users_of[part, hook] = named - set(others.split(", "))
+    return users_of
 
 
 @pytest.mark.parametrize("name", FAMILIES)
