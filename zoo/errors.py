@@ -46,6 +46,11 @@ def printable(text: str, most: int | None = None) -> str:
     return _short("".join(escapes), most)
 
 
+def printable_lines(text: str) -> str:
+    """The text with its line breaks and tabs, and all else that can't be printed escaped: somebody's words for a terminal."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+
+
 def _short(text: str, most: int | None) -> str:
     if most is None or len(text) <= most:
         return text

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from types import FrameType
 
 from zoo import __version__
-from zoo.errors import UserError, file_error
+from zoo.errors import UserError, file_error, printable_lines
 
 # verb -> module with run(arguments) -> exit code, and what the verb does
 VERBS: dict[str, tuple[str, str]] = {
@@ -168,7 +168,7 @@ def _refuse(message: str) -> int:
     """Print the user's mistake; under torchrun with the rank that found it."""
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" (rank {rank})"
-    print(f"zoo: error{where}: {message}", file=sys.stderr)
+    print(f"zoo: error{where}: {printable_lines(message)}", file=sys.stderr)
     return 2
 
 

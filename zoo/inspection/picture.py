@@ -38,7 +38,7 @@ def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) ->
         left, right = lower.subplots(1, 2)
         _draw_lengths(left, lengths)
         _draw_fillings(right, lengths)
-        figure.suptitle(title, fontsize=12.5, weight="bold", x=0.01, ha="left")
+        figure.suptitle(title, fontsize=12.5, weight="bold", x=0.01, ha="left", parse_math=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as partial:
             figure.savefig(partial, dpi=110)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import zoo
+from zoo.cli.answers.generate import _for_terminal
 from zoo.cli.main import VERBS, main
 from zoo.config import compose, validate
 from zoo.config.checks import engine
@@ -358,3 +359,15 @@ def test_ctrl_c_in_the_guise_of_a_library_s_error(
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "zoo: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_code_of_a_terminal_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["verify", "a\x1b[2Jb\nc"]) == 2
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed and printed.endswith("\n")
+    answer = "one\ttwo\nthree \x1b]0;title\x07"
+    assert _for_terminal(answer) == answer, "into a pipe it goes unchanged"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _for_terminal(answer) == "one\ttwo\nthree \\x1b]0;title\\x07"

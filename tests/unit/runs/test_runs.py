@@ -185,6 +185,8 @@ def test_losses_that_are_not_finite_are_drawn_as_gaps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", loss=None)
     assert read_run(folder).metrics.get("loss") is None
     assert plot_losses(folder) == folder / "plots" / "loss.png"
+    odd = folder.rename(tmp_path / "$x_{$")  # no formula of matplotlib
+    assert plot_losses(odd) == odd / "plots" / "loss.png"
 
 
 def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.cli.arguments import split_flags
-from zoo.errors import UserError
+from zoo.errors import UserError, printable_lines
 
 USAGE = 'zoo generate CHECKPOINT "PROMPT" [image=FILE ...], or zoo generate CHECKPOINT rows=FILE'
 FILES = ("image", "audio", "video")
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     options: dict[str, Any] = {**files, **values}
     answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
     if rows is None:
-        print(answers[0]["text"], flush=True)
+        print(_for_terminal(answers[0]["text"]), flush=True)
         if (note := _cut(answers[0]["token_ids"], answers[0]["finish"])) is not None:
             print(f"zoo: {note}", file=sys.stderr)
         return 0
@@ -152,6 +152,11 @@ def _there(kind: str, path: str) -> str:
     return str(expanded(path))
 
 
+def _for_terminal(answer: str) -> str:
+    """An answer without codes that a terminal would obey; into a file or a pipe it goes unchanged."""
+    return printable_lines(answer) if sys.stdout.isatty() else answer
+
+
 def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int:
     """Questions from the terminal until an empty line, the end of input or Ctrl-C."""
     from zoo.engine.generate.sampling import Sampling
@@ -172,7 +177,7 @@ def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int
                 return 0
             try:
                 text, files = _question(line)
-                print(talk.ask(text, files))
+                print(_for_terminal(talk.ask(text, files)))
             except UserError as error:
                 print(f"zoo: {error}", file=sys.stderr)
 

@@ -34,7 +34,7 @@ def plot_losses(folder: Path) -> Path | None:
     _losses(panels[0, 0], steps, evals)
     if evals:
         _exact_match(panels[0, 1], evals)
-    figure.suptitle(folder.resolve().name)
+    figure.suptitle(folder.resolve().name, parse_math=False)
     path = folder / "plots" / "loss.png"
     path.parent.mkdir(exist_ok=True)
     with replaced(path) as partial:
