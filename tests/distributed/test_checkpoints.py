@@ -94,7 +94,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype, name
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +337,9 @@ def test_a_cast_is_written_and_said(
     before, after = tensors(source), tensors(tmp_path / "hf")
     for name, tensor in before.items():
         carried = name.startswith(("talker.", "code2wav."))
-        assert torch.equal(after[name], tensor if carried else tensor.bfloat16()), name
+        torch.testing.assert_close(
+            after[name], tensor if carried else tensor.bfloat16(), rtol=0, atol=0, msg=f"{name}: {{}}".format
+        )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -362,7 +365,8 @@ def test_what_speaks_is_carried_through_with_its_file_of_speakers(
     ]
     model = load_thinker(tmp_path / "hf")
     wanted = tensors(written)
-    assert all(torch.equal(x, wanted[f"thinker.{name}"]) for name, x in model.state_dict().items())
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, wanted[f"thinker.{name}"], rtol=0, atol=0)
 
 
 def test_killed_at_any_moment_it_leaves_nothing_that_loads_or_the_whole(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def logprob_error(held: list[Held], batches: list[Batch], wanted: list[Tensor]) 
     for part in held:
         for index, logprobs in part.logprobs.items():
             same = found.setdefault(index, logprobs)
-            assert torch.equal(same, logprobs), "ranks of one micro-batch differ"
+            torch.testing.assert_close(
+                same, logprobs, rtol=0, atol=0, msg="ranks of one micro-batch differ: {}".format
+            )
     samples = [row for index in range(len(batches)) for row in by_sample(batches[index], found[index])]
     for got, want in zip(samples, wanted, strict=True):
         assert got.shape == want.shape

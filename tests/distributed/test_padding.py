@@ -150,7 +150,9 @@ def test_poisoned_padding(
             torch.testing.assert_close(part.metrics[metric], wanted, rtol=1e-6, atol=0)
     for part in held:
         for layer, bias in part.biases.items():
-            assert torch.equal(bias, clean[0].biases[layer]), f"expert bias of layer {layer}"
+            torch.testing.assert_close(
+                bias, clean[0].biases[layer], rtol=0, atol=0, msg=f"expert bias of layer {layer}: {{}}".format
+            )
     assert {layer for part in held for layer in part.biases} == set(clean[0].biases)
     assert error < LIMIT
     assert largest < LIMIT, name
@@ -195,9 +197,9 @@ def test_prompt_tokens_are_routed_and_counted(
     ]
     every, half = (pool.run(1, run_step, plan)[0] for plan in plans)
     for metric, wanted in every.metrics.items():
-        assert torch.equal(half.metrics[metric], wanted), metric
+        torch.testing.assert_close(half.metrics[metric], wanted, rtol=0, atol=0, msg=f"{metric}: {{}}".format)
     for layer, bias in every.biases.items():
-        assert torch.equal(half.biases[layer], bias)
+        torch.testing.assert_close(half.biases[layer], bias, rtol=0, atol=0)
     prompt = prepared.plan(store([_without_prompt(prepared)]), AUXILIARY)
     answers = pool.run(1, run_step, prompt)[0]
     assert not torch.allclose(

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Trai
     assert found["metrics"] == whole["metrics"]
     weights = exported(resumed)
     for name, tensor in exported(whole["folder"]).items():
-        assert torch.equal(weights[name], tensor), name
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 # After three steps, with gradients of decays that are sums which nearly cancel: 1.2e-5 measured for the metrics, 5.7e-5 for

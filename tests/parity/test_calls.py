@@ -89,8 +89,15 @@ def test_alternating_calls_give_what_a_fresh_model_gives(subject: Subject) -> No
     random.Random(0).shuffle(order)
     for turn, name in enumerate(order):
         for key, found in kinds[name](used).items():
-            assert torch.equal(found, fresh[name][key]), f"{name}: {key} after {order[:turn]}"
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in used.model.named_parameters())
+            torch.testing.assert_close(
+                found,
+                fresh[name][key],
+                rtol=0,
+                atol=0,
+                msg=f"{name}: {key} after {order[:turn]}: {{}}".format,
+            )
+    for name, parameter in used.model.named_parameters():
+        torch.testing.assert_close(parameter, weights[name], rtol=0, atol=0)
 
 
 def test_a_call_writes_nothing_on_the_modules(subject: Subject) -> None:

@@ -47,7 +47,7 @@ def test_the_bias_on_the_choice_of_experts_is_read_and_has_no_gradient(
 ) -> None:
     routers = [layer.mlp.router for layer in pair.zoo.model.decoder.layers[2:]]
     for router, layer in zip(routers, pair.hf.model.language_model.layers[2:], strict=True):
-        assert torch.equal(router.expert_bias, layer.mlp.gate.e_score_correction_bias)
+        torch.testing.assert_close(router.expert_bias, layer.mlp.gate.e_score_correction_bias, rtol=0, atol=0)
         assert router.expert_bias.abs().max() > 0.1 and not router.expert_bias.requires_grad
     wanted = pair.zoo.logits(packed_batch(pair.samples))
     kept = [router.expert_bias.clone() for router in routers]
@@ -65,7 +65,9 @@ def test_a_bf16_model_chooses_by_an_fp32_bias(pair: Pair, folder: Path, cpu_worl
     for layer, wanted in zip(layers[2:], pair.zoo.model.decoder.layers[2:], strict=True):
         assert layer.mlp.router.weight.dtype == torch.bfloat16
         assert layer.mlp.router.expert_bias.dtype == torch.float32
-        assert torch.equal(layer.mlp.router.expert_bias, wanted.mlp.router.expert_bias)
+        torch.testing.assert_close(
+            layer.mlp.router.expert_bias, wanted.mlp.router.expert_bias, rtol=0, atol=0
+        )
 
 
 def test_a_video_that_a_sample_leaves_open_takes_no_image_of_the_next(pair: Pair) -> None:

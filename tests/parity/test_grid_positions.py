@@ -154,9 +154,9 @@ def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, 
     assert positions.shape == (3, 1, total) and positions.dtype == torch.int64
     segments = positions[:, 0].split(list(layout.padded_lengths), dim=1)
     for segment, row, i in zip(segments, pack, ids, strict=True):
-        assert torch.equal(segment[:, : len(i)], wanted(family, i, row))
+        torch.testing.assert_close(segment[:, : len(i)], wanted(family, i, row), rtol=0, atol=0)
         behind = segment[:, len(i) :] - segment[:, : len(i)].max()
-        assert torch.equal(behind, torch.arange(1, behind.shape[1] + 1).expand(3, -1))
+        torch.testing.assert_close(behind, torch.arange(1, behind.shape[1] + 1).expand(3, -1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl", "glm45v"])

@@ -176,7 +176,9 @@ def test_positions_restart_in_each_segment(
         assert fits(segment[:, : len(i)], wanted(hf, i, each, is_spoken(row)))
         assert float(segment[:, 0].max()) == 0
         behind = segment[:, len(i) :] - segment[:, : len(i)].max()
-        assert torch.equal(behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1))
+        torch.testing.assert_close(
+            behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1), rtol=0, atol=0
+        )
 
 
 def test_positions_of_the_real_rows(both: tuple[Zoo, Any]) -> None:

@@ -37,8 +37,12 @@ def full_gradients(held: Sequence[Held]) -> dict[str, Tensor]:
                 continue  # of another pipeline stage
             where, gradient = _place(part.info, shard), part.gradients[name]
             same = pieces.setdefault(where, gradient)
-            assert torch.equal(same, gradient), (
-                f"{name}: rank {rank} differs from another rank that holds {where}"
+            torch.testing.assert_close(
+                same,
+                gradient,
+                rtol=0,
+                atol=0,
+                msg=f"{name}: rank {rank} differs from another rank that holds {where}: {{}}".format,
             )
         experts = sorted({expert for expert, _ in pieces})
         stacks = [[pieces[key] for key in sorted(pieces) if key[0] == expert] for expert in experts]

@@ -172,7 +172,7 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
         routing = None
         if engine._sparse is not None:
             same, routing = engine.logprobs_and_routing(batch, temperature=plan.temperature)
-            assert torch.equal(same, logprobs)
+            torch.testing.assert_close(same, logprobs, rtol=0, atol=0)
         with whole_gradients():
             outcome = engine.train_step(batch, grpo, temperature=plan.temperature, entropy=True, update=False)
         held = held_by(engine)
@@ -182,7 +182,13 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
             replayed, again = engine.logprobs_and_routing(
                 {**batch, "routing": routing}, temperature=plan.temperature
             )
-            assert torch.equal(again.sort().values, routing.sort().values), "replay took other experts"
+            torch.testing.assert_close(
+                again.sort().values,
+                routing.sort().values,
+                rtol=0,
+                atol=0,
+                msg="replay took other experts: {}".format,
+            )
             engine.train_step({**batch, "routing": routing}, grpo, update=False)
             routing = routing.sort().values
         wrong = differing(engine, Path(f"{plan.batch}.{size}.{'-'.join(plan.overrides).replace('/', '')}"))
@@ -226,7 +232,7 @@ def run_few_rows(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) 
         assert engine.entropy(batch).shape == logprobs.shape
         if engine._sparse is not None:
             same, routing = engine.logprobs_and_routing(batch)
-            assert torch.equal(same, logprobs)
+            torch.testing.assert_close(same, logprobs, rtol=0, atol=0)
             batch["routing"] = routing
         outcome = engine.train_step(batch, loss)
         none = {name: value[:0] for name, value in batch.items()}

@@ -178,3 +178,14 @@ def test_a_release_is_described_by_its_section_of_the_changelog() -> None:
 
 def test_the_changelog_is_read_in_minutes() -> None:
     assert len((REPO / "CHANGELOG.md").read_text().split()) <= 800
+
+
+def test_tensors_are_compared_by_what_says_how_they_differ() -> None:
+    """`assert torch.equal(...)` prints nothing; torch.testing.assert_close does, and is as strict with rtol=0 and atol=0."""
+    bare = re.compile(r"^\s*assert (?:all\()?(?:map\()?torch\.equal\b", re.MULTILINE)
+    found = [
+        str(path.relative_to(REPO))
+        for path in sorted((REPO / "tests").rglob("*.py"))
+        if bare.search(path.read_text())
+    ]
+    assert not found

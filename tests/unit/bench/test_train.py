@@ -42,10 +42,12 @@ def test_samples_are_of_the_stated_sizes_and_always_the_same() -> None:
     for sample, image in zip(samples, images, strict=True):
         assert int(sample.media["image_grid_thw"].prod()) == 4 * image
         assert int((sample.labels != -100).sum()) == sample.length - image
-    assert torch.equal(receipts(config, 3)[2].input_ids, samples[2].input_ids)
+    torch.testing.assert_close(receipts(config, 3)[2].input_ids, samples[2].input_ids, rtol=0, atol=0)
     pixels = with_pixels(samples[1], config).media["pixel_values"]
     assert pixels.shape == (4 * images[1], 1536)
-    assert torch.equal(with_pixels(receipts(config, 2)[1], config).media["pixel_values"], pixels)
+    torch.testing.assert_close(
+        with_pixels(receipts(config, 2)[1], config).media["pixel_values"], pixels, rtol=0, atol=0
+    )
 
 
 def test_sizes_are_drawn_as_the_published_script_draws_them() -> None:
@@ -240,9 +242,10 @@ def test_experts_are_drawn_evenly() -> None:
     drawn = first.gating(hidden)
     chosen = drawn.topk(4).indices
     assert chosen.flatten().bincount(minlength=16).float().std() < 0.1 * 1024
-    assert torch.equal(first.gating(hidden), drawn) and not torch.equal(second.gating(hidden), drawn)
+    torch.testing.assert_close(first.gating(hidden), drawn, rtol=0, atol=0)
+    assert not torch.equal(second.gating(hidden), drawn)
     (drawn * 2).sum().backward()
-    assert torch.equal(gates.grad, torch.full((8, 16), 2 * 4096.0))
+    torch.testing.assert_close(gates.grad, torch.full((8, 16), 2 * 4096.0), rtol=0, atol=0)
 
 
 def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,8 @@ def test_tensors_there_and_back_to_the_bit(family: str) -> None:
         pairs = to_peft(target, a, b, DIMS)
         assert len(pairs) == len(target.named)
         again = to_zoo(target, pairs, shape, DIMS)
-        assert torch.equal(again[0], a) and torch.equal(again[1], b)
+        torch.testing.assert_close(again[0], a, rtol=0, atol=0)
+        torch.testing.assert_close(again[1], b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -95,7 +96,7 @@ def test_a_part_that_is_not_targeted_has_no_rows() -> None:
     owner = qkv.owner((50, 7), DIMS)
     assert (owner == 0).sum() == 10 and (owner == -1).sum() == 40
     _, b = to_zoo(qkv, [(torch.ones(2, 7), torch.ones(10, 2))], (50, 7), DIMS)
-    assert torch.equal(b.any(dim=1), owner == 0)
+    torch.testing.assert_close(b.any(dim=1), owner == 0, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

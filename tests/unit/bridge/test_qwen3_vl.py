@@ -89,5 +89,7 @@ def test_experts_of_a_rank_from_either_layout(published: bool, tmp_path: Path) -
     rank = ShardInfo(ep_rank=1, ep_size=2, etp_rank=1, etp_size=2)
     load_hf([chunk], tmp_path, BRIDGE, Dims(heads=4, kv_heads=2, head_dim=5, experts=4), rank)
     found = dict(chunk.named_parameters())
-    assert torch.equal(found["decoder.layers.0.mlp.experts.weight1"], gate_up[2:, [3, 4, 5, 9, 10, 11]])
-    assert torch.equal(found["decoder.layers.0.mlp.experts.weight2"], down[2:, :, 3:])
+    torch.testing.assert_close(
+        found["decoder.layers.0.mlp.experts.weight1"], gate_up[2:, [3, 4, 5, 9, 10, 11]], rtol=0, atol=0
+    )
+    torch.testing.assert_close(found["decoder.layers.0.mlp.experts.weight2"], down[2:, :, 3:], rtol=0, atol=0)

@@ -40,7 +40,7 @@ def test_single_file(tmp_path: Path) -> None:
         assert reader.names() == sorted(TENSORS)
         for name, tensor in TENSORS.items():
             assert reader.shape(name) == tuple(tensor.shape) and reader.dtype(name) == tensor.dtype
-            assert torch.equal(reader.get(name), tensor)
+            torch.testing.assert_close(reader.get(name), tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if "float8" not in str(dtype)], ids=str)
@@ -49,14 +49,16 @@ def test_every_dtype_keeps_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     with SafetensorsFolder(tmp_path) as reader:
         got = reader.get("x")
-    assert got.dtype == dtype and torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.view(torch.uint8), tensor.view(torch.uint8), rtol=0, atol=0)
 
 
 def test_shards(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "other.safetensors").write_bytes(b"not of this checkpoint")
     with SafetensorsFolder(tmp_path) as reader:
-        assert reader.names() == ["a", "b"] and torch.equal(reader.get("b"), TENSORS["b"])
+        assert reader.names() == ["a", "b"]
+        torch.testing.assert_close(reader.get("b"), TENSORS["b"], rtol=0, atol=0)
 
 
 def test_links_as_in_the_hub_cache_are_followed(tmp_path: Path) -> None:
@@ -218,5 +220,5 @@ def test_rows_behind_those_that_are_stored(first: int, last: int | None, tmp_pat
     with SafetensorsFolder(tmp_path) as reader:
         reader.grow("a", 9)
         assert reader.shape("a") == (9, 4) and reader.info("a").nbytes == 72
-        assert torch.equal(reader.read("a", first, last), wanted)
-        assert torch.equal(reader.get("a", first, last), wanted)
+        torch.testing.assert_close(reader.read("a", first, last), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(reader.get("a", first, last), wanted, rtol=0, atol=0)

@@ -85,9 +85,11 @@ def test_rows_of_one_key_head_after_the_other() -> None:
     wanted = torch.cat([part.flatten() for part in parts])
     transform = QKVZ_BA[1]
     found = transform.to_zoo([qkvz[:, None], ba[:, None]], DIMS)
-    assert torch.equal(found[:, 0], wanted) and not torch.equal(wanted, torch.arange(72.0))
+    torch.testing.assert_close(found[:, 0], wanted, rtol=0, atol=0)
+    assert not torch.equal(wanted, torch.arange(72.0))
     back = transform.to_hf(found, DIMS)
-    assert torch.equal(back[0][:, 0], qkvz) and torch.equal(back[1][:, 0], ba)
+    torch.testing.assert_close(back[0][:, 0], qkvz, rtol=0, atol=0)
+    torch.testing.assert_close(back[1][:, 0], ba, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tp", [1, 3])
@@ -96,5 +98,5 @@ def test_projections_under_tensor_parallelism(tp: int) -> None:
     shard, full = entry.rule.shard_for(DIMS), torch.arange(72 * 8).view(-1, 8)
     infos = [ShardInfo(tp_rank=rank, tp_size=tp) for rank in range(tp)]
     parts = [cut(full, shard, info) for info in infos]
-    assert torch.equal(join(parts, shard), full)
+    torch.testing.assert_close(join(parts, shard), full, rtol=0, atol=0)
     assert full_shape(parts[0].shape, shard, infos[0]) == tuple(full.shape)

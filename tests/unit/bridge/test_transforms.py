@@ -12,14 +12,14 @@ def test_qkv_groups_hold_their_queries_then_key_then_value() -> None:
     q, k, v = torch.randn(30, 7), torch.randn(10, 7), torch.randn(10, 7)
     packed = QKV().to_zoo([q, k, v], DIMS)
     wanted = [q[:15], k[:5], v[:5], q[15:], k[5:], v[5:]]
-    assert torch.equal(packed, torch.cat(wanted))
-    assert all(map(torch.equal, QKV().to_hf(packed, DIMS), (q, k, v)))
+    torch.testing.assert_close(packed, torch.cat(wanted), rtol=0, atol=0)
+    torch.testing.assert_close(tuple(QKV().to_hf(packed, DIMS)), (q, k, v), rtol=0, atol=0)
 
 
 def test_qkv_takes_biases() -> None:
     parts = [torch.randn(30), torch.randn(10), torch.randn(10)]
     back = QKV().to_hf(QKV().to_zoo(parts, DIMS), DIMS)
-    assert all(map(torch.equal, back, parts))
+    torch.testing.assert_close(tuple(back), tuple(parts), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,9 @@ def test_qkv_takes_biases() -> None:
 def test_qkv_round_trip_for_mha_and_mqa(dims: Dims) -> None:
     width = dims.head_dim
     parts = [torch.randn(n * width, 11).bfloat16() for n in (dims.heads, dims.kv_heads, dims.kv_heads)]
-    assert all(map(torch.equal, QKV().to_hf(QKV().to_zoo(parts, dims), dims), parts))
+    torch.testing.assert_close(
+        tuple(QKV().to_hf(QKV().to_zoo(parts, dims), dims)), tuple(parts), rtol=0, atol=0
+    )
 
 
 def test_gated_qkv_groups_hold_queries_then_their_gates() -> None:
@@ -36,22 +38,23 @@ def test_gated_qkv_groups_hold_queries_then_their_gates() -> None:
     packed = GatedQKV().to_zoo([q, k, v], DIMS)
     queries, gates = q.split(5)[0::2], q.split(5)[1::2]  # by head
     wanted = [*queries[:3], *gates[:3], k[:5], v[:5], *queries[3:], *gates[3:], k[5:], v[5:]]
-    assert torch.equal(packed, torch.cat(wanted))
-    assert all(map(torch.equal, GatedQKV().to_hf(packed, DIMS), (q, k, v)))
+    torch.testing.assert_close(packed, torch.cat(wanted), rtol=0, atol=0)
+    torch.testing.assert_close(tuple(GatedQKV().to_hf(packed, DIMS)), (q, k, v), rtol=0, atol=0)
 
 
 def test_a_transposed_matrix_comes_back() -> None:
     stored = torch.randn(9, 7)
     turned = Transposed().to_zoo([stored], DIMS)
-    assert turned.shape == (7, 9) and torch.equal(turned[:, 4], stored[4])
-    assert torch.equal(Transposed().to_hf(turned, DIMS)[0], stored)
+    assert turned.shape == (7, 9)
+    torch.testing.assert_close(turned[:, 4], stored[4], rtol=0, atol=0)
+    torch.testing.assert_close(Transposed().to_hf(turned, DIMS)[0], stored, rtol=0, atol=0)
 
 
 def test_rows_lie_below_one_another() -> None:
     parts = [torch.randn(6, 7), torch.randn(5, 7)]
     stack = Rows(lambda dims: (dims.heads, dims.head_dim))
-    assert torch.equal(stack.to_zoo(parts, DIMS), torch.cat(parts))
-    assert all(map(torch.equal, stack.to_hf(torch.cat(parts), DIMS), parts))
+    torch.testing.assert_close(stack.to_zoo(parts, DIMS), torch.cat(parts), rtol=0, atol=0)
+    torch.testing.assert_close(tuple(stack.to_hf(torch.cat(parts), DIMS)), tuple(parts), rtol=0, atol=0)
     with pytest.raises(RuntimeError):
         stack.to_hf(torch.empty(12, 7), DIMS)
 
@@ -59,8 +62,9 @@ def test_rows_lie_below_one_another() -> None:
 def test_gate_comes_first() -> None:
     gate, up = torch.randn(9, 7), torch.randn(9, 7)
     joined = GateUp().to_zoo([gate, up], DIMS)
-    assert torch.equal(joined[:9], gate) and torch.equal(joined[9:], up)
-    assert all(map(torch.equal, GateUp().to_hf(joined, DIMS), (gate, up)))
+    torch.testing.assert_close(joined[:9], gate, rtol=0, atol=0)
+    torch.testing.assert_close(joined[9:], up, rtol=0, atol=0)
+    torch.testing.assert_close(tuple(GateUp().to_hf(joined, DIMS)), (gate, up), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shapes", [[(9, 7), (8, 7)]])

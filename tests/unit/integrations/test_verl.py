@@ -178,7 +178,8 @@ def test_values_gradients_weights_and_checkpoints(tmp_path: Path) -> None:
         with engine.train_mode():
             engine.train_batch(data, policy_loss)
         engine.load_checkpoint(str(tmp_path / "saved"))
-        assert all(torch.equal(tensor, moved[name]) for name, tensor in engine.get_per_tensor_param()[0])
+        for name, tensor in engine.get_per_tensor_param()[0]:
+            torch.testing.assert_close(tensor, moved[name], rtol=0, atol=0)
     finally:
         engine.close()
 
@@ -200,7 +201,8 @@ def test_an_actor_and_its_reference_share_the_ranks(tmp_path: Path) -> None:
             after = actor.infer_batch(data)["model_output"]["log_probs"].values()
         with reference.eval_mode():
             again = reference.infer_batch(data)["model_output"]["log_probs"].values()
-        assert torch.equal(before, again) and not torch.equal(before, after)
+        torch.testing.assert_close(before, again, rtol=0, atol=0)
+        assert not torch.equal(before, after)
         assert all(
             p.untyped_storage().nbytes() == 0 for c in actor.engine._parts.chunks for p in c.parameters()
         )

@@ -30,8 +30,11 @@ def test_a_split_weight_is_the_fp32_weight_bit_for_bit() -> None:
     values = every_kind_of_float()
     weight, remainder = split(values)
     number = ~values.isnan()
-    assert torch.equal(join(weight, remainder)[number].view(torch.int32), values[number].view(torch.int32))
-    assert torch.equal(weight.isnan(), values.isnan()) and join(weight, remainder)[~number].isnan().all()
+    torch.testing.assert_close(
+        join(weight, remainder)[number].view(torch.int32), values[number].view(torch.int32), rtol=0, atol=0
+    )
+    torch.testing.assert_close(weight.isnan(), values.isnan(), rtol=0, atol=0)
+    assert join(weight, remainder)[~number].isnan().all()
     finite = weight.isfinite() & values.isfinite()
     error, least = (weight.float() - values).abs()[finite], (values.bfloat16().float() - values).abs()[finite]
     assert bool((error == least).all())  # the nearest value; where two are as near, the other one of a tie
@@ -47,8 +50,10 @@ def test_eight_bits_hold_three_of_mantissa_and_are_themselves_again(signed: bool
     found = dequantize(codes, exponents, signed)
     large = values.abs() > 2**-11
     assert float(((found - values).abs() / values.abs())[large].max()) <= 1 / 16
-    assert torch.equal(dequantize(*quantize(found, signed, None), signed), found)
-    assert torch.equal(found.bfloat16().float(), found)  # so a checkpoint may hold them in bf16
+    torch.testing.assert_close(dequantize(*quantize(found, signed, None), signed), found, rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.bfloat16().float(), found, rtol=0, atol=0
+    )  # so a checkpoint may hold them in bf16
 
 
 def test_a_part_of_a_moment_is_read() -> None:
@@ -56,14 +61,14 @@ def test_a_part_of_a_moment_is_read() -> None:
     moment.write(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
     whole = moment.read()
     for start, end in ((0, 1000), (5, 6), (127, 129), (128, 256), (300, 1000)):
-        assert torch.equal(moment.read(start, end), whole[start:end])
+        torch.testing.assert_close(moment.read(start, end), whole[start:end], rtol=0, atol=0)
 
 
 def test_second_moments_never_become_zero() -> None:
     values = torch.tensor([1.0, 1e-20, 0.0] * 50)
     for random in (None, torch.zeros(150, dtype=torch.int64)):
         found = dequantize(*quantize(values, False, random), False)
-        assert torch.equal(found > 0, values > 0)
+        torch.testing.assert_close(found > 0, values > 0, rtol=0, atol=0)
 
 
 def test_stochastic_rounding_has_no_bias() -> None:
@@ -125,6 +130,7 @@ def test_a_moment_written_in_chunks_has_the_bits_of_the_whole(
         monkeypatch.setattr(state, "CHUNK", 2 * state.BLOCK)
         cut.write(values, bits)
         monkeypatch.undo()
-        assert torch.equal(whole.values, cut.values) and torch.equal(whole.exponents, cut.exponents)  # type: ignore[arg-type]
+        torch.testing.assert_close(whole.values, cut.values, rtol=0, atol=0)
+        torch.testing.assert_close(whole.exponents, cut.exponents, rtol=0, atol=0)
         cut.zero()
         assert float(cut.read().abs().max()) == 0.0

@@ -30,9 +30,11 @@ def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
         (in_rank_order, torch.cat([row.cp_index(rank, size) for rank in range(size)])),
     ):
         found = move(x, row, size)
-        assert torch.equal(found, x.index_select(0, index))
-        assert torch.equal(*(_gradient(out, x) for out in (found, x.index_select(0, index))))
-    assert torch.equal(in_rank_order(in_row_order(x, row, size), row, size), x)
+        torch.testing.assert_close(found, x.index_select(0, index), rtol=0, atol=0)
+        torch.testing.assert_close(
+            *(_gradient(out, x) for out in (found, x.index_select(0, index))), rtol=0, atol=0
+        )
+    torch.testing.assert_close(in_rank_order(in_row_order(x, row, size), row, size), x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,11 +52,12 @@ def test_channels_are_shared_out_by_section_but_for_one(
     wanted = torch.stack(
         [torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)]
     )
-    assert torch.equal(found, wanted) and torch.equal(own, every[kept])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(own, every[kept], rtol=0, atol=0)
     both = [
         torch.cat([one.flatten(), other.flatten()]) for one, other in ((found, own), (wanted, every[kept]))
     ]
-    assert torch.equal(*(_gradient(out, x) for out in both))
+    torch.testing.assert_close(*(_gradient(out, x) for out in both), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,8 +66,8 @@ def test_parts_of_a_token_come_together(width: int, dtype: torch.dtype) -> None:
     x = torch.randn(3 * 7, width, dtype=dtype, requires_grad=True)
     wanted = torch.cat(x.split(7), dim=1)
     found = side_by_side(x, 3)
-    assert torch.equal(found, wanted)
-    assert torch.equal(*(_gradient(out, x) for out in (found, wanted)))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(*(_gradient(out, x) for out in (found, wanted)), rtol=0, atol=0)
 
 
 def _gradient(out: Tensor, x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def logits(tower: str, **more: Any) -> Tensor:
 @pytest.mark.usefixtures("cpu_world")
 def test_the_name_of_a_tower_changes_nothing() -> None:
     found, wanted = logits("eyes"), logits("vision")
-    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     without = model_of("eyes")
     without.encode = lambda media: {"eyes": Encoded(Seeing.encode(without, media)["eyes"].embeddings)}
     with torch.no_grad():
@@ -83,12 +83,12 @@ def test_features_reach_later_stages() -> None:
         hidden, deepstack, _ = model._embed(inputs)
         model.input_tensor, model.pre_process = _join(hidden, deepstack.features), False
         assert len(model.input_tensor) == 8 + 3 * LAYERS
-        assert torch.equal(model(inputs), logits("eyes"))
+        torch.testing.assert_close(model(inputs), logits("eyes"), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("cpu_world")
 def test_features_are_gathered_with_the_embeddings() -> None:
-    assert torch.equal(logits("eyes", shared={"eyes": 3}), logits("eyes"))
+    torch.testing.assert_close(logits("eyes", shared={"eyes": 3}), logits("eyes"), rtol=0, atol=0)
     model = model_of("eyes")
     nothing = model._gather("eyes", None, 3, torch.zeros(8, 1, 16))  # of a rank that has no item to encode
     assert [tuple(x.shape) for x in (nothing.embeddings, *nothing.deepstack)] == [(3, 16)] * (1 + LAYERS)

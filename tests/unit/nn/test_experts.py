@@ -37,14 +37,16 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
     assert permutation.tokens.tolist() == [token for _, token in pairs]
     counted = Permutation.of(local, here, None)  # finds the count itself
     fields = [(getattr(counted, name), of_count) for name, of_count in vars(permutation).items()]
-    assert all(torch.equal(mine, its) for mine, its in fields if isinstance(its, Tensor))
+    for mine, its in fields:
+        if isinstance(its, Tensor):
+            torch.testing.assert_close(mine, its, rtol=0, atol=0)
     experts = [chosen.flatten()[choice].item() for choice in permutation.choices]
     assert experts == [expert for expert, _ in pairs]
     assert permutation.bounds.tolist() == [sum(e < expert for e, _ in pairs) for expert in range(here + 1)]
 
     rows, factors = torch.randn(9, 5), torch.randn(count, 1)
     there = gather_rows(rows, permutation.tokens)
-    assert torch.equal(there, rows[permutation.tokens])
+    torch.testing.assert_close(there, rows[permutation.tokens], rtol=0, atol=0)
     plain = torch.zeros(9, 5).index_add(0, permutation.tokens, there * factors)
     torch.testing.assert_close(sum_rows(there * factors, permutation.places), plain)
 
@@ -53,7 +55,8 @@ def test_no_token_here() -> None:
     permutation = Permutation.of(torch.full((4, 2), 3), 3, 0)
     assert permutation.bounds.tolist() == [0, 0, 0, 0] and (permutation.places == -1).all()
     there = gather_rows(torch.randn(4, 5), permutation.tokens)
-    assert there.shape == (0, 5) and torch.equal(sum_rows(there, permutation.places), torch.zeros(4, 5))
+    assert there.shape == (0, 5)
+    torch.testing.assert_close(sum_rows(there, permutation.places), torch.zeros(4, 5), rtol=0, atol=0)
 
 
 def by_expert(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
@@ -214,7 +217,7 @@ def test_the_router_attaches_its_loss_while_tokens_travel(monkeypatch: pytest.Mo
     monkeypatch.setattr(layer.Dispatch, "begin", noted("send", None))
     monkeypatch.setattr(layer, "routed", noted("wait and compute", torch.ones(6, 4)))
     out, _ = mixture(torch.randn(3, 2, 4))
-    assert torch.equal(out, torch.full((3, 2, 4), 2.0))
+    torch.testing.assert_close(out, torch.full((3, 2, 4), 2.0), rtol=0, atol=0)
     assert done == ["choose", "send", "auxiliary loss", "shared expert", "wait and compute"]
 
 
@@ -276,7 +279,8 @@ def test_no_rows_for_the_experts_here(kernels: str) -> None:
     there = grouped_product(x, weight, Rows(permutation.bounds, taken=permutation))
     assert there.shape == (0, 5)
     out = grouped_product(there, weight, Rows(permutation.bounds, summed=permutation))
-    assert all(torch.equal(one, torch.zeros_like(one)) for one in (out, *gradients(out, x, weight)))
+    for one in (out, *gradients(out, x, weight)):
+        torch.testing.assert_close(one, torch.zeros_like(one), rtol=0, atol=0)
 
 
 def test_adapted_products_of_tokens_rows_and_sums_of_them() -> None:

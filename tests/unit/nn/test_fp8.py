@@ -31,13 +31,14 @@ def test_activations_are_a_code_times_a_power_of_two(shape: tuple[int, int]) -> 
         float(((dense[:, : shape[1]] - x.float()).abs() / x.float().abs().clamp(min=1e-30)).median()) < 2**-4
     )
     assert float(dense[:, shape[1] :].abs().sum()) == 0.0
-    assert found.codes.float().abs().max() <= 448 and torch.equal(dense, dense.bfloat16().float())
+    assert found.codes.float().abs().max() <= 448
+    torch.testing.assert_close(dense, dense.bfloat16().float(), rtol=0, atol=0)
 
 
 def test_a_token_s_codes_do_not_depend_on_its_neighbours() -> None:
     x = torch.randn(40, 256).bfloat16()
     whole, part = blocks.of_activations(x).dense(), blocks.of_activations(x[7:20] * 1.0).dense()
-    assert torch.equal(whole[7:20], part)
+    torch.testing.assert_close(whole[7:20], part, rtol=0, atol=0)
 
 
 def test_zeros_and_values_at_the_borders() -> None:
@@ -58,7 +59,8 @@ def test_a_weight_and_its_transpose_have_the_same_codes(shape: tuple[int, int]) 
     plain, turned = blocks.of_weight(weight), blocks.of_weight(weight, turned=True)
     assert plain.scales.shape[1] % 4 == 0 and turned.scales.shape[1] % 4 == 0
     dense = plain.dense()[:, : shape[1]]
-    assert torch.equal(dense, turned.dense()[:, : shape[0]].t()) and 0.01 < apart(dense, weight) < 0.03
+    torch.testing.assert_close(dense, turned.dense()[:, : shape[0]].t(), rtol=0, atol=0)
+    assert 0.01 < apart(dense, weight) < 0.03
 
 
 def test_the_gradient_is_that_of_rounded_products() -> None:

@@ -24,20 +24,21 @@ def test_values_are_near_and_exact_in_bf16(shape: tuple[int, ...], dtype: torch.
     )
     assert bool((found.codes.float().abs() <= 448).all())
     dense = found.dense()
-    assert dense.dtype == dtype and torch.equal(dense.bfloat16().to(dtype), dense)
+    assert dense.dtype == dtype
+    torch.testing.assert_close(dense.bfloat16().to(dtype), dense, rtol=0, atol=0)
     error, size = (dense - weight).float().abs(), weight.float().abs()
     for start in range(0, shape[-1], 128):
         block = (..., slice(start, start + 128))
         largest = size[block].amax(-1, keepdim=True)
         assert bool((error[block] <= torch.maximum(size[block] / 16, largest * 2.0**-17)).all())
-    assert torch.equal(Quantised.of(dense).dense(), dense)
+    torch.testing.assert_close(Quantised.of(dense).dense(), dense, rtol=0, atol=0)
 
 
 def test_half_of_a_matrix_has_the_same_values() -> None:
     weight = torch.randn(6, 512, generator=torch.Generator().manual_seed(0))
     whole = Quantised.of(weight).dense()
-    assert torch.equal(Quantised.of(weight[1:4]).dense(), whole[1:4])
-    assert torch.equal(Quantised.of(weight[:, 256:]).dense(), whole[:, 256:])
+    torch.testing.assert_close(Quantised.of(weight[1:4]).dense(), whole[1:4], rtol=0, atol=0)
+    torch.testing.assert_close(Quantised.of(weight[:, 256:]).dense(), whole[:, 256:], rtol=0, atol=0)
 
 
 class Experts(torch.nn.Module):
@@ -70,12 +71,12 @@ def test_a_module_computes_with_the_dense_weight_and_keeps_none(module: Any) -> 
     wanted = torch.func.functional_call(
         _Plain(module), {f"inner.{name}": one for name, one in plain.items()}, other
     )
-    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     found.square().sum().backward()
     wanted.square().sum().backward()
-    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+    torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
     for name in names:
-        assert torch.equal(dense_weight(module, before[name]), plain[name])
+        torch.testing.assert_close(dense_weight(module, before[name]), plain[name], rtol=0, atol=0)
 
 
 class _Plain(torch.nn.Module):

@@ -81,9 +81,9 @@ def test_pieces_have_the_bits_of_the_whole() -> None:
         host.update(whole, step=step, **OPTIONS)
         for piece in host_update.pieces(cut, 256):
             host.update(piece, step=step, **OPTIONS)
-    assert torch.equal(master(whole), master(cut))
-    assert torch.equal(whole.exp_avg.values, cut.exp_avg.values)
-    assert torch.equal(whole.exp_avg_sq.exponents, cut.exp_avg_sq.exponents)  # type: ignore[arg-type]
+    torch.testing.assert_close(master(whole), master(cut), rtol=0, atol=0)
+    torch.testing.assert_close(whole.exp_avg.values, cut.exp_avg.values, rtol=0, atol=0)
+    torch.testing.assert_close(whole.exp_avg_sq.exponents, cut.exp_avg_sq.exponents, rtol=0, atol=0)
 
 
 def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,8 @@ def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             host.update(whole, **options)
             work.start([(cut, options)])
             work.finish()
-    assert torch.equal(master(whole), master(cut)) and torch.equal(whole.exp_avg.values, cut.exp_avg.values)
+    torch.testing.assert_close(master(whole), master(cut), rtol=0, atol=0)
+    torch.testing.assert_close(whole.exp_avg.values, cut.exp_avg.values, rtol=0, atol=0)
 
 
 def test_without_a_compiler_pytorch_does_it(
@@ -115,7 +116,7 @@ def test_without_a_compiler_pytorch_does_it(
         found, wanted = (example(300, *FORMS[1]) for _ in range(2))
         host.update(found, step=1, **OPTIONS)
         state.update(wanted, step=1, clip=1.0, **OPTIONS)
-        assert torch.equal(master(found), master(wanted))
+        torch.testing.assert_close(master(found), master(wanted), rtol=0, atol=0)
     finally:
         host._loaded.cache_clear()
 

@@ -76,7 +76,8 @@ def test_taken_off_a_linear_is_what_it_was() -> None:
     assert torch.allclose(linear(x), plain + made(x))
     assert {name for name, _ in linear.named_parameters()} == {"weight", "bias", "lora.a", "lora.b"}
     lora.detach(linear)
-    assert torch.equal(linear(x), plain) and len(list(linear.parameters())) == 2
+    torch.testing.assert_close(linear(x), plain, rtol=0, atol=0)
+    assert len(list(linear.parameters())) == 2
 
 
 def test_marks_of_the_weight_are_those_of_its_adapter() -> None:
@@ -117,9 +118,9 @@ def test_dropout_keeps_the_mean_and_drops_its_share(tracker: None) -> None:
     kept = made._dropped(x)
     assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
     assert float(kept.mean()) == pytest.approx(1.0, abs=0.01)
-    assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7))
+    torch.testing.assert_close(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7), rtol=0, atol=0)
     assert not torch.equal(kept, made._dropped(x)), "another mask each time"
-    assert torch.equal(made.eval()._dropped(x), x)
+    torch.testing.assert_close(made.eval()._dropped(x), x, rtol=0, atol=0)
 
 
 def test_layers_that_are_captured_drop_their_share_of_values_and_of_gradients(tracker: None) -> None:
@@ -130,15 +131,15 @@ def test_layers_that_are_captured_drop_their_share_of_values_and_of_gradients(tr
         kept = made._dropped(x)
         again = made._dropped(x)
     assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
-    assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7))
+    torch.testing.assert_close(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7), rtol=0, atol=0)
     assert not torch.equal(kept, again), "another mask each time"
     (grad,) = torch.autograd.grad(kept.sum(), x)
-    assert torch.equal(grad, kept), "of ones"
+    torch.testing.assert_close(grad, kept, rtol=0, atol=0, msg="of ones: {}".format)
     lora.seed_dropout(torch.device("cpu"), 1, 2)
     with random.unchanged(), random.inside():
         made._dropped(x)  # a try, that takes no numbers
     with random.inside():
-        assert torch.equal(made._dropped(x), kept), "from its seed"
+        torch.testing.assert_close(made._dropped(x), kept, rtol=0, atol=0, msg="from its seed: {}".format)
 
 
 def test_masks_are_alike_where_inputs_are(tracker: None) -> None:
@@ -154,11 +155,11 @@ def test_masks_are_alike_where_inputs_are(tracker: None) -> None:
         lora.seed_dropout(torch.device("cpu"), 7, 100 + rank)
         return made._dropped(x)
 
-    assert torch.equal(mask(0, "rows"), mask(1, "rows"))
+    torch.testing.assert_close(mask(0, "rows"), mask(1, "rows"), rtol=0, atol=0)
     assert not torch.equal(mask(0, "rows", True), mask(1, "rows", True))
     assert not torch.equal(mask(0, "columns"), mask(1, "columns"))
     assert not torch.equal(mask(0, None), mask(1, None))
-    assert torch.equal(mask(1, None), mask(1, None)), "from its seed"
+    torch.testing.assert_close(mask(1, None), mask(1, None), rtol=0, atol=0, msg="from its seed: {}".format)
 
 
 def test_dropout_leaves_the_other_random_numbers_alone(tracker: None) -> None:
@@ -168,4 +169,4 @@ def test_dropout_leaves_the_other_random_numbers_alone(tracker: None) -> None:
     first = torch.rand(3)
     torch.manual_seed(5)
     made._dropped(torch.ones(9, WIDTH))
-    assert torch.equal(torch.rand(3), first)
+    torch.testing.assert_close(torch.rand(3), first, rtol=0, atol=0)

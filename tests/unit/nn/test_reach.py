@@ -163,5 +163,6 @@ def test_masks_are_of_one_call() -> None:
     layout, given, real = row("alike")
     one, other = (SeqParams.of(layout, None, Blocks(spans)) for spans in (((0, 5),), ((7, 12),)))
     outs = [segment_attention(*given, layout, SCALE, Reach(4, params.blocks)) for params in (one, other, one)]
-    assert torch.equal(outs[0], outs[2]) and not torch.allclose(outs[0][real], outs[1][real])
+    torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
+    assert not torch.allclose(outs[0][real], outs[1][real])
     assert SeqParams.of(layout).blocks is not SeqParams.of(layout).blocks

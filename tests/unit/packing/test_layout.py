@@ -151,15 +151,17 @@ def test_pack_and_unpack_are_inverse_on_real_tokens(lengths, align, side, slack,
     assert packed.shape == (1, layout.total, *tail_shape)
     assert (packed[layout.padding_mask] == 7).all()
     back = layout.unpack(packed, fill=-1)
-    assert torch.equal(back[mask], x[mask])
+    torch.testing.assert_close(back[mask], x[mask], rtol=0, atol=0)
     assert (back[~mask] == -1).all()
-    assert torch.equal(layout.pack(back, fill=7), packed)
+    torch.testing.assert_close(layout.pack(back, fill=7), packed, rtol=0, atol=0)
     samples = [row[keep] for row, keep in zip(x, mask, strict=True)]
-    assert torch.equal(layout.pack_list(samples, fill=7), packed)
+    torch.testing.assert_close(layout.pack_list(samples, fill=7), packed, rtol=0, atol=0)
     # A token's gradient is what arrives at its place; padding gets and gives none.
     weight = torch.randn_like(back)
     (grad,) = torch.autograd.grad((back * weight).sum(), x)
-    assert torch.equal(grad, weight * mask.view(*mask.shape, *(1 for _ in tail_shape)))
+    torch.testing.assert_close(
+        grad, weight * mask.view(*mask.shape, *(1 for _ in tail_shape)), rtol=0, atol=0
+    )
 
 
 def test_padding_of_the_batch_cannot_poison_gradients():
@@ -214,7 +216,7 @@ def test_cp_indices_partition_the_row_evenly(lengths, size):
         assert len(costs) == 1
     x = torch.randn(layout.total)
     gathered = torch.cat([x[shard] for shard in shards])
-    assert torch.equal(gathered[layout.cp_restore_index(size)], x)
+    torch.testing.assert_close(gathered[layout.cp_restore_index(size)], x, rtol=0, atol=0)
 
 
 def test_cp_size_one_keeps_an_odd_row_whole():
@@ -331,10 +333,10 @@ def test_packed_seq_params_are_those_mcore_would_make(lengths, align):
     layout = PackedLayout.from_lengths(lengths, align=align)
     params = layout.packed_seq_params()
     assert params.qkv_format == "thd"
-    assert torch.equal(params.cu_seqlens_q, layout.cu_seqlens)
-    assert torch.equal(params.cu_seqlens_kv, layout.cu_seqlens)
-    assert torch.equal(params.cu_seqlens_q_padded, layout.cu_seqlens_padded)
-    assert torch.equal(params.cu_seqlens_kv_padded, layout.cu_seqlens_padded)
+    torch.testing.assert_close(params.cu_seqlens_q, layout.cu_seqlens, rtol=0, atol=0)
+    torch.testing.assert_close(params.cu_seqlens_kv, layout.cu_seqlens, rtol=0, atol=0)
+    torch.testing.assert_close(params.cu_seqlens_q_padded, layout.cu_seqlens_padded, rtol=0, atol=0)
+    torch.testing.assert_close(params.cu_seqlens_kv_padded, layout.cu_seqlens_padded, rtol=0, atol=0)
     assert (type(params.max_seqlen_q), params.max_seqlen_q, params.max_seqlen_kv) == (
         int,
         *[layout.max_seqlen] * 2,
@@ -344,7 +346,7 @@ def test_packed_seq_params_are_those_mcore_would_make(lengths, align):
     own = params_module.PackedSeqParams(
         cu_seqlens_q_padded=layout.cu_seqlens_padded, total_tokens=layout.total
     )
-    assert torch.equal(params.seq_idx, own.seq_idx)
+    torch.testing.assert_close(params.seq_idx, own.seq_idx, rtol=0, atol=0)
     assert params.seq_idx.dtype == own.seq_idx.dtype
     assert layout.packed_seq_params(device="meta").cu_seqlens_q.device.type == "meta"
 
@@ -368,7 +370,7 @@ def test_packing_never_waits_for_the_device():
     assert params.cu_seqlens_q.is_cuda
     assert params.seq_idx.is_cuda
     mask = torch.arange(8) < torch.tensor(lengths)[:, None]
-    assert torch.equal(back.cpu()[mask], x.detach().cpu()[mask])
+    torch.testing.assert_close(back.cpu()[mask], x.detach().cpu()[mask], rtol=0, atol=0)
 
 
 def test_without_batch_pads_on_the_right() -> None:
@@ -391,15 +393,21 @@ def test_positions_pack_unpack_and_split_along_their_own_dimension(align: int, d
     x = torch.arange(30).view(2, 3, 5).to(dtype)
     packed = layout.pack(x, batch_dim=1)
     assert packed.shape == (2, 1, layout.total)
-    assert torch.equal(packed[1], layout.pack(x[1]))
+    torch.testing.assert_close(packed[1], layout.pack(x[1]), rtol=0, atol=0)
     back = layout.unpack(packed, batch_dim=1)
-    assert torch.equal(back, x * mask.to(dtype))
-    assert torch.equal(layout.unpack(packed, 7, batch_dim=1)[0], layout.unpack(packed[0], 7))
+    torch.testing.assert_close(back, x * mask.to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(
+        layout.unpack(packed, 7, batch_dim=1)[0], layout.unpack(packed[0], 7), rtol=0, atol=0
+    )
     for size in (1, 2) if align == 4 else (1,):
         for rank in range(size):
             index = layout.cp_index(rank, size)
-            assert torch.equal(layout.cp_shard(packed, rank, size, dim=2), packed[:, :, index])
-            assert torch.equal(layout.cp_shard(packed[0], rank, size), packed[0][:, index])
+            torch.testing.assert_close(
+                layout.cp_shard(packed, rank, size, dim=2), packed[:, :, index], rtol=0, atol=0
+            )
+            torch.testing.assert_close(
+                layout.cp_shard(packed[0], rank, size), packed[0][:, index], rtol=0, atol=0
+            )
     with pytest.raises(ValueError, match=r"batch has shape \(3, 5\)"):
         layout.pack(x[0], batch_dim=1)
     with pytest.raises(ValueError, match="tokens are wanted at dimension 1"):
@@ -411,12 +419,12 @@ def test_what_arrives_at_padding_cannot_poison_gradients() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     packed = layout.pack(x)
     packed.backward(torch.where(layout.padding_mask, float("nan"), 2.0))
-    assert torch.equal(x.grad, torch.tensor([[2.0, 2, 2], [2, 0, 0]]))
+    torch.testing.assert_close(x.grad, torch.tensor([[2.0, 2, 2], [2, 0, 0]]), rtol=0, atol=0)
 
     y = torch.ones(1, 8)
     y[layout.padding_mask] = float("nan")
     y.requires_grad_()
     back = layout.unpack(y, width=4)
-    assert torch.equal(back, torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]]))
+    torch.testing.assert_close(back, torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]]), rtol=0, atol=0)
     back.backward(torch.where(torch.arange(4) < torch.tensor([[3], [1]]), 2.0, float("nan")))
-    assert torch.equal(y.grad, torch.where(layout.padding_mask, 0.0, 2.0))
+    torch.testing.assert_close(y.grad, torch.where(layout.padding_mask, 0.0, 2.0), rtol=0, atol=0)

@@ -40,8 +40,9 @@ def test_the_loaders_layout_is_not_built_again(
     monkeypatch.setattr(PackedLayout, "from_lengths", again)
     monkeypatch.setattr(PackedLayout, "from_mask", again)
     inputs, _ = step(align, pad_to, mtp_depths=1).prepare(batch)
-    assert torch.equal(inputs.input_ids, plain.input_ids) and torch.equal(inputs.positions, plain.positions)
-    assert torch.equal(inputs.ahead[0].input_ids, plain.ahead[0].input_ids)
+    torch.testing.assert_close(inputs.input_ids, plain.input_ids, rtol=0, atol=0)
+    torch.testing.assert_close(inputs.positions, plain.positions, rtol=0, atol=0)
+    torch.testing.assert_close(inputs.ahead[0].input_ids, plain.ahead[0].input_ids, rtol=0, atol=0)
     assert inputs.seq_params.layout == batch.layout
 
 
@@ -58,7 +59,9 @@ def test_a_layout_travels_through_a_pickle() -> None:
     batch = loaded(4)
     sent = pickle.loads(pickle.dumps(batch))
     assert sent.layout == batch.layout
-    assert torch.equal(step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions)
+    torch.testing.assert_close(
+        step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions, rtol=0, atol=0
+    )
 
 
 @dataclass(frozen=True)

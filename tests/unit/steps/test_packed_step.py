@@ -90,13 +90,18 @@ def test_placeholders_become_as_many_tokens_as_embeddings(mode: str) -> None:
     wanted = made.pack(other, made.capture(other))
     assert parts.layout == wanted.layout and parts.layout.lengths == (7, 2, 3)
     for name in ("input_ids", "labels", "positions", "padding_mask", "token_index", "segment_ids"):
-        assert torch.equal(getattr(parts, name), getattr(wanted, name)), name
-    assert torch.equal(parts.placements["vision"].rows, wanted.placements["vision"].rows)
+        torch.testing.assert_close(
+            getattr(parts, name), getattr(wanted, name), rtol=0, atol=0, msg=f"{name}: {{}}".format
+        )
+    torch.testing.assert_close(
+        parts.placements["vision"].rows, wanted.placements["vision"].rows, rtol=0, atol=0
+    )
     real = (
         parts.source >= 0
     )  # every token of the caller's batch once, the first of a medium for its placeholder
     found = given.input_ids.flatten()[parts.source[real]]
-    assert torch.equal(found, parts.input_ids[real]) and int(real.sum()) == 9
+    torch.testing.assert_close(found, parts.input_ids[real], rtol=0, atol=0)
+    assert int(real.sum()) == 9
 
 
 def test_expansion_comes_before_the_context_parallel_split() -> None:
@@ -220,11 +225,13 @@ def test_logprobs_stand_where_the_caller_has_the_tokens(mode: str, side: str) ->
     found = made.logprobs(inputs.targets.float(), loss_inputs)  # as if the loss of a token were its id
     real = given.attention_mask == 1
     first = real & (real.cumsum(1) == 1)
-    assert torch.equal(found, -(given.input_ids * (real & ~first)).float())
+    torch.testing.assert_close(found, -(given.input_ids * (real & ~first)).float(), rtol=0, atol=0)
     some = given.labels.masked_fill(given.labels == 7, IGNORE)
     inputs, loss_inputs = made.prepare(replace(given, labels=some), logprobs=True)
     found = made.logprobs(inputs.targets.float(), loss_inputs)
-    assert torch.equal(found, -(given.input_ids * (real & ~first & (some != IGNORE))).float())
+    torch.testing.assert_close(
+        found, -(given.input_ids * (real & ~first & (some != IGNORE))).float(), rtol=0, atol=0
+    )
 
 
 def test_logprobs_are_differentiable() -> None:
@@ -284,7 +291,7 @@ def test_statements_that_agree_change_nothing(align: int) -> None:
     plain, _ = step(align=align).prepare(packed())
     for claims in (known, {"cu_seqlens": layout.cu_seqlens_padded}, {"position_ids": positions[None]}):
         inputs, _ = step(align=align).prepare(packed(**claims))
-        assert torch.equal(inputs.input_ids, plain.input_ids)
+        torch.testing.assert_close(inputs.input_ids, plain.input_ids, rtol=0, atol=0)
     left = replace(PADDED, lengths=(3, 2))
     assert step().capture(left).lengths == (3, 2)
     assert step().capture(

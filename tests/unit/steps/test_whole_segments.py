@@ -41,13 +41,13 @@ def test_every_token_is_on_one_rank_and_ranks_have_equally_many(lengths: list[in
     row = found.layout
     assert row.lengths == tuple(lengths) and row.total % size == 0
     every = torch.cat([found.index(rank) for rank in range(size)])
-    assert torch.equal(every.sort().values, torch.arange(row.total))
-    assert torch.equal(every[found.restore_index()], torch.arange(row.total))
+    torch.testing.assert_close(every.sort().values, torch.arange(row.total), rtol=0, atol=0)
+    torch.testing.assert_close(every[found.restore_index()], torch.arange(row.total), rtol=0, atol=0)
     for rank in range(size):
         index, local = found.index(rank), found.local(rank)
         assert len(index) == local.total == row.total // size
-        assert torch.equal(row.positions[0, index], local.positions[0])
-        assert torch.equal(row.padding_mask[0, index], local.padding_mask[0])
+        torch.testing.assert_close(row.positions[0, index], local.positions[0], rtol=0, atol=0)
+        torch.testing.assert_close(row.padding_mask[0, index], local.padding_mask[0], rtol=0, atol=0)
         held = row.segment_ids[0, index]
         assert {found.rank_of[segment] for segment in set(held[held >= 0].tolist())} == {rank}
     work = [sum(n for n, r in zip(lengths, found.rank_of, strict=True) if r == rank) for rank in range(size)]

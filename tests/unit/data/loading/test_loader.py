@@ -141,7 +141,7 @@ def test_packed_batch_has_each_sample_in_its_segment():
     assert batch.input_ids.shape == batch.labels.shape == (1, 20)
     assert (batch.input_ids[layout.padding_mask] == 9).all()
     assert (batch.labels[layout.padding_mask] == IGNORE).all()
-    assert torch.equal(batch.input_ids[0, 8:11], samples[1].input_ids)
+    torch.testing.assert_close(batch.input_ids[0, 8:11], samples[1].input_ids, rtol=0, atol=0)
     assert batch.media["pixels"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
     assert (batch.lengths, batch.real_tokens, batch.total) == ((5, 3, 6), 14, 20)
     assert (batch.attention_mask, batch.layout) == (None, layout)
@@ -241,8 +241,8 @@ def test_truncate_text_cuts_behind_the_media(media):
     source = make_source([10], media=media, budget=8, overlong="truncate_text")
     whole = FakeProcessor().encode(source.rows[0], video_fps=2, max_frames=2)
     sample = source.sample(0)
-    assert torch.equal(sample.input_ids, whole.input_ids[:8])
-    assert torch.equal(sample.labels, whole.labels[:8])
+    torch.testing.assert_close(sample.input_ids, whole.input_ids[:8], rtol=0, atol=0)
+    torch.testing.assert_close(sample.labels, whole.labels[:8], rtol=0, atol=0)
     assert sample.num_labels > 0
 
 

@@ -50,7 +50,8 @@ def test_media_are_those_of_this_process(workers: Workers, media: Path, begun: b
             assert workers.image(image, row).tobytes() == HERE.image(image, row).tobytes()
         for video in row.videos:
             found, wanted = workers.video(video, row, 2.0, 16), HERE.video(video, row, 2.0, 16)
-            assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
+            torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0)
+            assert found[1] == wanted[1]
         for sound in row.audios:
             assert np.array_equal(workers.audio(sound, row), HERE.audio(sound, row))
     assert workers.started == (2 if begun else 1)
@@ -178,9 +179,9 @@ def test_a_source_with_workers_gives_the_same_samples(processor, media: Path) ->
     for index in range(len(plain)):
         wanted, found = plain.sample(index), other.sample(index)
         assert wanted is not None and found is not None
-        assert torch.equal(found.input_ids, wanted.input_ids)
+        torch.testing.assert_close(found.input_ids, wanted.input_ids, rtol=0, atol=0)
         for name, tensor in wanted.media.items():
-            assert torch.equal(found.media[name], tensor), name
+            torch.testing.assert_close(found.media[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
     assert workers.started == 2
     workers.close()
 

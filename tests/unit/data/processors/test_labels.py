@@ -122,7 +122,7 @@ def encode(processor: Processor, row: Row, **options: Any) -> Sample:
 
 def spoken(processor: Processor, sample: Sample) -> str:
     labelled = sample.labels != IGNORE
-    assert torch.equal(sample.labels[labelled], sample.input_ids[labelled])
+    torch.testing.assert_close(sample.labels[labelled], sample.input_ids[labelled], rtol=0, atol=0)
     return processor.tokenizer.decode(sample.labels[labelled], clean_up_tokenization_spaces=False)
 
 
@@ -351,7 +351,7 @@ def test_a_plain_text_is_learnt_whole(family: tuple[Processor, Callable[[str], s
     sample = encode(processor, Row((), text="Once upon a time.", kind="text", weight=0.5))
     ids = processor.tokenizer("Once upon a time.")["input_ids"]
     assert sample.input_ids.tolist() == [*ids, processor.tokenizer.eos_token_id]
-    assert torch.equal(sample.labels, sample.input_ids)
+    torch.testing.assert_close(sample.labels, sample.input_ids, rtol=0, atol=0)
     assert sample.weights is not None and sample.weights.tolist() == [0.5] * sample.length
     with pytest.raises(RowError, match=r"text contains '<\|im_end\|>'"):
         encode(processor, Row((), text="a <|im_end|>"))
@@ -368,7 +368,7 @@ def test_weights_of_row_and_messages(family: tuple[Processor, Callable[[str], st
     assert spoken(processor, sample) == writes("one") + END
     assert sample.weights is not None
     assert set(sample.weights.tolist()) == {0.0, 2.0}
-    assert torch.equal(sample.weights > 0, sample.labels != IGNORE)
+    torch.testing.assert_close(sample.weights > 0, sample.labels != IGNORE, rtol=0, atol=0)
     assert sample.label_weight == 2.0 * sample.num_labels
     plain = encode(processor, Row(turns))
     assert plain.weights is None and plain.label_weight == plain.num_labels

@@ -45,14 +45,14 @@ def test_tokens_and_tiles_are_those_of_the_hf_call(
     text = f"<|im_start|>user\n{marks}Read.<|im_end|>\n<|im_start|>assistant\n1 2<|im_end|>\n"
     several = processor.config.has_video  # OneVision's processor wants to know which images are one sample's
     wanted = processor.hf(text=text, images=[images] if several else images, return_tensors="pt")
-    assert torch.equal(sample.input_ids, wanted["input_ids"][0])
+    torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
     pixels = wanted["pixel_values"] if processor.config.lines else wanted["pixel_values"][:, None]
     counts = sample.media["image_tiles"][:, 2].tolist()
     real = torch.cat([tiles[:count] for tiles, count in zip(pixels, counts, strict=True)])
-    assert torch.equal(sample.media["pixel_values"], real)
+    torch.testing.assert_close(sample.media["pixel_values"], real, rtol=0, atol=0)
     assert not any(tiles[count:].any() for tiles, count in zip(pixels, counts, strict=True))
     if processor.config.lines:
-        assert torch.equal(sample.media["image_tiles"][:, :2], wanted["image_sizes"])
+        torch.testing.assert_close(sample.media["image_tiles"][:, :2], wanted["image_sizes"], rtol=0, atol=0)
     assert processor.tokenizer.decode(sample.labels[sample.labels != IGNORE]) == "1 2<|im_end|>"
 
 
@@ -77,7 +77,7 @@ def test_saved_processor_loads_and_gives_the_same(processor: LlavaProcessor, tmp
     row = pictures(tmp_path, "wide", "small")
     processor.save(tmp_path / "saved")
     again = build_processor(processor.config.hf, str(tmp_path / "saved"))
-    assert torch.equal(encode(again, row).input_ids, encode(processor, row).input_ids)
+    torch.testing.assert_close(encode(again, row).input_ids, encode(processor, row).input_ids, rtol=0, atol=0)
 
 
 def test_an_older_folder_gets_what_it_leaves_out(processor: LlavaProcessor, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_older_folder_gets_what_it_leaves_out(processor: LlavaProcessor, tmp_
         settings.pop(key, None)
     file.write_text(json.dumps(settings))
     again = build_processor(processor.config.hf, str(tmp_path / "saved"))
-    assert torch.equal(encode(again, row).input_ids, encode(processor, row).input_ids)
+    torch.testing.assert_close(encode(again, row).input_ids, encode(processor, row).input_ids, rtol=0, atol=0)
 
 
 def test_processors_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ KINDS = ["text", "turns", "image", "multi_image", "audio", "video", "audio_in_vi
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_media_are_those_of_the_hf_call(processor, rows, kind):
     sample, wanted = encode(processor, rows[kind]), direct_call(processor.hf, rows[kind])
-    assert torch.equal(sample.input_ids, wanted["input_ids"][0])
+    torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
     names = {
         "pixel_values",
         "image_grid_thw",
@@ -67,14 +67,14 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor, rows, kind):
         assert sample.media["feature_lens"].tolist() == mask.sum(-1).tolist()
         # the order that transformers gives its audio tower: Qwen3OmniMoe...get_audio_features
         packed = wanted["input_features"].permute(0, 2, 1)[mask]
-        assert torch.equal(sample.media["input_features"], packed)
+        torch.testing.assert_close(sample.media["input_features"], packed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_the_answers_and_their_ends(processor, rows, kind):
     sample = encode(processor, rows[kind])
     labelled = sample.labels != IGNORE
-    assert torch.equal(sample.labels[labelled], sample.input_ids[labelled])
+    torch.testing.assert_close(sample.labels[labelled], sample.input_ids[labelled], rtol=0, atol=0)
     answers = [content for role, content in rows[kind].messages if role == "assistant"]
     text = processor.tokenizer.decode(sample.labels[labelled])
     assert text == "".join(f"{answer}<|im_end|>" for answer in answers)
@@ -118,9 +118,11 @@ def test_videos_thinned_to_different_rates_keep_their_own(processor, media, make
     assert got["video_second_per_grid"].tolist() == [2.0, 1.0]
     for number, name in enumerate(row.videos):
         alone = replace(row, messages=(("user", "<video>"), ("assistant", "1")), videos=(name,))
-        assert torch.equal(
+        torch.testing.assert_close(
             encode(processor, alone, fps=2.0, max_frames=6).media["pixel_values_videos"],
             got["pixel_values_videos"].chunk(2)[number],
+            rtol=0,
+            atol=0,
         )
 
 
@@ -222,9 +224,12 @@ def test_saved_processor_loads_by_class_by_auto_and_by_us(processor, rows, tmp_p
     again = build_processor(arch, str(tmp_path))
     for kind in KINDS:
         one, two = encode(processor, rows[kind]), encode(again, rows[kind])
-        assert torch.equal(one.input_ids, two.input_ids), kind
-        assert torch.equal(one.labels, two.labels), kind
-        assert all(torch.equal(one.media[name], two.media[name]) for name in one.media), kind
+        torch.testing.assert_close(one.input_ids, two.input_ids, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
+        torch.testing.assert_close(one.labels, two.labels, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
+        for name in one.media:
+            torch.testing.assert_close(
+                one.media[name], two.media[name], rtol=0, atol=0, msg=f"{kind}: {{}}".format
+            )
 
 
 def test_a_folder_without_limits_for_videos_keeps_the_class_default(processor, rows, tmp_path, arch):

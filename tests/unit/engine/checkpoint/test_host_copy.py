@@ -142,8 +142,11 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     assert all(one.done() for one in under_way)
     copied.wait()
     found = torch.frombuffer(copied.view(), dtype=torch.bfloat16)[:384]
-    assert torch.equal(found, moment.read().bfloat16())
-    assert torch.equal(
-        torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5], torch.arange(5.0)
+    torch.testing.assert_close(found, moment.read().bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5],
+        torch.arange(5.0),
+        rtol=0,
+        atol=0,
     )
     assert held.on_host and plain.on_host and not Piece("g", (1,), (0,), (1,), like[:1]).on_host

@@ -48,16 +48,15 @@ def test_a_factory_is_asked_without_data() -> None:
     weight = torch.arange(24.0).view(3, 4, 2)
     pieces = list(whole(boxes(two_halves("w", weight)), weight))
     assert [(one.key, one.sizes) for one in pieces] == [("w_0", (3, 2, 2)), ("w_1", (3, 2, 2))]
-    assert torch.equal(torch.cat([one.data for one in pieces], dim=1), weight)
+    torch.testing.assert_close(torch.cat([one.data for one in pieces], dim=1), weight, rtol=0, atol=0)
     for start, end in ((0, 24), (3, 17), (5, 6), (7, 23)):
         wanted = {name: torch.full((3, 2, 2), -1.0) for name in ("w_0", "w_1")}
         for piece in flat(boxes(two_halves("w", weight)), (3, 4, 2), weight.view(-1)[start:end], start):
             place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
             wanted[piece.key][place] = piece.data
         found = torch.cat(list(wanted.values()), dim=1).flatten()
-        assert torch.equal(found[start:end], weight.flatten()[start:end]) and (found == -1).sum() == 24 - (
-            end - start
-        )
+        torch.testing.assert_close(found[start:end], weight.flatten()[start:end], rtol=0, atol=0)
+        assert (found == -1).sum() == 24 - (end - start)
 
 
 def test_a_factory_that_makes_no_views_is_refused() -> None:
@@ -113,7 +112,8 @@ def test_what_one_cut_writes_any_other_reads(
             key: [data.draw(st.integers(1, 3)) for _ in tensor.shape] for key, tensor in tensors.items()
         }
         fill([piece for key, tensor in back.items() for piece in grid(tensor, key, counts[key])], index)
-    assert all(torch.equal(back[key], tensor) for key, tensor in tensors.items())
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(back[key], tensor, rtol=0, atol=0)
 
 
 def test_values_are_converted_to_what_asks_for_them(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_values_are_converted_to_what_asks_for_them(tmp_path: Path) -> None:
     index = save(tmp_path, [list(whole(boxes(described("w", tensor)), tensor))])
     asked = torch.empty(5, 7, dtype=torch.bfloat16)
     fill(grid(asked, "w", [2, 3]), index)
-    assert torch.equal(asked, tensor.bfloat16())
+    torch.testing.assert_close(asked, tensor.bfloat16(), rtol=0, atol=0)
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
@@ -168,7 +168,8 @@ def test_a_read_takes_the_blocks_that_it_needs(
     wanted = torch.empty(16, 1024)
     parts = [Piece("w", (64, 1024), (24 + i, 0), (8, 1024), wanted[i : i + 8]) for i in (0, 8)]
     fill(parts, index, direct=direct)
-    assert torch.equal(wanted, tensor[24:40]) and sum(read) == wanted.nbytes
+    torch.testing.assert_close(wanted, tensor[24:40], rtol=0, atol=0)
+    assert sum(read) == wanted.nbytes
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -190,7 +191,7 @@ def test_every_changed_bit_that_is_read_is_found(
             assert raised.value.faults.keys() == {"rank0_0.bin"}
         else:
             fill([rows], index, direct=direct)
-            assert torch.equal(wanted, tensor[3:5])
+            torch.testing.assert_close(wanted, tensor[3:5], rtol=0, atol=0)
         if byte // 4096 in (8, 9):
             with pytest.raises(disk.Damaged, match="is damaged"):
                 index.object("one")
@@ -217,7 +218,8 @@ def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(
     monkeypatch.setattr(os, "preadv", refuse)
     wanted = torch.empty_like(tensor)
     fill(grid(wanted, "w", [1]), index, direct=True)
-    assert torch.equal(wanted, tensor) and calls == [0, 0, 4096]
+    torch.testing.assert_close(wanted, tensor, rtol=0, atol=0)
+    assert calls == [0, 0, 4096]
 
 
 def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
@@ -230,7 +232,8 @@ def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
     value = {"a": [1, (2, 3.5)], "t": torch.arange(3)}
     index = save(tmp_path / "folder", [[], []], [{"one": packed(value)}, {"two": packed(Trap())}])
     found = index.object("one")
-    assert found["a"] == value["a"] and torch.equal(found["t"], value["t"])
+    assert found["a"] == value["a"]
+    torch.testing.assert_close(found["t"], value["t"], rtol=0, atol=0)
     assert index.object("three") is None
     with pytest.raises(UserError, match="its object 'two' is refused"):
         index.object("two")

@@ -73,7 +73,9 @@ def test_rows_are_taken_with_all_that_is_theirs() -> None:
     assert taken.labels is not None
     assert taken.labels.tolist() == [[8, -100, -100, 11], [-100, 1, -100, 3]]
     assert taken.media["patches"].tolist() == [[3.0], [1.0], [1.0]]
-    assert torch.equal(torch.as_tensor(rows.temperatures([2, 0])), torch.tensor([3.0, 1.0]))
+    torch.testing.assert_close(
+        torch.as_tensor(rows.temperatures([2, 0])), torch.tensor([3.0, 1.0]), rtol=0, atol=0
+    )
     part = rows.part([2, 0], torch.device("cpu"))
     assert part["advantages"].tolist() == [2.0, 0.0] and part["names"] == ["c", "a"] and part["beta"] == 0.1
 

@@ -88,8 +88,9 @@ def test_memory_is_given_back_and_taken_again(engine: Any, state_bytes: int) -> 
     assert (again.model, again.optimizer, again.gradients) == (0, 0, 0)
     back = engine.to("cuda")
     assert (back.model, back.optimizer, back.gradients) == (moved.model, rest.optimizer, rest.gradients)
-    assert torch.equal(engine.logprobs(batch), before)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.hf_weights())
+    torch.testing.assert_close(engine.logprobs(batch), before, rtol=0, atol=0)
+    for name, tensor in engine.hf_weights():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0)
 
 
 def test_training_goes_on_as_if_nothing_had_been_moved(engine: Any) -> None:
@@ -109,7 +110,7 @@ def test_training_goes_on_as_if_nothing_had_been_moved(engine: Any) -> None:
     with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY)) as other:
         for _ in range(3):
             other.train_step(batch, likelihood)
-        assert torch.equal(other.logprobs(batch), found)
+        torch.testing.assert_close(other.logprobs(batch), found, rtol=0, atol=0)
 
 
 def test_what_an_engine_refuses(engine: Any) -> None:
@@ -156,7 +157,8 @@ def test_a_closed_engine_holds_no_memory(engine: Any) -> None:
     del parts, buffers, states, held
     engine.close()
     assert [one() for one in left if one() is not None] == []
-    assert all(torch.equal(tensor, copies[name]) for name, tensor in kept.items())
+    for name, tensor in kept.items():
+        torch.testing.assert_close(tensor, copies[name], rtol=0, atol=0)
 
 
 def test_answers_are_a_batch_to_learn_from(engine: Any) -> None:
@@ -192,11 +194,17 @@ def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
         assert not torch.allclose(other.logprobs(batch), wanted)
         assert other.load(tmp_path / "saved") == 5
         other.train_step(batch, likelihood)
-        assert torch.equal(other.logprobs(batch), wanted)
+        torch.testing.assert_close(other.logprobs(batch), wanted, rtol=0, atol=0)
         with pytest.raises(UserError, match="no checkpoint"):
             other.load(tmp_path)
         engine.close()
-        assert torch.equal(other.logprobs(batch), wanted), "groups last as long as any engine does"
+        torch.testing.assert_close(
+            other.logprobs(batch),
+            wanted,
+            rtol=0,
+            atol=0,
+            msg="groups last as long as any engine does: {}".format,
+        )
     assert not dist.is_initialized()
 
 
@@ -244,7 +252,8 @@ def test_gradients_of_no_token_change_nothing(engine: Any) -> None:
     engine.to("cpu", model=False, optimizer=False)
     engine.to("cuda")
     assert engine.update() == (0.0, False)
-    assert torch.equal(engine.logprobs(batch), before) and engine.learning_rate == rate
+    torch.testing.assert_close(engine.logprobs(batch), before, rtol=0, atol=0)
+    assert engine.learning_rate == rate
     engine.train_step(batch, likelihood, update=False)
     norm, applied = engine.update()
     assert norm > 0 and applied

@@ -34,7 +34,7 @@ def test_a_model_whose_weights_are_loaded_draws_none(name: str, tmp_path: Path) 
     assert not drew and drew_before
     for key, want in wanted.items():
         if torch.is_tensor(want):
-            assert torch.equal(found[key], want), key
+            torch.testing.assert_close(found[key], want, rtol=0, atol=0, msg=f"{key}: {{}}".format)
 
 
 def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was_drawn_before() -> None:
@@ -48,7 +48,8 @@ def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was
     linear = torch.nn.Linear(400, 300).weight.std()
     first, again, other = built(1), built(1), built(2)
     for x, same, apart in zip(first, again, other, strict=True):
-        assert torch.equal(x, same) and not torch.equal(x, apart)
+        torch.testing.assert_close(x, same, rtol=0, atol=0)
+        assert not torch.equal(x, apart)
     weight, bias, embedding = first
     assert weight.requires_grad and weight.std().item() == pytest.approx(linear.item(), rel=0.02)
     assert bias.std().item() == pytest.approx(0.5, rel=0.15)

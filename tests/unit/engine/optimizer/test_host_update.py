@@ -65,9 +65,11 @@ def test_updates_have_the_same_bits(
     assert all(found.on_host(one) for one, _ in pairs) == (share == 1.0)
     assert not any(wanted.on_host(other) for _, other in pairs)
     for one, other in pairs:
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
         for name, values in wanted.state[other].items():
-            assert torch.equal(found.state[one][name], values), name
+            torch.testing.assert_close(
+                found.state[one][name], values, rtol=0, atol=0, msg=f"{name}: {{}}".format
+            )
 
 
 def test_the_share_is_reached_from_below() -> None:
