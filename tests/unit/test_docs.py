@@ -276,18 +276,33 @@ def test_python_uses_names_that_are_there(page: Path) -> None:
 
 
 def test_the_readme_lists_the_families_as_they_are() -> None:
-    """Modalities, sizes and parallelism of its table, as `zoo list` prints them."""
+    """Modalities, smallest and largest size, and experts of its table; and the parallelism that it states for all."""
+    text = (REPO / "README.md").read_text()
     table = re.findall(
-        r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (.*?) \|$",
-        (REPO / "README.md").read_text(),
-        re.MULTILINE,
+        r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (yes|no) \|$", text, re.MULTILINE
     )
     assert {name for name, *_ in table} == {name for name in families() if (REPO / "models" / name).is_dir()}
-    for name, modalities, sizes, parallelism in table:
+    assert (
+        "Tests show tp, sp, pp, vpp, cp and dp for all of them, ep and etp for those with experts"
+        in " ".join(text.split())
+    )
+    for name, modalities, sizes, experts in table:
         family = families()[name]
         assert tuple(modalities.split(", ")) == family.modalities
-        assert set(sizes.split(", ")) == {path.stem for path in REPO.glob(f"recipes/sizes/{name}/*.yaml")}
-        assert tuple(parallelism.split()) == family.proved
+        published = {path.stem for path in REPO.glob(f"recipes/sizes/{name}/*.yaml")} - {"tiny"}
+        published = sorted((size for size in published if not size.startswith("tiny-")), key=parameters)
+        named = re.split(r" to |, ", sizes)
+        assert {parameters(size) for size in named} == {parameters(published[0]), parameters(published[-1])}
+        assert set(named) <= set(published)
+        assert set(family.proved) == {"tp", "sp", "pp", "vpp", "cp", "dp"} | (
+            {"ep", "etp"} if experts == "yes" else set()
+        )
+
+
+def parameters(size: str) -> float:
+    """Billions of parameters that a size's name says: 0.27 of 270m, 106 of 4.5-106b-a12b."""
+    number, unit = re.findall(r"(?:^|-)([\d.]+)([bm])(?:-|$)", size)[0]
+    return float(number) / (1000 if unit == "m" else 1)
 
 
 def test_python_of_the_readme_resolves() -> None:
