@@ -168,10 +168,10 @@ def _plan(
     for key in keys:
         if key in known.all:
             continue
-        medium, hint = _meaning(key, name, named)
         if strict:
-            others.append((key, "", _unknown(keys, key, name)))
-        elif hint:
+            return ((key, "", _unknown(keys, key, name)),), (), ()  # the first is refused, whatever follows
+        medium, hint = _meaning(key, name, named)
+        if hint:
             text = f"the row has the key {shown(repr(key))}, which zoo does not read of {name}; {hint}, or {_left_out(key)}."
             others.append((key, medium, text))
         if not hint or medium:
