@@ -1,10 +1,9 @@
-"""Time of reading what strangers have written: twice as much takes about twice as long, of whatever kind it is.
+"""Time of reading what strangers have written: large rows, files and settings of whatever kind are read or refused in seconds.
 
-Time of the process is measured, the least of several runs, at one size and at four times as much. Linear work takes 4 times as
-long, quadratic work 16 times; `MOST` lies between. A size is that of work of some milliseconds, or what a reader's bounds allow.
+Process time is measured, at sizes of which work that grows with their square takes minutes. A size that passes is no claim
+about speed: linear work stays below a tenth of the limit at most sizes, so that a busy machine passes too.
 """
 
-import gc
 import io
 import json
 import struct
@@ -38,9 +37,8 @@ from zoo.data.sources.rows import Box, Row, make_row
 from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
 
-MOST = 3.2**2  # times as long for four times as much
-TOO_SHORT = 0.002  # seconds: what takes less at the larger size says nothing, and harms nobody
-RUNS, ATTEMPTS = 2, 5
+LIMIT = 10.0  # seconds of the process
+LETTERS, ITEMS = 256_000, 32_000  # of one text; of what is made of several characters or objects
 TEXTS = [
     "<",
     " ",
@@ -60,29 +58,15 @@ TEXTS = [
 ]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """The least process time of some runs, without the garbage collector, which looks at all that other tests have left."""
-    best = float("inf")
-    gc.disable()
-    try:
-        for _ in range(RUNS):
-            begin = time.process_time()
-            with suppress(UserError, ValueError):
-                work()
-            best = min(best, time.process_time() - begin)
-    finally:
-        gc.enable()
-    return best
-
-
-def assert_linear(made: Callable[[int], Callable[[], object]], size: int) -> None:
-    """That the work made for four times the size takes about four times as long; a busy machine is asked again."""
-    works = [made(times * size) for times in (1, 4)]
-    for _ in range(ATTEMPTS):
-        few, many = map(seconds, works)
-        if many < max(MOST * few, TOO_SHORT):
-            return
-    pytest.fail(f"{few * 1e3:.1f} ms for {size}, {many * 1e3:.1f} ms for {4 * size}")
+def assert_soon(made: Callable[[int], Callable[[], object]], size: int) -> None:
+    """That the work made for a size is done within the limit; smaller sizes come first, so that bad ones end soon."""
+    for part in (16, 4, 1):
+        work = made(size // part)
+        begin = time.process_time()
+        with suppress(UserError, ValueError):
+            work()
+        took = time.process_time() - begin
+        assert took < LIMIT, f"{took:.1f} s for {size // part}"
 
 
 def say(content: Any, role: str = "user", **further: Any) -> dict[str, Any]:
@@ -138,7 +122,7 @@ def test_rows(name: str, tmp_path: Path) -> None:
 
         return read
 
-    assert_linear(made, 4000)
+    assert_soon(made, LETTERS if name.startswith("text of") else ITEMS)
 
 
 def lines_of(kind: str, n: int) -> bytes:
@@ -169,7 +153,7 @@ def test_files_of_rows(kind: str, tmp_path: Path) -> None:
         path.write_bytes(lines_of(kind, size))
         return lambda: [None for _ in numbered_items(path, path.name)]
 
-    assert_linear(made, 4000)
+    assert_soon(made, LETTERS)
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns"])
@@ -189,7 +173,7 @@ def test_parquet(kind: str, tmp_path: Path) -> None:
 
         return read
 
-    assert_linear(made, 4000 if kind == "rows" else 500)
+    assert_soon(made, ITEMS if kind == "rows" else 2000)
 
 
 @pytest.mark.parametrize("kind", ["samples", "members", "links"])
@@ -212,7 +196,7 @@ def test_tars(kind: str, tmp_path: Path) -> None:
 
         return read
 
-    assert_linear(made, 500)
+    assert_soon(made, 8000)
 
 
 def tools_row(n: int) -> Row:
@@ -295,7 +279,7 @@ PROCESSING: dict[str, Callable[[int], Callable[[], object]]] = {
 
 @pytest.mark.parametrize("name", PROCESSING)
 def test_what_a_processor_does_with_a_row(name: str) -> None:
-    assert_linear(PROCESSING[name], 4000)
+    assert_soon(PROCESSING[name], LETTERS if "'" in name else ITEMS)
 
 
 def settings_of(kind: str, n: int) -> Any:
@@ -330,7 +314,7 @@ def test_settings_of_a_model(kind: str, tmp_path: Path) -> None:
 
         return read
 
-    assert_linear(made, 4000)
+    assert_soon(made, ITEMS)
 
 
 @pytest.mark.parametrize("kind", ["tensors", "shape", "index"])
@@ -347,7 +331,7 @@ def test_headers(kind: str, tmp_path: Path) -> None:
         path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(count))
         return lambda: read_header(path)
 
-    assert_linear(made, 4000)
+    assert_soon(made, ITEMS)
 
 
 YAML: dict[str, Callable[[int], str]] = {
@@ -367,7 +351,7 @@ YAML: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("kind", YAML)
 def test_recipes(kind: str) -> None:
-    assert_linear(lambda size: partial(read_yaml, YAML[kind](size)), 1000)
+    assert_soon(lambda size: partial(read_yaml, YAML[kind](size)), ITEMS)
 
 
 def test_a_chat_of_plain_text_with_too_many_turns_is_refused() -> None:
