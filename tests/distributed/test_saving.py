@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support import rank_tasks
-from support.former_saves import write_sums
 from support.pool import Pool, PoolError
 
 from zoo.config.locate import checkpoints
@@ -304,125 +303,6 @@ def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: P
         with pytest.raises(PoolError, match=f"UserError: .*{message}"):
             go_on(pool, copied)
     assert not sprung.exists()
-
-
-@pytest.fixture(scope="module")
-def former(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A run's folder with a save of step 2 as earlier zoos wrote it, under a layout; not to be written to."""
-    root, done = tmp_path_factory.mktemp("former"), {}
-
-    def run(name: str) -> Path:
-        if name not in done:
-            done[name] = root / name.replace(" ", "_")
-            ranks, parallel = LAYOUTS[name]
-            overrides = [*COMMON, *parallel, f"run.dir={done[name]}"]
-            pool.run(ranks, rank_tasks.train_in_the_former_format, overrides, RECIPE, SIZE, timeout=300.0)
-        return done[name]
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("serial", "serial"), ("serial", "tp2 ep2 etp2"), ("ep2 dp4", "tp2 pp2"), ("pp2 vpp2", "cp2")],
-)
-def test_a_save_of_an_earlier_zoo_goes_on_under_any_layout(
-    saved: str,
-    loaded: str,
-    pool: Pool,
-    runs: Callable[[str], dict[str, Any]],
-    former: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    wanted = runs("serial")["steps"][2:]
-    checkpoint = former(saved) / "checkpoints" / "iter_2"
-    assert (checkpoint / ".metadata").exists() and not (checkpoint / "index.json").exists()
-    found = steps_under(pool, loaded, goes_on_from(checkpoint, tmp_path / "run"))
-    assert [step["step"] for step in found] == [3, 4]
-    for mine, want in zip(found, wanted, strict=True):
-        for key, bound in FOLLOWED.items():
-            assert abs(mine[key] - want[key]) / abs(want[key]) < bound, key
-    if saved == loaded:
-        assert [s["loss"] for s in found] == [s["loss"] for s in wanted]
-    assert (tmp_path / "run" / "checkpoints" / "iter_4" / "index.json").exists()
-
-
-def former_index(folder: Path, change: Callable[[Any], None]) -> None:
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    change(index)
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-
-
-def trap_former_index(folder: Path, trap: Trap) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(trap))
-
-
-def trap_in_former_index(folder: Path, trap: Trap) -> None:
-    """In the place of one value of a real index."""
-    former_index(folder, lambda index: setattr(index, "planner_data", trap))
-
-
-def trap_former(prefix: str) -> Callable[[Path, Trap], None]:
-    def change(folder: Path, trap: Trap) -> None:
-        """Add a pickle to a file of tensors, and have the index point to it."""
-
-        def point(index: Any) -> None:
-            entry = next(one for one in index.storage_data if one.fqn.startswith(prefix))
-            place = index.storage_data[entry]
-            path = folder / place.relative_path
-            place.offset, place.length = path.stat().st_size, len(trapped(trap))
-            with path.open("ab") as file:
-                file.write(trapped(trap))
-
-        former_index(folder, point)
-
-    return change
-
-
-def point_out_of_former(folder: Path, trap: Trap) -> None:
-    def point(index: Any) -> None:
-        for place in index.storage_data.values():
-            place.relative_path = f"../iter_1/{place.relative_path}"
-
-    former_index(folder, point)
-
-
-FORMER_TRAPS = {
-    "index": (trap_former_index, "it names posix.mkdir"),
-    "in the index": (trap_in_former_index, "it names posix.mkdir"),
-    "common state": (trap_former("common_state"), "can't be read: its object 'common_state.* is refused"),
-    "random state": (trap_former("random"), "can't be read: its object 'random.* is refused"),
-    "tensor": (
-        trap_former("decoder.final_layernorm.weight"),
-        "can't be read: its object 'decoder.* is refused",
-    ),
-    "out of the folder": (point_out_of_former, "it points out of the folder"),
-}
-
-
-@pytest.mark.parametrize("what", FORMER_TRAPS)
-def test_nothing_that_a_checkpoint_of_an_earlier_zoo_holds_is_run(
-    what: str, pool: Pool, former: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = goes_on_from(former("serial") / "checkpoints" / "iter_2", tmp_path / "run")
-    checkpoint, sprung = folder / "checkpoints" / "iter_2", tmp_path / "sprung"
-    change, message = FORMER_TRAPS[what]
-    change(checkpoint, Trap(sprung))
-    write_sums(checkpoint)
-    with pytest.raises(PoolError, match=f"UserError: .*{message}"):
-        steps_under(pool, "serial", folder, "train.steps=4")
-    assert not sprung.exists()
-
-
-def test_a_damaged_checkpoint_of_an_earlier_zoo_is_found(
-    former: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = goes_on_from(former("serial") / "checkpoints" / "iter_2", tmp_path / "run")
-    checkpoint = folder / "checkpoints" / "iter_2"
-    assert not integrity.faults(checkpoint)
-    path = next(checkpoint.glob("*.distcp"))
-    os.truncate(path, path.stat().st_size - 1)
-    assert [f"{path} is damaged" in fault for fault in integrity.faults(checkpoint)] == [True]
 
 
 def test_weights_alone_are_a_checkpoint_too(pool: Pool, tmp_path: Path) -> None:

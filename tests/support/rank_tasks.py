@@ -86,16 +86,6 @@ def order_of_the_start(
     return list(dict.fromkeys(found))
 
 
-def train_in_the_former_format(
-    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
-) -> dict[str, Any]:
-    """`train`, with saves as earlier zoos wrote them."""
-    from support.former_saves import former_format
-
-    with former_format():
-        return train(rank, size, overrides, recipe_name, model_size)
-
-
 def train_with_small_files(
     rank: int, size: int, overrides: Sequence[str], culprit: int, largest: int
 ) -> tuple[str, str | None, int]:

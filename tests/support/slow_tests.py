@@ -102,7 +102,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_save_that_gets_on_is_seen_to": 5,
         "test_one_that_hangs_shows_no_sign": 3,
     },
-    "unit/engine/megatron/test_compat.py": {"test_another_version_of_megatron_core_switches_no_shim_off": 0},
     "unit/engine/tools/test_verify.py": {
         "test_transformers_model_is_that_of_the_model_type": 4,
         "test_a_tied_head_that_differs_is_found": 0,

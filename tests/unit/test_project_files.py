@@ -61,7 +61,7 @@ def test_the_lowest_versions_are_the_lower_bounds() -> None:
         assert pinned == name and Version(version) in SpecifierSet(wanted)
 
 
-def test_megatron_core_is_held_to_the_minor_that_its_probes_know() -> None:
+def test_megatron_core_is_held_to_the_minor_that_its_shims_know() -> None:
     ranges = dict(map(requirement, PROJECT["dependencies"]))
     assert ranges["megatron-core"] == ">=0.19.2,<0.20"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.index import FormerIndex, Index
+from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.weight_gathering import settle_all
@@ -28,7 +28,6 @@ from zoo.nn.kernels import has_triton
 
 _STATE = "optimizer.state"
 _REST = "remainder"  # what completes bf16 weights to fp32
-_MAIN = "param"  # fp32 weights beside bf16 ones, as megatron-core writes them
 _AT_ONCE = 2**28  # bytes of state that are read before they are converted
 _SHARED_OUT = 2**20  # bytes of a frozen parameter that several ranks write
 
@@ -190,7 +189,7 @@ def objects_wanted(modules: Sequence[Any], world: World) -> list[tuple[Any, str,
     ]
 
 
-def load_optimizer(trainable: Trainable, world: World, index: Index | FormerIndex, step: int) -> None:
+def load_optimizer(trainable: Trainable, world: World, index: Index, step: int) -> None:
     """Fill the optimizer's state of this rank's ranges, in the formats that this run has; the weights are loaded by now.
 
     Masters come from what completes bf16 weights or from fp32 values, whichever the checkpoint has. Parameters that were
@@ -221,7 +220,7 @@ def spread_completed(trainable: Trainable) -> None:
     settle_all()
 
 
-def _fill(pieces: list[Piece], then: list[Callable[[], None]], index: Index | FormerIndex) -> None:
+def _fill(pieces: list[Piece], then: list[Callable[[], None]], index: Index) -> None:
     fill(pieces, index, direct=True)
     for action in then:
         action()
@@ -276,16 +275,12 @@ def _master_wanted(
     if found := pieces(_REST, rest):
         return found, None if half else lambda: mine.complete(rest)
     if not half:
-        return pieces(_MAIN, part), None
-    if not pieces(_MAIN, rest) and all(
-        there[piece.key].properties.dtype == part.dtype for piece in pieces("", part)
-    ):
+        return [], None
+    if all(there[piece.key].properties.dtype == part.dtype for piece in pieces("", part)):
         rest.zero_()  # all that it has of them are bf16 weights, which are loaded by now
         return [], None
     target = torch.zeros_like(part, dtype=torch.float32)  # padding is in no checkpoint
-    return pieces(_MAIN, target) or pieces("", target), lambda: mine.optimizer.set_scaled_state(
-        mine.part, MASTER, target
-    )
+    return pieces("", target), lambda: mine.optimizer.set_scaled_state(mine.part, MASTER, target)
 
 
 def _ranges(optimizer: Any) -> dict[Tensor, _Range]:

@@ -76,8 +76,7 @@ def _beginning(source: Place | None, here: World) -> Place | None:
 def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any) -> Path:
     """A run's checkpoint (adapters merged) as a Hugging Face folder, by this process alone; `options`: of `export_hf`.
 
-    Tensors go from file to file, a few at a time. Those of earlier zoos' checkpoints, and of reward models with adapters, go
-    through a model in memory.
+    Tensors go from file to file, a few at a time. Those of reward models with adapters go through a model in memory.
     """
     with _opened(run) as (assembly, recipe, here):
         about = partial(
@@ -126,12 +125,12 @@ def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
 
 @contextmanager
 def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors | None]:
-    """A run's tensors, read from its files; None of earlier zoos' checkpoints, and of reward models with adapters."""
+    """A run's tensors, read from its files; None of reward models with adapters."""
     origin = read_origin(run.folder)
-    if "lora" not in origin and isinstance(index := sharded.open_weights(run.folder), Index):
-        with _whole(index, run, assembly, recipe, here) as held:
+    if "lora" not in origin:
+        with _whole(sharded.open_weights(run.folder), run, assembly, recipe, here) as held:
             yield held
-    elif "lora" in origin and not is_reward_model(run):
+    elif not is_reward_model(run):
         yield _merged(run, assembly, sharded.with_adapters_of(recipe, origin), here)
     else:
         yield None

@@ -24,7 +24,7 @@ from zoo.engine.checkpoint.contents import (
 from zoo.engine.checkpoint.integrity import block_sums
 from zoo.engine.checkpoint.selection import refuse_faults, together
 from zoo.engine.checkpoint.snapshot import random_key, set_random_state
-from zoo.engine.checkpoint.storage.index import FormerIndex, Index, open_index
+from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters, settings_of
@@ -96,10 +96,10 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
 
 
 def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
-    index = open_index(checkpoint, block_sums(checkpoint))
+    index = Index(checkpoint, block_sums(checkpoint))
     state = read_state(checkpoint)
     with reading_back(checkpoint / STATE, "take another checkpoint"):
-        schedule = state.get("scheduler") or _common_state(index)["scheduler"]
+        schedule = state["scheduler"]
         updates = updates_of(state, schedule["num_steps"])
     modules = [chunk.module for chunk in trainable.chunks]
     fill(weights_wanted(modules, trainable.adapters, world), index, direct=world.size == 1)
@@ -118,25 +118,17 @@ def updates_of(state: Mapping[str, Any], scheduled: int) -> int:
     return int(state.get("updates", scheduled))
 
 
-def _common_state(index: Index | FormerIndex) -> dict[str, Any]:
-    """What megatron-core's checkpoints hold once for all ranks."""
-    state: dict[str, Any] | None = index.object("common_state/shard_0_1")
-    if state is None:
-        raise UserError(f"{index.folder} can't be read: it lacks the schedule; take another checkpoint")
-    return state
-
-
-def _load_objects(modules: Sequence[Any], index: Index | FormerIndex, world: World) -> None:
+def _load_objects(modules: Sequence[Any], index: Index, world: World) -> None:
     """What modules keep beside tensors, as far as the checkpoint has it."""
     for module, name, key in objects_wanted(modules, world):
         if (value := index.object(key)) is not None:
             module.load_state_dict({name: value}, strict=False)
 
 
-def open_weights(checkpoint: Path) -> Index | FormerIndex:
+def open_weights(checkpoint: Path) -> Index:
     """The tensors of a checkpoint whose files are there; each block is checked when it is read. Raises Damaged where some are not."""
     refuse_faults(checkpoint)
-    return open_index(checkpoint, block_sums(checkpoint))
+    return Index(checkpoint, block_sums(checkpoint))
 
 
 def load_weights(

@@ -93,7 +93,7 @@ def settings(recipe: Recipe, device: torch.device | None = None) -> Iterator[tor
     The caller's settings are back after the block. `device`: what an earlier block of this process got. Without it, a GPU is the
     one of LOCAL_RANK, or the caller's current one where torch.distributed is in use already.
     """
-    with untouched(), cpu_host.redirected() as on_cpu, compat.installed(checked=device is not None):
+    with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
         determinism.install(recipe, on_cpu)
         if device is not None:
             pass  # known from an earlier block

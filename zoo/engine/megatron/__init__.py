@@ -1,1 +1,1 @@
-"""Everything that touches the inside of megatron-core: shims, probes of its faults, running without a GPU, safe reading."""
+"""Everything that touches the inside of megatron-core: shims of its faults, running without a GPU."""

@@ -1,8 +1,7 @@
 """Faults of megatron-core that zoo meets: SHIMS fixes some, `zoo.engine.megatron.avoided` lists the others, whose code zoo does not call.
 
-A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone. Where a shim
-would harm without its fault, a probe asks megatron-core itself. Where the shim does not take, since megatron-core has
-changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
+A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone, and none does
+harm without its fault. Where one does not take, since megatron-core has changed around it, a warning is given.
 
 tests/unit/engine/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
 is gone. docs/megatron-faults.md names each in a table. zoo/engine/megatron/replacements.py has what is called in the place of faulty functions.
@@ -10,7 +9,6 @@ is gone. docs/megatron-faults.md names each in a table. zoo/engine/megatron/repl
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,52 +18,34 @@ from typing import Any
 
 import torch
 
-from zoo.engine.megatron import probes, replacements
+from zoo.engine.megatron import replacements
 from zoo.engine.megatron.avoided import Fault
-from zoo.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shim(Fault):
-    """A fault that `apply` fixes.
-
-    `works` says, at each start and after `apply`, whether megatron-core now does the right thing. `gone` says before it
-    whether it does so by itself; None where the shim does no harm then, and stays. `risk`: what a run without the shim
-    would risk, for the sentence that refuses it; None where it would only be slower, or fail by itself.
-    """
+    """A fault that `apply` fixes."""
 
     apply: Callable[[], None]
-    works: Callable[[], bool] = lambda: True
-    gone: Callable[[], bool] | None = None
-    risk: str | None = None
 
 
 _applied: set[str] = set()
-_gone: dict[str, bool] = {}  # what the probes said when they were last asked
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there
 
 
-def install(*, checked: bool = False) -> None:
-    """Apply the shims, once a process.
-
-    `checked`: an earlier call of this process has made the probes (some write files), whose answers still hold.
-
-    Raises UserError where one that data or safety hang on does not take with the installed megatron-core.
-    """
+def install() -> None:
+    """Apply the shims, once a process; one that does not take with the installed megatron-core is left out, with a warning."""
     for shim in SHIMS:
         if shim.name in _applied:
             continue
-        known = _gone.get(shim.name) if checked else None
-        gone = _gone[shim.name] = _answer(shim.gone) if known is None else known
-        if not gone:
-            try:
-                shim.apply()
-                fits = known is not None or shim.works()
-                why = "the fault is still there"
-            except Exception as error:
-                fits, why = False, f"{type(error).__name__}: {error}"
-            if not fits:
-                _refuse(shim, why)
+        try:
+            shim.apply()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            warnings.warn(
+                f"megatron-core {version('megatron-core')} does not take zoo's shim {shim.name} ({why}): {shim.fault}",
+                stacklevel=2,
+            )
         _applied.add(shim.name)
 
 
@@ -80,30 +60,12 @@ def _replace(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def _answer(probe: Callable[[], bool] | None) -> bool:
-    """What a probe answers; a probe that megatron-core does not fit any more answers nothing."""
-    if probe is None:
-        return False
-    try:
-        return probe()
-    except Exception:
-        return False
-
-
-def _refuse(shim: Shim, why: str) -> None:
-    found, why = version("megatron-core"), why.partition("\n")[0][:300]
-    problem = f"megatron-core {found} does not take zoo's shim {shim.name} ({why})"
-    if shim.risk is not None:
-        raise UserError(f"{problem}: {shim.risk}; install megatron-core {shim.last_broken}")
-    warnings.warn(f"{problem}: {shim.fault}", stacklevel=3)
-
-
 @contextmanager
-def installed(*, checked: bool = False) -> Iterator[None]:
+def installed() -> Iterator[None]:
     """:func:`install` for a block. What was applied before it stays so."""
     before, mark = set(_applied), len(_replaced)
     try:
-        install(checked=checked)
+        install()
         yield
     finally:
         while len(_replaced) > mark:
@@ -112,66 +74,12 @@ def installed(*, checked: bool = False) -> Iterator[None]:
         _applied.intersection_update(before)
 
 
-def _save_without_a_manager() -> None:
-    import queue
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    _replace(filesystem_async, _results_queue=queue.Queue())
-
-
-def _has_its_queue() -> bool:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    return filesystem_async.get_write_results_queue() is filesystem_async._results_queue
-
-
-def _load_without_pickles() -> None:
-    from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-
-    from zoo.engine.megatron import safe_reading
-
-    _replace(
-        serialization,
-        _get_filesystem_reader=safe_reading.reader,
-        load_common_state_dict=safe_reading.common_state,
-    )
-    _replace(
-        torch_dist, _get_filesystem_reader=safe_reading.reader, MCoreLoadPlanner=safe_reading.SafePlanner
-    )
-
-
-def _nothing_runs() -> bool:
-    return not probes.pickles_that_ran()
-
-
 def _build_gated_delta_net_without_fla() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     _replace(common, HAVE_FLA=True)
     rule = gdn.chunk_gated_delta_rule or gdn.torch_chunk_gated_delta_rule
     _replace(gdn, chunk_gated_delta_rule=rule)
-
-
-def _save_every_bucket_from_its_start() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    optimizer: Any = DistributedOptimizer
-    original = optimizer.sharded_param_state_fully_reshardable
-
-    @functools.wraps(original)
-    def sharded(self: Any, *arguments: Any, **options: Any) -> Any:
-        whole = [buffer.param_index_map for buffer in self.buffers]
-        try:
-            for buffer in self.buffers:
-                buffer.param_index_map = replacements.ranges_without_padding(buffer)
-            return original(self, *arguments, **options)
-        finally:
-            for buffer, ranges in zip(self.buffers, whole, strict=True):
-                buffer.param_index_map = ranges
-
-    _replace(optimizer, sharded_param_state_fully_reshardable=sharded)
 
 
 def _clip_in_few_kernels() -> None:
@@ -210,38 +118,11 @@ def _multiply_frozen_weights_once() -> None:
 
 SHIMS = (
     Shim(
-        name="save-without-a-manager",
-        fault="a save in this process's own threads starts a spawned manager process for its results: half a GiB "
-        "a rank, and EOFError in a script without `if __name__ == '__main__':`, which the process imports again",
-        last_broken="0.19.2",
-        apply=_save_without_a_manager,
-        works=_has_its_queue,
-    ),
-    Shim(
-        name="checkpoints-run-pickles",
-        fault="loading a checkpoint unpickles whatever its index, its common state and its objects hold, so a file can "
-        "run anything",
-        last_broken="0.19.2",
-        apply=_load_without_pickles,
-        works=_nothing_runs,
-        risk="a checkpoint's file could run anything",
-    ),
-    Shim(
         name="gated-delta-net-needs-fla",
         fault="GatedDeltaNet cannot be built without flash-linear-attention, not even by a subclass whose forward "
         "does not use it",
         last_broken="0.19.2",
         apply=_build_gated_delta_net_without_fla,
-    ),
-    Shim(
-        name="optimizer-state-shifted-by-padding",
-        fault="a fully reshardable save joins a buffer's buckets without the padding that ends them and cuts "
-        "parameters out of it by offsets that count it: from the second bucket on, moments and fp32 weights are shifted",
-        last_broken="0.19.2",
-        apply=_save_every_bucket_from_its_start,
-        works=probes.moments_are_saved_whole,
-        gone=probes.moments_are_saved_whole,
-        risk="checkpoints would hold other moments and weights than the run's",
     ),
     Shim(
         name="norms-one-by-one",

@@ -31,18 +31,6 @@ def set_aux_scale(scale: Tensor) -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
-def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """`param_index_map` of a buffer whose buckets follow one another without the padding that ends each."""
-    removed, moves = 0, []  # by bucket: elements of padding before it
-    for bucket in buffer.buckets:
-        moves.append(removed)
-        removed += bucket.grad_data.numel() - bucket.numel_unpadded
-    return {
-        parameter: (start - moves[bucket], end - moves[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }
-
-
 def in_two_dimensions(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`linear_with_frozen_weight` with its input (T, ..., in) given as (N, in), which PyTorch multiplies in one product."""
 

@@ -1,12 +1,6 @@
 """Every fault that a shim fixes is there without the shim and gone with it; a test fails once megatron-core has fixed the fault itself."""
 
-import contextlib
-import importlib.util
 import inspect
-import io
-import os
-import pickle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +10,6 @@ from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, sh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.megatron import compat, replacements
-from zoo.errors import UserError
-
-
-def test_save_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    asked: list[str] = []
-    context = SimpleNamespace(Manager=lambda: SimpleNamespace(Queue=lambda: asked.append("manager")))
-    monkeypatch.setattr(filesystem_async.mp, "get_context", lambda mode: context)
-    monkeypatch.setattr(filesystem_async, "_results_queue", None)
-    filesystem_async.get_write_results_queue()
-    if not asked:
-        remove_me("save-without-a-manager")
-    asked.clear()
-    shim("save-without-a-manager").apply()
-    filesystem_async.get_write_results_queue()
-    assert not asked
 
 
 def test_one_sum_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,91 +106,6 @@ def test_aux_scale_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         step_outside_then_inside_of_a_schedule()
     shim("aux-scale-has-one-shape").apply()
     step_outside_then_inside_of_a_schedule()
-
-
-def saved_weights() -> dict[str, list[float]]:
-    """fp32 weights as a save cuts them: two parameters, each in a bucket that is padded to eight elements."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    parameters = {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([4.0, 5.0])}
-    first, second = parameters.values()
-    buckets = [SimpleNamespace(grad_data=torch.zeros(8), numel_unpadded=len(p)) for p in (first, second)]
-    ranges = {first: (0, 3, 0), second: (8, 10, 1)}
-    buffer = SimpleNamespace(param_index_map=ranges, buckets=buckets, numel_unpadded=5)
-    together = {"param": torch.cat([first, second]), "numel_unpadded": 5}
-    optimizer = SimpleNamespace(
-        buffers=[buffer],
-        gbuf_ranges=[{torch.float32: [{}, {}]}],
-        get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: together}},
-    )
-    described = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in parameters.items()}
-    saved = DistributedOptimizer.sharded_param_state_fully_reshardable(optimizer, described, False, {})
-    assert buffer.param_index_map is ranges
-    return {state["param"].key: state["param"].data.tolist() for state in saved.values()}
-
-
-def test_optimizer_state_shifted_by_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    name = "sharded_param_state_fully_reshardable"
-    original = inspect.unwrap(getattr(DistributedOptimizer, name))
-    monkeypatch.setattr(DistributedOptimizer, name, original)
-    wanted = {"optimizer.state.param.a": [1.0, 2.0, 3.0], "optimizer.state.param.b": [4.0, 5.0]}
-    if saved_weights() == wanted:
-        remove_me("optimizer-state-shifted-by-padding")
-    shim("optimizer-state-shifted-by-padding").apply()
-    assert saved_weights() == wanted
-
-
-class Trap:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.makedirs, (self.path, 0o777, True)
-
-
-def read_index_and_object(torch_dist: Any, folder: Path) -> None:
-    """What megatron-core does with the index of a checkpoint, and with an object in it."""
-    for reading in (
-        lambda: torch_dist._get_filesystem_reader(folder).read_metadata(),
-        lambda: load_object(torch_dist, folder),
-    ):
-        with contextlib.suppress(
-            AttributeError, UserError
-        ):  # what it makes of a folder in the place of an index
-            reading()
-
-
-def load_object(torch_dist: Any, folder: Path) -> None:
-    planner = torch_dist.MCoreLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.state_dict = {}
-    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="object"))
-    planner.load_bytes(item, io.BytesIO((folder / "object").read_bytes()))
-
-
-def test_checkpoints_run_pickles(tmp_path: Path) -> None:
-    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-
-    sprung = [tmp_path / "by the index", tmp_path / "by the object"]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(sprung[0])))
-    torch.save([Trap(sprung[1])], tmp_path / "object")
-    assert torch_dist.__file__ is not None
-    spec = importlib.util.spec_from_file_location(f"{torch_dist.__name__}_anew", torch_dist.__file__)
-    assert spec is not None and spec.loader is not None
-    unfixed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(unfixed)
-    read_index_and_object(unfixed, tmp_path)
-    if not all(path.is_dir() for path in sprung):
-        remove_me("checkpoints-run-pickles")
-    for path in sprung:
-        path.rmdir()
-    shim("checkpoints-run-pickles").apply()
-    read_index_and_object(torch_dist, tmp_path)
-    assert not any(path.exists() for path in sprung)
 
 
 def gated_delta_net() -> Any:

@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint: `index.json`, which any rank reads, and the index of earlier zoos, megatron-core's `.metadata`.
+"""What lies where in a checkpoint: `index.json`, which any rank reads.
 
 The bytes of each rank form one sequence, cut into files at arbitrary places. `index.json`:
 
@@ -7,8 +7,8 @@ The bytes of each rank form one sequence, cut into files at arbitrary places. `i
     tensors  key -> {dtype, shape, pieces: [[rank, byte, offsets, sizes], ...]}, each piece row-major
     objects  key -> [rank, byte, bytes]: what torch.save has made of plain values and tensors
 
-Both indices give the tensors as torch.distributed.checkpoint's metadata, whose planning finds the pieces that a rectangle
-needs. Nothing that they hold is run, and they can't point out of their folder.
+It gives the tensors as torch.distributed.checkpoint's metadata, whose planning finds the pieces that a rectangle needs.
+Nothing that it holds is run, and it can't point out of its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from zoo.engine.checkpoint.storage.disk import SUMMED, Files
 from zoo.engine.checkpoint.storage.pieces import Shape
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # importing it takes time and memory that a start has other u
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 INDEX = "index.json"
-FORMER = ".metadata"
 _FORMAT, _VERSION = "zoo sharded tensors", 1
 _MOST = 2**31  # bytes of an index
 
@@ -198,56 +196,6 @@ class Block:
     number: int
     at: int  # byte of the rank's sequence
     size: int
-
-
-class FormerIndex:
-    """megatron-core's torch_dist index, which earlier versions of zoo wrote; `tensors` by key, and their pieces."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError where it is not the index of a checkpoint, or would run something."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        from zoo.engine.megatron.safe_reading import SafeReader
-
-        self.folder = folder
-        metadata: Any = SafeReader(str(folder)).read_metadata()
-        found = metadata.state_dict_metadata.items()
-        self.tensors = {key: one for key, one in found if isinstance(one, TensorStorageMetadata)}
-        self._places: Mapping[Any, Any] = metadata.storage_data
-
-    def object(self, key: str) -> Any:
-        """An object of plain values and tensors, None where there is none; UserError where it would run something."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
-        place = self._places.get(MetadataIndex(key))
-        if place is None:
-            return None
-        (value,) = _plain(self.folder, key, self._bytes(place))  # in a list, as megatron-core saves it
-        return value
-
-    def piece(self, item: Any) -> Tensor:
-        """The whole piece that a planned read takes a part of."""
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
-        key, number = item.storage_index.fqn, item.storage_index.index
-        chunk = self.tensors[key].chunks[number]
-        found = _plain(self.folder, key, self._bytes(self._places[MetadataIndex(key, chunk.offsets)]))
-        if not isinstance(found, Tensor) or found.numel() != math.prod(chunk.sizes):
-            raise UserError(
-                f"{self.folder} can't be read: {key} is no tensor of its index; take another checkpoint"
-            )
-        return found.reshape(chunk.sizes)
-
-    def _bytes(self, place: Any) -> bytes:
-        buffer = bytearray(place.length)
-        with Files(self.folder) as files:
-            files.read(place.relative_path, place.offset, buffer)
-        return bytes(buffer)
-
-
-def open_index(folder: Path, sums: Mapping[str, Sequence[str]] | None = None) -> Index | FormerIndex:
-    """The index of a checkpoint, of today (whose files have `sums`) or of an earlier zoo."""
-    return FormerIndex(folder) if (folder / FORMER).exists() else Index(folder, sums)
 
 
 def _plain(folder: Path, key: str, content: bytes) -> Any:

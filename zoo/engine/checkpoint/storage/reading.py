@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from zoo.engine.checkpoint.storage.disk import READERS, SUMMED
-from zoo.engine.checkpoint.storage.index import Block, FormerIndex, Index
+from zoo.engine.checkpoint.storage.index import Block, Index
 from zoo.engine.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
 from zoo.engine.report import terminal
 from zoo.errors import UserError, part_of
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[Piece], index: Index | FormerIndex, *, direct: bool = False) -> None:
+def fill(pieces: Sequence[Piece], index: Index, *, direct: bool = False) -> None:
     """Put what the checkpoint holds into the pieces' tensors, converted to their dtypes.
 
     `direct`: past the page cache, for what no other rank reads.
@@ -41,13 +41,10 @@ def fill(pieces: Sequence[Piece], index: Index | FormerIndex, *, direct: bool = 
     planned = [pair for key, wanted in by_key.items() for pair in _planned(key, wanted, index)]
     devices = {piece.data.device for piece in pieces}  # some state of an optimizer may be on the host
     device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
-    if isinstance(index, FormerIndex):
-        _fill_former(planned, index, device)
-    else:
-        _fill(planned, index, device, direct=direct)
+    _fill(planned, index, device, direct=direct)
 
 
-def check_shapes(pieces: Iterable[Piece], index: Index | FormerIndex) -> None:
+def check_shapes(pieces: Iterable[Piece], index: Index) -> None:
     """UserError where a checkpoint lacks a tensor, or has it in another shape."""
     asked = {piece.key: piece.shape for piece in pieces}
     there = {key: tuple(entry.size) for key, entry in index.tensors.items()}
@@ -62,7 +59,7 @@ def check_shapes(pieces: Iterable[Piece], index: Index | FormerIndex) -> None:
         )
 
 
-def _planned(key: str, wanted: Sequence[Piece], index: Index | FormerIndex) -> list[tuple[Any, Tensor]]:
+def _planned(key: str, wanted: Sequence[Piece], index: Index) -> list[tuple[Any, Tensor]]:
     """torch.distributed.checkpoint's plan: which part of which stored piece goes to which part of a wanted one."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -141,21 +138,6 @@ def _copies(item: Any, target: Tensor, index: Index) -> Iterator[tuple[int, Bloc
                 to = [d + a - o for d, a, o in zip(item.dest_offsets, first, offsets, strict=True)]
                 part = _part(target, to, common)
                 yield place.rank, block, _Copy(place.dtype, byte // size, common, strides, part)
-
-
-def _fill_former(planned: Sequence[tuple[Any, Tensor]], index: FormerIndex, device: torch.device) -> None:
-    """By stored pieces, each read once and whole."""
-    by_piece: dict[Any, list[tuple[Any, Tensor]]] = {}
-    for item, target in planned:
-        by_piece.setdefault((item.storage_index.fqn, item.storage_index.index), []).append((item, target))
-
-    def one(pairs: list[tuple[Any, Tensor]]) -> None:
-        stored = index.piece(pairs[0][0])
-        for item, target in pairs:
-            taken = _part(stored, item.storage_offsets, item.lengths)
-            _part(target, item.dest_offsets, item.lengths).copy_(taken)
-
-    _on_threads(one, list(by_piece.values()), device)
 
 
 def _on_threads[T](
