@@ -29,7 +29,7 @@ from zoo.errors import printable
 from zoo.records import Check, are_texts, is_text, is_texts_by_name, read_record
 
 CARRIED = "carried."
-FORMAT = 2  # 1 had no sums
+FORMAT = 2
 
 
 def _are_dtypes(value: Any) -> bool:
@@ -48,7 +48,7 @@ def read_about(folder: str | Path) -> dict[str, Any]:
     about = read_record(
         path, _ABOUT, hint="take another copy, or convert the source again", error=CheckpointError
     )
-    if about.get("format") not in (1, FORMAT):
+    if about.get("format") != FORMAT:
         seen = printable(repr(about.get("format")), 100)
         raise CheckpointError(f"{path}: format {seen}, wanted {FORMAT}; was it written by another zoo?")
     return about
@@ -60,7 +60,7 @@ def layouts_of(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def read_layouts(folder: str | Path) -> Mapping[str, str]:
-    """`layouts_of` the weights in a folder; none of those that an earlier zoo wrote. CheckpointError for what is no such record."""
+    """`layouts_of` the weights in a folder. CheckpointError for what is no such record."""
     layouts: Mapping[str, str] = read_about(folder).get("layouts", {})
     return layouts
 
@@ -83,16 +83,12 @@ def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
 
 def check_sums(folder: Path, comm: Comm) -> None:
     """Hold weights against the sums that were written with them, each rank its share; CheckpointError where they differ."""
-    check(folder, comm, wanted=_has_sums(folder))
+    check(folder, comm)
 
 
 def sums_while_reading(folder: Path) -> SumCheck:
     """The same check, of files that this process reads anyway."""
-    return SumCheck(folder, wanted=_has_sums(folder))
-
-
-def _has_sums(folder: Path) -> bool:
-    return bool(read_about(folder)["format"] == FORMAT)
+    return SumCheck(folder)
 
 
 def native(bridge: Bridge) -> Bridge:

@@ -48,13 +48,13 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Keys of how gradients and AdamW's state are held, which may change and are reported, with what an earlier zoo's recipe meant.
-HELD: dict[str, Any] = {
-    "train.main_grads_dtype": "fp32",
-    "train.exp_avg_dtype": "fp32",
-    "train.exp_avg_sq_dtype": "fp32",
-    "train.optimizer_offload_fraction": 0.0,
-}
+# Keys of how gradients and AdamW's state are held, which may change and are reported.
+HELD = (
+    "train.main_grads_dtype",
+    "train.exp_avg_dtype",
+    "train.exp_avg_sq_dtype",
+    "train.optimizer_offload_fraction",
+)
 
 # Keys that decide what is trained, on what and how.
 FIXED: tuple[str, ...] = (
@@ -66,14 +66,6 @@ FIXED: tuple[str, ...] = (
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.keep_dropout", "lora.targets",
     "lora.parts", "lora.whole_parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
 )  # fmt: skip
-
-# What an earlier zoo's recipe meant by leaving out a key of FIXED.
-MEANT: dict[str, Any] = {
-    "train.optimizer": "adamw",
-    "lora.base_dtype": "model",
-    "lora.whole_parts": [],
-    "engine.fp8_recipe": "tensorwise",
-}
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
@@ -111,32 +103,30 @@ class Change:
         )
 
 
-def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> list[Change]:
+def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
     """The keys that may not change, or are of how state is held, and whose values differ from the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
-    have, as it is of an earlier zoo, is skipped.
+    have is skipped.
 
     Args:
-        saved: config.yaml of the checkpoint, as nested dicts.
-        rows_known: whether digests identify the rows of data.train and data.eval; else their paths have to be the same.
+        saved: config.yaml of the checkpoint, as nested dicts; {} where it is lost.
     """
     found: list[Change] = []
     now = asdict(recipe)
     for key in FIXED:
-        if key == "model.arch" or not (_has(saved, key) or (saved and key in MEANT)):
+        if key == "model.arch" or not _has(saved, key):
             continue
         if key == "engine.fp8_recipe" and not recipe.engine.fp8:
             continue
-        old, new = _value(saved, key) if _has(saved, key) else MEANT[key], _value(now, key)
+        old, new = _value(saved, key), _value(now, key)
         if key in ("data.train", "data.eval"):
-            found += _of_entries(key, old or [], new, rows_known)
+            found += _of_entries(key, old or [], new)
         elif not _same(key, old, new):
             planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
             found.append(Change(key, old, new, free=planned))
-    for key, before in HELD.items():
-        old, new = _value(saved, key) if _has(saved, key) else before, _value(now, key)
-        if old != new:
+    for key in HELD:
+        if _has(saved, key) and (old := _value(saved, key)) != (new := _value(now, key)):
             found.append(Change(key, old, new, free=True))
     return found
 
@@ -179,11 +169,11 @@ def _named(saved: str | None, recipe: Recipe) -> str:
     )
 
 
-def _of_entries(key: str, old: list[Any], new: list[Any], rows_known: bool) -> Iterator[Change]:
-    """Entries of data, without where their rows lie if it is known which rows they are."""
-    before, after = ([_plain(entry, key, rows_known) for entry in entries] for entries in (old, new))
+def _of_entries(key: str, old: list[Any], new: list[Any]) -> Iterator[Change]:
+    """Entries of data, without where their rows lie: which rows they are is known by their digests."""
+    before, after = ([_plain(entry, key) for entry in entries] for entries in (old, new))
     weighted = any("weight" in entry for entry in (*before, *after))
-    if len(after) < len(before) or (len(after) > len(before) and (weighted or not rows_known)):
+    if len(after) < len(before) or (len(after) > len(before) and weighted):
         yield Change(key, old, new)
         return
     for number, (one, other) in enumerate(zip(before, after, strict=False)):
@@ -192,10 +182,10 @@ def _of_entries(key: str, old: list[Any], new: list[Any], rows_known: bool) -> I
                 yield Change(f"{key}[{number}].{name}", one.get(name), other.get(name))
 
 
-def _plain(entry: Any, key: str, rows_known: bool) -> dict[str, Any]:
-    """What an entry says, defaults left out."""
+def _plain(entry: Any, key: str) -> dict[str, Any]:
+    """What an entry says but for its place, defaults left out."""
     default, given = parse_entry("", key), parse_entry(entry, key)
-    names = [name for name in vars(given) if name != "rows" and not (rows_known and name in _PLACES)]
+    names = [name for name in vars(given) if name != "rows" and name not in _PLACES]
     return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
 
 

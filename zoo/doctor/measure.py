@@ -80,7 +80,6 @@ class CheckResult:
             "right": self.right,
             "problem": self.problem,
             "fix": None if self.right else check.fix,
-            "mend": None if self.right else check.fix,  # the former name of "fix", for programs that read it
             "seconds": round(self.seconds, 3),
         }
 

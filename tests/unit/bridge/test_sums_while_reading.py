@@ -1,7 +1,5 @@
 """Sums that are worked out while files are read find what a check of whole files finds."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +85,7 @@ def message(action: Callable[[], Any]) -> str:
 
 
 def run(folder: Path, read: Read) -> None:
-    sums = SumCheck(folder, wanted=True)
+    sums = SumCheck(folder)
     with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
         read(reader)
     sums.finish()
@@ -138,11 +136,11 @@ def test_a_reader_that_goes_front_to_back_leaves_nothing_but_headers_to_read(
 def test_damage_is_named_as_a_check_of_whole_files_names_it(
     folder: Path, read: Read, at: int, which: list[int]
 ) -> None:
-    sums = SumCheck(folder, wanted=True)
+    sums = SumCheck(folder)
     reader = SafetensorsFolder(folder / "weights", on_read=sums.read)
     for number in which:
         flip(files(folder)[number], at)
-    wanted = message(lambda: check(folder, Comm(), wanted=True))
+    wanted = message(lambda: check(folder, Comm()))
     assert "is damaged: its checksum" in wanted and ("1 more" in wanted) == (len(which) > 1)
 
     def all_of_it() -> None:
@@ -156,7 +154,7 @@ def test_damage_is_named_as_a_check_of_whole_files_names_it(
 
 def test_a_damaged_file_is_named_when_its_last_byte_is_read(folder: Path) -> None:
     flip(files(folder)[1])
-    sums = SumCheck(folder, wanted=True)
+    sums = SumCheck(folder)
     with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
         for name in "abc":
             reader.read(name)
@@ -168,20 +166,20 @@ def test_a_record_that_cannot_be_used_is_refused_at_once(folder: Path, text: str
     if text == "md5":
         text = (folder / RECORD).read_text().replace(record.ALGORITHM, text)
     (folder / RECORD).write_text(text)
-    wanted = message(lambda: check(folder, Comm(), wanted=True))
-    assert message(lambda: SumCheck(folder, wanted=True)) == wanted
+    wanted = message(lambda: check(folder, Comm()))
+    assert message(lambda: SumCheck(folder)) == wanted
 
 
 def test_a_missing_file_is_named_at_once(folder: Path) -> None:
     files(folder)[2].unlink()
-    wanted = message(lambda: check(folder, Comm(), wanted=True))
+    wanted = message(lambda: check(folder, Comm()))
     assert wanted.startswith(f"{files(folder)[1].with_name('model-00003-of-00004.safetensors')} is missing")
-    assert message(lambda: SumCheck(folder, wanted=True)) == wanted
+    assert message(lambda: SumCheck(folder)) == wanted
 
 
 @pytest.mark.parametrize("change", ["removed", "cut", "made longer"])
 def test_a_file_that_changes_while_others_are_read(folder: Path, change: str) -> None:
-    sums = SumCheck(folder, wanted=True)
+    sums = SumCheck(folder)
     with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
         reader.read("a")
         last = files(folder)[-1]
@@ -192,19 +190,3 @@ def test_a_file_that_changes_while_others_are_read(folder: Path, change: str) ->
             last.write_bytes(data[:-1] if change == "cut" else data + b"x")
         expected = "is missing" if change == "removed" else "is damaged: its checksum"
         assert f"{last} {expected}" in message(sums.finish)
-
-
-def test_without_sums_nothing_is_held_against_them(folder: Path) -> None:
-    (folder / RECORD).unlink()
-    sums = SumCheck(folder, wanted=False)
-    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
-        in_pieces(reader)
-    sums.finish()
-
-
-def test_sha256_of_earlier_zoos_is_worked_out_too(folder: Path) -> None:
-    listed = {f"weights/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files(folder)}
-    (folder / RECORD).write_text(json.dumps({"zoo": "0", "files": listed}))
-    run(folder, in_pieces)
-    flip(files(folder)[-1])
-    assert "is damaged" in message(lambda: run(folder, in_pieces))

@@ -1,15 +1,14 @@
 """What zoo has written into a folder: `zoo_files.json` names its files, with the sums of weights in zoo's own format.
 
-The sums are XXH3 (128 bits), which finds damage at the rate of memory; folders of earlier zoos have SHA-256. By the record
+The sums are XXH3 (128 bits), which finds damage at the rate of memory. By the record
 a folder is known as zoo's before it is replaced, and damage is found before native weights are used: by `check`, which reads
 whole files, or by `SumCheck`, while somebody else reads them. Published formats have no sums there: they are somebody's to change.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ _FIELDS: dict[str, Check] = {
 }
 READERS = 8  # threads that hold files against their sums
 _PIECE = 2**22  # bytes of a file that are read at once
-_SUMS: dict[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha256": hashlib.sha256}
-_FORMER = "sha256"  # of records that name no algorithm
 
 
 def write_record(folder: Path, sums: Mapping[str, str]) -> None:
@@ -61,13 +58,13 @@ def foreign(folder: Path) -> str | None:
     return None
 
 
-def check(folder: Path, comm: Comm, *, wanted: bool) -> None:
-    """Hold the files of a folder that have sums against these, each rank its share; `wanted`: there must be sums.
+def check(folder: Path, comm: Comm) -> None:
+    """Hold the files of a folder that have sums against these, each rank its share.
 
     Raises CheckpointError, on all ranks, that names the damaged files.
     """
     ranks = len(comm.gather_objects(None))
-    files, fault = _summed_files(folder, wanted)
+    files, fault = _summed_files(folder)
     mine = [fault] if fault else _faults(files[comm.rank :: ranks])
     _refuse(fault for of_rank in comm.gather_objects(mine) for fault in of_rank)
 
@@ -80,9 +77,9 @@ class SumCheck:
     than the reader's piece. What is made of the bytes may be used only after `finish` has returned.
     """
 
-    def __init__(self, folder: Path, *, wanted: bool) -> None:
-        """Look for the files; `wanted`: there must be sums. CheckpointError for what shows before they are read."""
-        files, fault = _summed_files(folder, wanted)
+    def __init__(self, folder: Path) -> None:
+        """Look for the files. CheckpointError for what shows before they are read."""
+        files, fault = _summed_files(folder)
         _refuse([fault] if fault else [file.absent() for file in files])
         self._files, self._by_path = files, {file.path: file for file in files}
 
@@ -109,11 +106,11 @@ class SumCheck:
 class _SummedFile:
     """A file whose sum is known, and the sum of its bytes so far."""
 
-    def __init__(self, folder: Path, name: str, wanted: str, algorithm: str) -> None:
+    def __init__(self, folder: Path, name: str, wanted: str) -> None:
         self.path = folder / name
         outside = ".." in Path(name).parts or Path(name).is_absolute()
         self._outside = f"{folder / RECORD} leads out of the folder" if outside else None
-        self._wanted, self._sum = wanted, _SUMS[algorithm]()
+        self._wanted, self._sum = wanted, xxhash.xxh3_128()
         self._at = 0  # bytes in the sum
         self._size: int | None = None
 
@@ -168,18 +165,17 @@ def _pieces(path: Path, first: int, last: int | None) -> Iterator[memoryview]:
             first += got
 
 
-def _summed_files(folder: Path, wanted: bool) -> tuple[list[_SummedFile], str | None]:
+def _summed_files(folder: Path) -> tuple[list[_SummedFile], str | None]:
     """The files that have sums, by name, and what is wrong with the record."""
     listed = _read(folder)
     if listed is None:
-        return [], f"{folder / RECORD} is missing or can't be read" if wanted else None
+        return [], f"{folder / RECORD} is missing or can't be read"
     sums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
-    if wanted and not sums:
+    if not sums:
         return [], f"{folder / RECORD} has no sums"
-    if listed.algorithm not in _SUMS:
-        known = " or ".join(_SUMS)
-        return [], printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {known}", 400)
-    return [_SummedFile(folder, name, value, listed.algorithm) for name, value in sums], None
+    if listed.algorithm != ALGORITHM:
+        return [], printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {ALGORITHM}", 400)
+    return [_SummedFile(folder, name, value) for name, value in sums], None
 
 
 def _faults(files: Iterable[_SummedFile]) -> list[str]:
@@ -205,10 +201,10 @@ class _Record:
 
 def _read(folder: Path) -> _Record | None:
     try:
-        content = read_record(folder / RECORD, _FIELDS, ("files",), hint="", most=_LONGEST)
+        content = read_record(folder / RECORD, _FIELDS, ("algorithm", "files"), hint="", most=_LONGEST)
     except UserError:
         return None
-    return _Record(content["files"], content.get("algorithm", _FORMER))
+    return _Record(content["files"], content["algorithm"])
 
 
 def _files(folder: Path) -> list[str]:

@@ -166,13 +166,8 @@ class BatchLoader:
             sizes: rows that each part of the source had then, where rows have been added behind them since.
 
         Raises:
-            ConfigError: the data or the seed are not those of the saved run, or an earlier zoo wrote the state.
+            ConfigError: the data or the seed are not those of the saved run.
         """
-        if "waiting" not in state:
-            raise ConfigError(
-                "An earlier zoo wrote the checkpoint's place in the data, and this one can't resume from it; start from "
-                "its weights with model.init=<its run folder> in a new run.dir."
-            )
         if sizes is not None:
             state = {**self._stream.grown(state, sizes), "rows": len(self.source)}
         if (state["rows"], state["seed"]) != (len(self.source), self._stream.seed):

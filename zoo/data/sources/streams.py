@@ -189,11 +189,10 @@ class RowStream:
 
     def load(self, state: list[Any]) -> None:
         """Go to a saved place."""
-        self.next, place, *known = state
+        self.next, place, known = state
         self.rows, self.marks = {}, [Mark(self.next, place)]
-        if known:
-            self.head, row = list(known[0]["head"]), known[0]["row"]
-            self.at_marks = {} if row is None else {self.next: row}
+        self.head, row = list(known["head"]), known["row"]
+        self.at_marks = {} if row is None else {self.next: row}
         self.reader.start(place)
 
     def difference(self, state: list[Any]) -> str | None:
@@ -201,8 +200,6 @@ class RowStream:
 
         It is left at its beginning.
         """
-        if len(state) < 3:  # an earlier zoo's
-            return None
         place, _, known = state
         try:
             self.load([0, None, _UNKNOWN])

@@ -1,14 +1,12 @@
 """Files of a checkpoint on the disk: written through to it, summed up in `integrity.json`, and checked against that.
 
-`integrity.json` names the algorithm of its sums: XXH3, which finds damage at the rate of memory, or SHA-256 in checkpoints
-of earlier zoos. Files of tensors have a sum for each of their blocks (`disk.SUMMED`), which whoever reads a block checks.
+`integrity.json` names the algorithm of its sums: XXH3, which finds damage at the rate of memory. Files of tensors have a sum for each of their blocks (`disk.SUMMED`), which whoever reads a block checks.
 None is a seal: whoever changes a file can change its sum. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -23,17 +21,8 @@ from zoo.files import open_plain, parse_json, replaced, sync, sync_names, write_
 
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
-_FORMER = "sha256"
 _LONGEST = 2**30  # bytes of a manifest, which has a checksum for each block of a checkpoint
 Sum = str | list[str]  # of a whole file, or of each of its blocks
-
-
-def digest(path: Path, algorithm: str = ALGORITHM) -> str:
-    """The sum of a file, in hexadecimal."""
-    if algorithm == ALGORITHM:
-        return disk.digest(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def files_of(folder: Path) -> list[str]:
@@ -73,7 +62,7 @@ def write_manifest(folder: Path, known: Mapping[str, Sum], tick: Callable[[], No
     sums: dict[str, Sum] = {}
     for name in sorted({*files_of(folder), *known}):
         tick()
-        sums[name] = known.get(name) or digest(folder / name)
+        sums[name] = known.get(name) or disk.digest(folder / name)
     write_atomically(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": sums}, indent=1) + "\n")
 
 
@@ -109,23 +98,23 @@ def damaged(
     Without `read`, files with a sum for each block are looked for and not read: whoever loads them checks what it reads.
     """
     try:
-        wanted, algorithm = _read_manifest(folder)
+        wanted = _read_manifest(folder)
     except UserError as error:
         return {MANIFEST: str(error)}
     names = sorted(filter(concerns, wanted))[rank::ranks]
     with ThreadPoolExecutor(disk.READERS, "zoo-save-check") as pool:
-        found = pool.map(lambda name: _fault(folder, name, wanted[name], algorithm, read=read), names)
+        found = pool.map(lambda name: _fault(folder, name, wanted[name], read=read), names)
         return {name: fault for name, fault in zip(names, found, strict=True) if fault}
 
 
 def block_sums(folder: Path) -> dict[str, list[str]]:
     """The sums of blocks that a checkpoint's manifest has, by file; none of a file that was summed up as a whole."""
-    sums, _ = _read_manifest(folder)
+    sums = _read_manifest(folder)
     return {name: found for name, found in sums.items() if isinstance(found, list)}
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
-    """Sums by file, and their algorithm; UserError where it is missing or is none."""
+def _read_manifest(folder: Path) -> dict[str, Sum]:
+    """Sums by file; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
         with open_plain(path) as file:
@@ -137,8 +126,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
     return parse_manifest(raw, path)
 
 
-def parse_manifest(raw: bytes, path: Path) -> tuple[dict[str, Sum], str]:
-    """Checksums by file, and their algorithm, of a manifest's bytes; UserError, which names `path`, where it is none."""
+def parse_manifest(raw: bytes, path: Path) -> dict[str, Sum]:
+    """Checksums by file of a manifest's bytes; UserError, which names `path`, where it is none."""
     content = parse_json(raw, path, most=_LONGEST)
     try:
         sums, algorithm = content["files"], content["algorithm"]
@@ -148,11 +137,9 @@ def parse_manifest(raw: bytes, path: Path) -> tuple[dict[str, Sum], str]:
         raise UserError(
             f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})"
         ) from None
-    if algorithm not in (ALGORITHM, _FORMER):
-        raise UserError(
-            f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM} or {_FORMER}"
-        )
-    return sums, algorithm
+    if algorithm != ALGORITHM:
+        raise UserError(f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM}")
+    return sums
 
 
 def _is_sum(value: object) -> bool:
@@ -168,7 +155,7 @@ def strangers(folder: Path) -> list[str]:
     """
     known: dict[str, Sum] = {}
     with contextlib.suppress(UserError):
-        known, _ = _read_manifest(folder)
+        known = _read_manifest(folder)
     return [
         name
         for name in files_of(folder)
@@ -178,10 +165,10 @@ def strangers(folder: Path) -> list[str]:
 
 def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     """Put the copy that has the sum of a checkpoint's manifest in the place of a damaged file; that copy, or None."""
-    sums, algorithm = _read_manifest(folder)
+    sums = _read_manifest(folder)
     for copy in copies:
         with contextlib.suppress(OSError):
-            if copy.is_file() and digest(copy, algorithm) == sums.get(name):
+            if copy.is_file() and disk.digest(copy) == sums.get(name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with replaced(folder / name) as partial:
                     shutil.copyfile(copy, partial)
@@ -190,7 +177,7 @@ def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     return None
 
 
-def _fault(folder: Path, name: str, wanted: Sum, algorithm: str, *, read: bool) -> str | None:
+def _fault(folder: Path, name: str, wanted: Sum, *, read: bool) -> str | None:
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
         return f"{path} leads out of the checkpoint"
@@ -199,7 +186,7 @@ def _fault(folder: Path, name: str, wanted: Sum, algorithm: str, *, read: bool) 
     try:
         if not read and isinstance(wanted, list):
             return None
-        found: Sum = disk.digests(path) if isinstance(wanted, list) else digest(path, algorithm)
+        found: Sum = disk.digests(path) if isinstance(wanted, list) else disk.digest(path)
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
     return None if found == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"

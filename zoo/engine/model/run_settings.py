@@ -81,7 +81,7 @@ def settings_of(place: Place) -> RunSettings:
         config = place.folder / "config.yaml"
         return _of_config(config, place.folder.parent.parent) if config.is_file() else NONE
     around = _run_around(place)
-    if not (place.files / FILE).is_file():  # an earlier zoo wrote no such file
+    if not (place.files / FILE).is_file():  # weights of another tool
         return around
     return replace(_of_file(place.files / FILE, place), entries=around.entries, rows=around.rows)
 

@@ -83,7 +83,7 @@ def read_status(path: str | Path) -> RunStatus:
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
     health, summary = read_health(folder), _summary(folder)
-    state, why = _state(events, last, health, summary, held_since(folder))
+    state, why = _state(events, last, health, held_since(folder))
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
     total, step = _total(events, summary), last.get("step", 0)
@@ -152,7 +152,6 @@ def _state(
     events: list[dict[str, Any]],
     last: dict[str, Any],
     health: dict[str, Any] | None,
-    summary: dict[str, Any],
     held: float | None,
 ) -> tuple[str, str | None]:
     """What the run is doing or how it ended, and why. `held`: since when a living run has the folder."""
@@ -176,8 +175,6 @@ def _state(
         reason = ended.get("reason", "finished")
         known = ("finished", "out of time", "stopped", "interrupted", "preempted")
         return (reason, ended.get("why")) if reason in known else ("failed", ended.get("message") or reason)
-    if summary and health is None:  # of an earlier zoo, whose log has no last line
-        return ("interrupted" if summary.get("interrupted") else "finished"), None
     if not events and not last:
         return "gone", "it has not come to its first step, and no process of it is there"
     return "gone", "it has not recorded how it ended, and no process of it is there"

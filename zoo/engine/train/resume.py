@@ -93,7 +93,7 @@ def allowed_changes(
     config = checkpoint / "config.yaml"
     saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
     with reading_back(config, "take another checkpoint"):
-        found = changes(saved, recipe, rows_known=_rows_known(state))
+        found = changes(saved, recipe)
     seen = {change.key for change in found}
     of_model = _of_model(state["model"], model)
     found += [
@@ -195,11 +195,6 @@ def log_differences(
         log.event("damaged_file", done, file=name, outcome=outcome)
 
 
-def _rows_known(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says which rows it knew, in the form that this zoo compares."""
-    return bool((state.get("known_rows") or {}).get("form") == FORM)
-
-
 def _sources(data: RunData) -> list[tuple[str, SampleSource]]:
     held_out = [] if data.held_out is None else [("data.eval", data.held_out)]
     return [("data.train", data.source), *held_out]
@@ -212,10 +207,12 @@ def _known(name: str, part: Any) -> Known:
 def _compared(
     checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool
 ) -> Rows:
-    if not _rows_known(state):
-        text = f"{checkpoint} is from an earlier zoo and does not say which rows it knew: only their number is compared"
-        return Rows(known_rows(data), anew=anew, messages=[text])
-    saved, others = state["known_rows"], False
+    saved, others = state.get("known_rows", {}), False
+    if saved.get("form") != FORM:
+        raise ConfigError(
+            f"{checkpoint} does not say, in the form that is compared here ({FORM}), which rows it knew; start from its "
+            f"weights with model.init={checkpoint} in another run.dir"
+        )
     messages: list[str] = []
     sizes: list[int | None] | None = None
     for key, source in _sources(data):

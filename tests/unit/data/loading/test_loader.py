@@ -399,12 +399,6 @@ def test_rows_that_were_added_join_in_the_next_epoch(mode: str) -> None:
     }
 
 
-def test_a_state_of_an_earlier_zoo_is_refused() -> None:
-    state = {"step": 1, "rows": 50, "seed": 1234, "epoch": 0, "cursor": 9, "packer": {"items": [[3, 5]]}}
-    with pytest.raises(ConfigError, match=r"An earlier zoo wrote .* model\.init=<its run folder>"):
-        make_loader().load_state_dict(state)
-
-
 def test_bad_rows_are_left_out_of_the_stream():
     lengths = [0 if i % 5 == 0 else length for i, length in enumerate(LENGTHS)]
     source = make_source(lengths, on_error="skip")

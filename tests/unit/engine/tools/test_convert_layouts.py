@@ -111,6 +111,6 @@ def test_a_record_of_a_layout_that_is_not_known(tmp_path: Path) -> None:
     (own / "zoo.json").write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match=r"no layout of multi_token.*elsewhere"):
         convert(own, tmp_path / "out", quiet=True)
-    about["layouts"] = {}  # as an earlier zoo wrote it
+    about["layouts"] = {}
     (own / "zoo.json").write_text(json.dumps(about))
     assert not differences(tensors(convert(own, tmp_path / "out", quiet=True)), tensors(source))

@@ -73,7 +73,7 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
 
 def test_states(tmp_path: Path) -> None:
     folder_with(tmp_path)
-    assert read_status(tmp_path).state == "gone"  # an earlier zoo's, killed
+    assert read_status(tmp_path).state == "gone"
     healthy(tmp_path, stuck_seconds=90.0)
     assert read_status(tmp_path).state == "stalled"
     healthy(tmp_path, pid=2**22 + 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from zoo.engine.checkpoint import integrity
+from zoo.engine.checkpoint.storage import disk
 from zoo.engine.watchdog.progress import Progress
 
 
@@ -78,7 +79,7 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
     source.mkdir()
     for number in range(40):
         (source / str(number)).touch()
-    plain = integrity.digest
+    plain = disk.digest
 
     def slow(*given: Any) -> Any:
         time.sleep(0.1)
@@ -95,7 +96,7 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
     if work == "files":
         monkeypatch.setattr(integrity, "sync", slow)
     elif work == "manifest":
-        monkeypatch.setattr(integrity, "digest", slow)
+        monkeypatch.setattr(disk, "digest", slow)
     doing: dict[str, Callable[[Progress], None]] = {
         "write": lambda _: write_much(tmp_path),
         "digest": lambda _: forever(lambda: plain(tmp_path / "large")),

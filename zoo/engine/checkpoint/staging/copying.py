@@ -95,7 +95,7 @@ def copy_checkpoint(
     assert step is not None
     seen: list[_Seen] = channel.gather(channel.together(lambda: _look(stage.staged(name))))
     text = _manifest(seen, stage.staged(name))
-    sums, _ = integrity.parse_manifest(text.encode(), stage.staged(name) / integrity.MANIFEST)
+    sums = integrity.parse_manifest(text.encode(), stage.staged(name) / integrity.MANIFEST)
     parts = deal([one.sizes for one in seen], sums, stage.staged(name))
     total = _tensor_bytes([one.sizes for one in seen], sums)
     meter = meter or Meter()
