@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,11 +14,11 @@ from zoo.doctor import references
 from zoo.doctor.inputs import BOUNDS, row_shape, spans
 from zoo.doctor.measure import Check, Trial
 from zoo.doctor.sequence_checks import DELTA_RULE_BOUNDS, DeltaRuleSizes, delta_rule_trial
-from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.fla_import import import_fla
+from zoo.nn.decoder.attention.gated_delta_net import fla_rule
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.attention.varlen import has_flash4, varlen_attention
-from zoo.nn.kernels import widths
 from zoo.packing import PackedLayout
 
 LENGTHS = (1098, 771, 1300)  # the row with which both were found
@@ -90,8 +89,8 @@ def _flash4(layout: PackedLayout, width: int) -> Check:
     heads = 16
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with patch.dict(widths.FLASH4_WIDTHS, {width: width}):
-            return varlen_attention(q, k, v, layout.cu_seqlens, layout.max_seqlen, width**-0.5, causal=False)
+        of_row = layout.cu_seqlens, layout.max_seqlen
+        return varlen_attention(q, k, v, *of_row, width**-0.5, causal=False, pad=False)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)
@@ -110,7 +109,8 @@ def _delta_rule(layout: PackedLayout) -> Check:
     heads, width = 16, 128
 
     def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout)
+        use_shipped_settings()
+        return fla_rule(q, k, v, decay, beta, layout)[0]
 
     def prepare() -> Trial:
         sizes = DeltaRuleSizes(heads, heads, width, width)
@@ -121,12 +121,18 @@ def _delta_rule(layout: PackedLayout) -> Check:
     return Check("delta_rule_fla", "fla, unrefused", shape, "bf16", DELTA_RULE_BOUNDS["bf16"], fix, prepare)
 
 
-def unrefused() -> ExitStack:
-    """A context in which neither zoo nor flash-linear-attention refuses its kernel for the installed Triton."""
-    stack = ExitStack()
-    stack.enter_context(patch.object(gated_delta_net, "fla_fault", lambda: None))
-    if importlib.util.find_spec("fla") is not None and torch.cuda.is_available():
-        chunk_o = import_fla("fla.ops.common.chunk_o")
-        if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
-            stack.enter_context(patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True))
-    return stack
+@contextmanager
+def unrefused() -> Iterator[None]:
+    """A context in which flash-linear-attention does not refuse its kernel for the installed Triton."""
+    flag = "TRITON_ABOVE_3_7_1"
+    there = importlib.util.find_spec("fla") is not None and torch.cuda.is_available()
+    chunk_o = import_fla("fla.ops.common.chunk_o") if there else None
+    if chunk_o is None or not hasattr(chunk_o, flag):
+        yield
+        return
+    before = getattr(chunk_o, flag)
+    setattr(chunk_o, flag, True)
+    try:
+        yield
+    finally:
+        setattr(chunk_o, flag, before)

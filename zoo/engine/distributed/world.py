@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -197,9 +196,11 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 @contextmanager
 def alone(recipe: Recipe) -> Iterator[World]:
     """A world of this process alone, whatever launcher started it and whatever its parallel sizes are."""
-    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    with patch.dict(os.environ, outside, clear=True), world(on_one_rank(recipe)) as here:
-        yield here
+    with untouched():
+        for name in _LAUNCHED:
+            os.environ.pop(name, None)
+        with world(on_one_rank(recipe)) as here:
+            yield here
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:

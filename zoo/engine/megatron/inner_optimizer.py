@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+
+from zoo.engine.megatron.replaced import replaced
 
 
 def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callable[[], Any]) -> Any:
@@ -27,10 +28,7 @@ def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callab
     config.use_precision_aware_optimizer = True
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     config.store_param_remainders = False  # only tells megatron-core's own loading which tensors to allocate
-    with (
-        mock.patch.object(module, "Adam", inner),
-        mock.patch.object(module, "USING_PYTORCH_OPTIMIZER", False),
-    ):
+    with replaced(module, Adam=inner, USING_PYTORCH_OPTIMIZER=False):
         made = make()
     for one in made.chained_optimizers:
         if not one.is_stub_optimizer:

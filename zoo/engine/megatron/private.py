@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+from typing import Any
+
+from zoo.engine.megatron.replaced import replaced
 
 
 @contextmanager
@@ -16,8 +18,8 @@ def without_a_random_state() -> Iterator[None]:
     """Leave the GPU's random state alone inside the block, where megatron-core would read and set it."""
     from megatron.core.tensor_parallel import random
 
-    with (
-        patch.object(random, "_get_cuda_rng_state", lambda *args, **options: None),
-        patch.object(random, "_set_cuda_rng_state", lambda *args, **options: None),
-    ):
+    def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    with replaced(random, _get_cuda_rng_state=nothing, _set_cuda_rng_state=nothing):
         yield

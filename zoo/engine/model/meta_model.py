@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from zoo.bridge.streams import Folder
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, world
 from zoo.engine.megatron import private
+from zoo.engine.megatron.replaced import replaced
 from zoo.engine.model import build
 from zoo.errors import UserError, printable
 from zoo.nn.family import refusal
@@ -127,7 +127,7 @@ def on_meta(here: World) -> Iterator[World]:
     states = tracker.get_states()
     with (
         torch.device(meta),
-        patch.object(torch.cuda, "current_device", lambda: meta),
+        replaced(torch.cuda, current_device=lambda: meta),
         private.without_a_random_state(),
     ):
         try:

@@ -301,14 +301,21 @@ def gated_delta_rule_and_state(
     if kernel == "flash_qla":
         return flash_qla.flash_qla_rule(query, key, value, decay, beta, layout), None
     if kernel == "fla":
-        kernel_offsets = layout.kept("delta rule", lambda: _kernel_offsets(layout))
-        packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
-        options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
-        rule = import_fla("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        out, state = rule(*packed, **options, **kernel_offsets)
-        return out[0], state
+        return fla_rule(query, key, value, decay, beta, layout, keep)
     layout.refuse_fixed("the delta rule in plain PyTorch")
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
+
+
+def fla_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`gated_delta_rule_and_state` by flash-linear-attention, whether or not its gradients are right here (`fla_fault`)."""
+    kernel_offsets = layout.kept("delta rule", lambda: _kernel_offsets(layout))
+    packed = (x[None].contiguous() for x in (q, k, v, decay, beta))
+    options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
+    rule = import_fla("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    out, state = rule(*packed, **options, **kernel_offsets)
+    return out[0], state
 
 
 def chunked_delta_rule(

@@ -109,12 +109,14 @@ def varlen_attention(
     causal: bool,
     window: int | None = None,
     of_keys: tuple[Tensor, int] | None = None,
+    pad: bool = True,
 ) -> Tensor:
     """Flash attention of q (T, H, D) against k and v (T', G, D), a GPU in half precision, within segments.
 
     Segments of q begin at `offsets` (S + 1,), the longest has `longest` tokens; `of_keys` says the same of k and v, where
     they are cut otherwise. Causal attention and `window`, the most keys up to a query's own, are aligned at a segment's
-    end. FlashAttention 4 where it is installed (twice as fast on Hopper) and there is no window, else PyTorch's.
+    end. FlashAttention 4 where it is installed (twice as fast on Hopper) and there is no window, else PyTorch's. Without `pad`
+    it gets heads as wide as they are, with gradients that may be wrong.
     """
     offsets = offsets.to(torch.int32)
     key_offsets, longest_key = of_keys or (offsets, longest)
@@ -122,12 +124,10 @@ def varlen_attention(
         from flash_attn.cute.interface import flash_attn_varlen_func
 
         head = q.shape[-1]
-        if (wider := flash4_width(head)) is not None and wider > head:
+        if pad and (wider := flash4_width(head)) is not None and wider > head:
             q, k, v = (F.pad(x, (0, wider - head)) for x in (q, k, v))
         out = flash_attn_varlen_func(
-            q,
-            k,
-            v,
+            *(q, k, v),
             cu_seqlens_q=offsets,
             cu_seqlens_k=key_offsets,
             max_seqlen_q=longest,
