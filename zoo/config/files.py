@@ -34,11 +34,6 @@ def size_names(family: str) -> list[str]:
     return sorted(_names(files("zoo.recipes") / "sizes" / family), key=size_order)
 
 
-def hardware_names() -> list[str]:
-    """Names of what a run may be planned for: `cpu`, and GPUs."""
-    return [CPU, *GPUS]
-
-
 def root_recipes() -> list[str]:
     """Names of the recipes that train all weights by supervised fine-tuning, one for each family."""
     return [RecipeParts(family).name for family in names_in("families")]

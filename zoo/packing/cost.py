@@ -65,10 +65,6 @@ class TowerCost:
         whole, rest = divmod(rows, self.window)
         return self.per_row * rows + self.per_pair * (whole * self.window**2 + rest**2)
 
-    def of_tokens(self, tokens: int) -> float:
-        """The same of an item that becomes `tokens` embeddings."""
-        return self.flops(tokens * self.rows_per_token)
-
 
 @dataclass(frozen=True)
 class ModelCost:

@@ -175,11 +175,6 @@ class PackedLayout:
         return sum(self.lengths)
 
     @property
-    def pad_fraction(self) -> float:
-        """Share of the packed row that the packer added, 0 to 1."""
-        return 1.0 - self.real_tokens / self.total
-
-    @property
     def max_seqlen(self) -> int:
         """The longest padded segment, in tokens."""
         return max(self.padded_lengths)
