@@ -76,7 +76,35 @@ def load_parquet_stream(entry: DataEntry, key: str) -> Any:
 
 
 def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
-    """Split -> parquet files: `train-00000-of-00002.parquet` is of `train`; others are of `train` too."""
+    """Split -> parquet files that have rows: `train-00000-of-00002.parquet` is of `train`; others are of `train` too.
+
+    Raises:
+        UserError: no such files, one that is none, or no rows in all of them.
+    """
+    named = _named_parquet_files(path, entry, key)
+    found = {split: [file for file in files if _parquet_rows(file, key)] for split, files in named.items()}
+    if not any(found.values()):
+        raise UserError(
+            f"{key}={printable(str(entry), 300)} has no rows; a parquet file with a row for each sample is wanted."
+        )
+    return {split: files for split, files in found.items() if files}
+
+
+def _parquet_rows(file: str, key: str) -> int:
+    """Rows of a parquet file, by its footer."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        about = read_metadata(file)
+    except (ArrowException, OSError, MemoryError) as error:
+        raise UserError(
+            f"{key}: {printable(file, 300)} is no parquet file that can be read: {printable(str(error), 300)}."
+        ) from error
+    return int(about.num_rows) if about.num_columns else 0
+
+
+def _named_parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
     if os.path.isfile(path):
         return {"train": [str(path)]}
     if not os.path.isdir(path):

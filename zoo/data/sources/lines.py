@@ -296,7 +296,8 @@ def locate(spec: str, key: str = "data") -> Path:
         hint = f"a data set at the hub is written {{hub: {spec}}}."
     what, why = "is neither a file nor a bundled set", why_no_file(path)
     if os.path.isdir(path):
-        what = "is a folder; give the JSONL file in it"
+        empty = next(path.rglob("*"), None) is None
+        what = "is an empty folder" if empty else "is a folder; give the JSONL file in it"
     elif why not in (None, "there is none"):
         what = f"can't be read: {why}"
     raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")

@@ -169,6 +169,8 @@ def read_rows(
 
 def no_rows(spec: str | Path) -> str:
     """What is said of a file without any."""
+    if Path(spec).suffix in (".csv", ".tsv"):
+        return f"{spec} has no rows; a first line that names columns and a line for each row are wanted."
     return f"{spec} has no rows; each line should be a JSON object with 'messages'."
 
 

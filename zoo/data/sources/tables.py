@@ -33,7 +33,8 @@ from zoo.data.sources.lines import (
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
-from zoo.data.sources.tars import Samples, tar_files
+from zoo.data.sources.tars import Samples, check_samples, tar_files
+from zoo.errors import UserError
 from zoo.files import expanded
 
 
@@ -47,6 +48,9 @@ class Table(Sequence[Row]):
         access: which media they may name.
         form: their format, or None.
         keep: whether a row of a place, from 1, is wanted.
+
+    Raises:
+        UserError: there are none.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Table(Sequence[Row]):
         form: Form | str | None,
         keep: Callable[[int], bool] | None = None,
     ) -> None:
+        if not items:
+            raise UserError(f"{name} has no rows.")
         self.read, self.name, self.access, self.form = read, name, access, form
         self.places: Sequence[int] | np.ndarray = range(items)
         if keep is not None:
@@ -180,14 +186,18 @@ def _kind_of_files(folder: Path) -> str:
 
 
 def check_entry(entry: DataEntry, key: str) -> None:
-    """That the files of an entry are there; UserError where not. Asks no hub."""
+    """That the files of an entry are there, and not empty where that is soon known; UserError where not. Asks no hub."""
     if entry.path is None:
         return
     kind = kind_of(entry.path)
     if kind == "tar" and is_energon(expanded(entry.path)):
         read_energon(expanded(entry.path), entry.split, entry.format, f"{key}={entry.path}")
     elif kind == "tar":
-        tar_files(entry.path, key)
+        check_samples(tar_files(entry.path, key), str(entry))
+    elif kind == "parquet":
+        from zoo.data.sources.hub import parquet_files
+
+        parquet_files(expanded(entry.path), entry, key)
     elif kind == "lines" or not os.path.isdir(expanded(entry.path)):
         locate(entry.path, key)
 

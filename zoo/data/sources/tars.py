@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,9 +91,18 @@ class _Header(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
 
-def _index(file: Path) -> list[_Members]:
+def check_samples(files: list[Path], name: str) -> None:
+    """UserError where no tar has a sample, or one cannot be read up to its first."""
+    if not any(next(_samples_of(file), None) for file in files):
+        raise _no_samples(name)
+
+
+def _no_samples(name: str) -> UserError:
+    return UserError(f"{name} has no samples; members such as 0001.json and 0001.jpg are wanted.")
+
+
+def _samples_of(file: Path) -> Iterator[_Members]:
     """The samples of a tar in order: members that have all before the first dot of their names in common."""
-    found: list[_Members] = []
     parts: list[_Member] = []
     last = None
     try:
@@ -105,7 +114,7 @@ def _index(file: Path) -> list[_Members]:
                 stem, _, extension = base.partition(".")
                 key = f"{folder}/{stem}" if folder else stem
                 if key != last and parts:
-                    found.append(_Members(file, str(last), tuple(parts)))
+                    yield _Members(file, str(last), tuple(parts))
                     parts = []
                 last = key
                 parts.append(_Member(extension.lower(), member.offset_data, member.size))
@@ -115,8 +124,7 @@ def _index(file: Path) -> list[_Members]:
         )
         raise UserError(text) from error
     if parts:
-        found.append(_Members(file, str(last), tuple(parts)))
-    return found
+        yield _Members(file, str(last), tuple(parts))
 
 
 class Samples:
@@ -141,11 +149,11 @@ class Samples:
         self.samples = [
             sample
             for file in files
-            for sample in _index(file)
+            for sample in _samples_of(file)
             if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
         ]
         if not self.samples:
-            raise UserError(f"{name} has no samples; members such as 0001.json and 0001.jpg are wanted.")
+            raise _no_samples(name)
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -1,11 +1,20 @@
 """What is wrong with data and weights is told before any rank is started."""
 
+import io
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from zoo.config import compose, hub
 from zoo.config.compose import load_recipe
+from zoo.config.entries import parse_entry
+from zoo.config.schema import DataConfig
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import open_rows
 from zoo.engine.launch import prepare
 from zoo.errors import UserError
 
@@ -50,6 +59,62 @@ def test_rows_that_can_not_be_used(name: str, content: str, texts: list[str]) ->
     Path(name).write_text(content)
     message = told(f"data.train={name}")
     assert all(text in message for text in texts), message
+
+
+def _parquet(columns: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({name: pa.array([], pa.string()) for name in columns}), file)
+    return file.getvalue()
+
+
+def _tar() -> bytes:
+    file = io.BytesIO()
+    tarfile.open(fileobj=file, mode="w").close()
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+@pytest.mark.parametrize("entry", ["{name}", "{{path: {name}, weight: 1}}"])
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("rows.parquet", _parquet(["question", "answer"]), "rows.parquet has no rows"),
+        ("rows.parquet", _parquet([]), "rows.parquet has no rows"),
+        ("rows.parquet", b"", "rows.parquet is no parquet file that can be read"),
+        ("rows.parquet", b"PAR1 damaged PAR1", "rows.parquet is no parquet file that can be read"),
+        ("folder/a.parquet", _parquet(["question"]), "folder has no rows"),
+        ("folder/a.parquet", b"", "a.parquet is no parquet file that can be read"),
+        ("rows.tar", _tar(), "rows.tar has no samples"),
+        ("rows.tar", b"", "rows.tar is no tar that can be read"),
+        ("rows.csv", b"", "rows.csv has no rows; a first line that names columns"),
+        ("rows.csv", b"question,answer\n", "rows.csv has no rows"),
+        ("rows.tsv", b"\n", "rows.tsv has no rows"),
+        ("rows.json", b"[]", "rows.json has no rows"),
+        ("rows.jsonl", b"\n\n", "rows.jsonl has no rows"),
+        ("folder", None, "folder: is an empty folder"),
+    ],
+)
+def test_empty_data_are_told_before_ranks_start(
+    key: str, entry: str, name: str, content: bytes | None, text: str
+) -> None:
+    path = Path(name)
+    (path if content is None else path.parent).mkdir(parents=True, exist_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    message = told(f"{key}=[{entry.format(name=path.parts[0])}]")
+    assert text in message and "\n" not in message, message
+
+
+def test_parquet_files_without_rows_are_left_out_of_a_folder() -> None:
+    Path("rows").mkdir()
+    Path("rows/a.parquet").write_bytes(_parquet(["question", "answer"]))
+    pq.write_table(pa.table({"question": ["q"], "answer": ["a"]}), "rows/b.parquet")
+    entry = parse_entry("rows", "data.train")
+    for one in (entry, replace(entry, stream=True)):
+        assert open_rows([one], DataConfig(), ["text"], print).row(SampleId(0)).messages[1] == (
+            "assistant",
+            "a",
+        )
 
 
 def test_a_column_that_is_named_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
