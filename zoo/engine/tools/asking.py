@@ -33,8 +33,22 @@ from zoo.engine.launch.prepare import world_size
 from zoo.engine.model.meta_model import family_of
 from zoo.engine.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
 from zoo.engine.report.result import Model, run_of
-from zoo.errors import UserError
+from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
+
+# Keys that hold for a model that is asked, of the sections that serve training; and those of data that serve training alone.
+_ASKED = {
+    "run": ("run.seed", "run.deterministic"), "train": ("train.eval_rows", "train.micro_batch"), "lora": (), "distill": (), "log": (), "export": (),
+}  # fmt: skip
+_TRAINED = (
+    "data.train",
+    "data.shuffle",
+    "data.lookahead",
+    "data.augment",
+    "data.augment_variants",
+    "data.blank_answers",
+)
+_HOLDING = "nproc, hardware, model, parallel, packing, engine, data but for what serves training alone, "
 
 # Rows to ask about: a path, a bundled set, "auto" (the run's held-out rows), an entry of data.train, several of these, or rows as objects.
 Rows = Any
@@ -44,8 +58,9 @@ def recipe_of(place: Place, overrides: Overrides, *, quiet: bool = False) -> Rec
     """The recipe under which a checkpoint's model is run, with the settings of its run, which are said unless it is `quiet`.
 
     Raises:
-        ConfigError: an override, or a setting of the run's, is wrong.
+        ConfigError: an override, or a setting of the run's, is wrong; or an override is of a key that serves training alone.
     """
+    _refuse_training_keys(overrides)
     family, settings = family_of(read_arch(place.files)).name, settings_of(place)
     recipe = recipe_for_weights(str(place.folder), family, overrides, settings.layer)
     plain = recipe_for_weights(str(place.folder), family, overrides)
@@ -104,6 +119,19 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
         for entry in entries:
             check_entry(entry, "rows")
         yield for_rows(recipe, [plain_entry(_without(entry, given)) for entry in entries])
+
+
+def _refuse_training_keys(overrides: Overrides) -> None:
+    """ConfigError for overrides of keys that have no effect where a model is asked: all of them at once."""
+    given = [key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)]
+    idle = [key for key in given if key in _TRAINED or key not in _ASKED.get(key.partition(".")[0], (key,))]
+    if idle:
+        kept = ", ".join(key for keys in _ASKED.values() for key in keys)
+        rows = "; rows are named after the model, or by data.eval" if "data.train" in idle else ""
+        raise ConfigError(
+            f"{', '.join(idle)}: no effect on a model that is asked{rows}; leave {'it' if len(idle) == 1 else 'them'} out. "
+            f"Keys that have one: {_HOLDING}{kept}"
+        )
 
 
 def check_counts(**counts: Any) -> None:

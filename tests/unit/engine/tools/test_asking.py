@@ -116,6 +116,31 @@ def test_a_hub_id_and_a_stream_are_entries(weights: Path, tmp_path: Path) -> Non
         assert read(recipe) == ["0", "1", "2"]
 
 
+IDLE = ["train.lr=3", "train.steps=5", "lora.rank=4", "run.callbacks=[a:B]", "train.loss=dpo", "log.wandb=true", "run.dir=x", "export=false",
+    "data.shuffle=false", "data.train=a.jsonl", "distill.weight=0.5"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides", [[one] for one in IDLE] + [IDLE, {"train": {"lr": 3.0}}, {"lora.rank": 4}]
+)
+def test_keys_that_serve_training_alone_are_refused(overrides: Any, weights: Path, tmp_path: Path) -> None:
+    names = [one.partition("=")[0] for one in overrides] if isinstance(overrides, list) else []
+    with (
+        pytest.raises(UserError, match="no effect on a model that is asked") as refusal,
+        asked(weights, str(jsonl(tmp_path)), overrides),
+    ):
+        pass
+    message = str(refusal.value)
+    assert all(name in message for name in names) and "train.eval_rows" in message and "\n" not in message
+
+
+def test_keys_that_hold_for_a_model_that_is_asked_are_taken(weights: Path, tmp_path: Path) -> None:
+    kept = ["train.eval_rows=3", "train.micro_batch=2", "run.seed=3", "run.deterministic=true", "nproc=1", "hardware=cpu", "packing.mode=none",
+        "data.on_error=skip", "engine.precision=fp32", "parallel.tp=1", "packing.budget=512", "data.labels=last"]  # fmt: skip
+    with asked(weights, str(jsonl(tmp_path)), kept) as recipe:
+        assert (recipe.run.seed, recipe.data.labels, recipe.train.eval_rows) == (3, "last", 3)
+
+
 def test_held_out_rows_are_those_that_training_left(weights: Path, tmp_path: Path) -> None:
     with asked(weights, f"{{path: {jsonl(tmp_path)}, held_out: 0.3, seed: 4}}") as recipe:
         found = read(recipe)
