@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import parse_entry
+from zoo.config.files import read_recipe
 from zoo.config.layers.keys import keys, shown_value
 from zoo.config.schema import Recipe
-from zoo.errors import ConfigError, printable
+from zoo.errors import ConfigError, UserError, printable
 from zoo.files import expanded
+from zoo.records import reading_back
 
 # Keys that may change freely, by topic.
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
@@ -129,6 +132,27 @@ def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
         if _has(saved, key) and (old := _value(saved, key)) != (new := _value(now, key)):
             found.append(Change(key, old, new, free=True))
     return found
+
+
+def refuse_unwanted(folder: Path, found: Sequence[Path], recipe: Recipe) -> None:
+    """UserError where a run folder has checkpoints and run.resume=false."""
+    if found and not recipe.run.resume:
+        raise UserError(
+            f"run.resume=false: {folder} holds {found[-1].name} of an earlier run; "
+            "give another run.dir, or move that folder away"
+        )
+
+
+def changes_from(checkpoint: Path, recipe: Recipe) -> tuple[Mapping[str, Any], list[Change]]:
+    """The recipe that a checkpoint was saved with, {} where it has none, and how this one differs (`changes`).
+
+    Raises:
+        UserError: its config.yaml is not what a run writes there.
+    """
+    config = checkpoint / "config.yaml"
+    saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
+    with reading_back(config, "take another checkpoint"):
+        return saved, changes(saved, recipe)
 
 
 def refuse(where: str, found: Sequence[Change], recipe: Recipe, saved_recipe: str | None = None) -> None:

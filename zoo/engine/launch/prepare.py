@@ -12,18 +12,20 @@ from zoo.config.compose import is_saved_recipe
 from zoo.config.devices import cores, gpu_count
 from zoo.config.entries import parse_entry
 from zoo.config.hub import check_on_hub
-from zoo.config.locate import is_hub_id, look
+from zoo.config.locate import checkpoints, is_hub_id, look, read_state
+from zoo.config.resume import changes_from, refuse, refuse_unwanted
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
+from zoo.engine.checkpoint.integrity import damaged
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.megatron.core_import import leave_out_transformer_engine
 from zoo.engine.planning.plan_process import planned
 from zoo.engine.watchdog.run_lock import refuse_second
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, UserError
 from zoo.registry import families
 
 
@@ -55,6 +57,7 @@ def prepare(
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already
         refuse_second(Path(recipe.run.dir))
+        _refuse_other_experiment(Path(recipe.run.dir), recipe)
     return recipe, ranks
 
 
@@ -105,6 +108,26 @@ def _check_run_dir(folder: Path) -> None:
             f"run.dir={folder}: its config.yaml was not written by a run and would be overwritten; "
             f"give a folder of its own"
         )
+
+
+def _refuse_other_experiment(folder: Path, recipe: Recipe) -> None:
+    """UserError where the run folder's newest checkpoint was saved under another recipe or is not wanted, as the ranks would say later.
+
+    What can't be read is left to them: they may repair it, or take an older checkpoint.
+    """
+    found = checkpoints(folder)
+    refuse_unwanted(folder, found, recipe)
+    if not found or recipe.run.stage is not None:
+        return
+    newest = found[-1]
+    try:
+        read_state(newest)
+        saved, differences = changes_from(newest, recipe)
+        whole = not damaged(newest, read=False)
+    except (UserError, OSError):
+        return
+    if whole:
+        refuse(str(newest), differences, recipe, saved.get("recipe"))
 
 
 def under_torchrun() -> bool:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config import locate
-from zoo.config.files import read_recipe
 from zoo.config.locate import STATE, checkpoints
-from zoo.config.resume import Change, changes, refuse
+from zoo.config.resume import Change, changes_from, refuse, refuse_unwanted
 from zoo.config.schema import Recipe
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
@@ -25,7 +24,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.report.messages import at_change
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.train.dataloader import RunData
-from zoo.errors import ConfigError, UserError
+from zoo.errors import ConfigError
 from zoo.records import reading_back
 
 # Changes after which a place in the data means nothing.
@@ -41,11 +40,7 @@ def choose_checkpoint(
         UserError: `run.resume=false` and the folder holds checkpoints; or no checkpoint there is whole.
     """
     found = agreed(lambda: checkpoints(folder))
-    if found and not recipe.run.resume:
-        raise UserError(
-            f"run.resume=false: {folder} holds {found[-1].name} of an earlier run; "
-            "give another run.dir, or move that folder away"
-        )
+    refuse_unwanted(folder, found, recipe)
     return choose(folder, known)
 
 
@@ -90,10 +85,7 @@ def allowed_changes(
     Raises:
         ConfigError: another difference; the message names the keys, both values, and how to allow it.
     """
-    config = checkpoint / "config.yaml"
-    saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
-    with reading_back(config, "take another checkpoint"):
-        found = changes(saved, recipe)
+    saved, found = changes_from(checkpoint, recipe)
     seen = {change.key for change in found}
     of_model = _of_model(state["model"], model)
     found += [

@@ -12,16 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from support.fuzz import within
 
-from zoo.config.entries import DataEntry
+from zoo.config.entries import DataEntry, parse_entry
+from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.media import sizes
 from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sources import references
+from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.references import Access
+from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import make_row
 from zoo.data.sources.tables import open_table
 from zoo.data.sources.tars import tar_files
@@ -170,3 +175,15 @@ def table(folder: Path) -> Any:
     return open_table(
         DataEntry(path=str(folder / "x.tar")), Access, print, evaluation=False, key="data.train"
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parquet_files_without_rows_are_left_out_of_a_folder(stream: bool, tmp_path: Path) -> None:
+    for name, rows in (("a", []), ("b", ["text"]), ("test-c", [])):
+        pq.write_table(
+            pa.table({name: pa.array(rows, pa.string()) for name in ("question", "answer")}),
+            tmp_path / f"{name}.parquet",
+        )
+    entry = parse_entry({"path": str(tmp_path), "stream": stream}, "data.train")
+    row = open_rows([entry], DataConfig(), ["text"], print).row(SampleId(0))
+    assert row.messages[1] == ("assistant", "text")

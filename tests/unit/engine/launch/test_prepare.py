@@ -2,7 +2,6 @@
 
 import io
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,11 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from zoo.config import compose, hub
-from zoo.config.compose import load_recipe
-from zoo.config.entries import parse_entry
-from zoo.config.schema import DataConfig
-from zoo.data.sources.mixture import SampleId
-from zoo.data.sources.row_set import open_rows
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.engine.checkpoint.integrity import write_manifest
 from zoo.engine.launch import prepare
 from zoo.errors import UserError
 
@@ -105,18 +101,6 @@ def test_empty_data_are_told_before_ranks_start(
     assert text in message and "\n" not in message, message
 
 
-def test_parquet_files_without_rows_are_left_out_of_a_folder() -> None:
-    Path("rows").mkdir()
-    Path("rows/a.parquet").write_bytes(_parquet(["question", "answer"]))
-    pq.write_table(pa.table({"question": ["q"], "answer": ["a"]}), "rows/b.parquet")
-    entry = parse_entry("rows", "data.train")
-    for one in (entry, replace(entry, stream=True)):
-        assert open_rows([one], DataConfig(), ["text"], print).row(SampleId(0)).messages[1] == (
-            "assistant",
-            "a",
-        )
-
-
 def test_a_column_that_is_named_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.png").write_bytes(b"x")
     Path("rows.jsonl").write_text('{"img": "a.png", "query": "q", "response": "r"}')
@@ -136,3 +120,53 @@ def test_the_hub_out_of_reach(override: str, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     message = told(override)
     assert "org/no_such" in message and "no line" in message and "cache" in message
+
+
+def run_folder(*overrides: str) -> Path:
+    """What is read of a run's folder before ranks start: a checkpoint with its recipe."""
+    checkpoint = Path("run/checkpoints/iter_1")
+    checkpoint.mkdir(parents=True)
+    recipe, _ = prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW, *overrides]))
+    (checkpoint / "state.json").write_text('{"step": 1, "model": {}}')
+    save_recipe(recipe, checkpoint / "config.yaml")
+    write_manifest(checkpoint, {})
+    return checkpoint
+
+
+NEW = ["run.dir=run", "data.train=digits:train"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (["train.lr=3e-4"], ["was saved under another recipe", "train.lr", "run.accept_changes=[train.lr]"]),
+        (["lora.rank=4"], ["lora.rank"]),
+        (["run.resume=false"], ["run.resume=false", "iter_1"]),
+    ],
+)
+def test_a_run_folder_of_another_experiment_is_told_before_ranks_start(
+    overrides: list[str], texts: list[str]
+) -> None:
+    run_folder()
+    with pytest.raises(UserError) as refusal:
+        prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW, *overrides]))
+    assert all(text in str(refusal.value) for text in texts), refusal.value
+
+
+def test_a_run_folder_is_left_to_the_ranks_where_they_may_resume() -> None:
+    checkpoint = run_folder()
+    accepted = [*NEW, "train.lr=3e-4", "run.accept_changes=[train.lr]"]
+    for overrides in (NEW, accepted):
+        prepare.prepare(load_recipe("llava_sft", ["nproc=2", *overrides]))
+    config = checkpoint / "config.yaml"
+    for content in (
+        config.read_text().replace("lr: ", "lr: 1"),
+        "- 1",
+        "lr: [",
+        "",
+    ):  # they take a whole copy
+        config.write_text(content)
+        prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW]))
+    for content in ("", "[" * 100_000, "{}"):  # or an older checkpoint
+        (checkpoint / "state.json").write_text(content)
+        prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW]))
