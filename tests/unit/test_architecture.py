@@ -66,7 +66,7 @@ INNER = {
         "generate": "distributed model checkpoint scores report",
         "optimizer": "megatron distributed model",
         "train": "megatron distributed model optimizer callbacks checkpoint planning generate report watchdog",
-        "launch": "megatron distributed planning report watchdog train",
+        "launch": "megatron distributed checkpoint planning report watchdog train",
         "tools": "distributed model checkpoint generate scores report watchdog train launch",
         "loops": "megatron distributed model optimizer checkpoint generate planning train launch",
     },
