@@ -1,6 +1,7 @@
 """What is wrong with data and weights is told before any rank is started."""
 
 import io
+import sys
 import tarfile
 from pathlib import Path
 
@@ -117,7 +118,11 @@ def test_what_is_not_there() -> None:
 def test_the_hub_out_of_reach(override: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub, "_unreachable", lambda endpoint: "no line")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for name in {"huggingface_hub.constants", "datasets.config"} & {
+        "huggingface_hub.constants",
+        *sys.modules,
+    }:
+        monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", False)
     message = told(override)
     assert "org/no_such" in message and "no line" in message and "cache" in message
 
