@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class RecipeParts(NamedTuple):
 
 def folder() -> Path:
     """`recipes/` of this zoo."""
-    spec = importlib.util.find_spec("zoo.recipes")
+    spec = find_spec("zoo.recipes")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 

@@ -123,8 +123,8 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
 
 def _refuse_training_keys(overrides: Overrides) -> None:
     """ConfigError for overrides of keys that have no effect where a model is asked: all of them at once."""
-    given = [key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)]
-    idle = [key for key in given if key in _TRAINED or key not in _ASKED.get(key.partition(".")[0], (key,))]
+    keys = [key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)]
+    idle = [key for key in keys if key in _TRAINED or key not in _ASKED.get(key.partition(".")[0], (key,))]
     if idle:
         kept = ", ".join(key for keys in _ASKED.values() for key in keys)
         rows = "; rows are named after the model, or by data.eval" if "data.train" in idle else ""

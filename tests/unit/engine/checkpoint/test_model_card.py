@@ -133,7 +133,7 @@ def test_the_ends_that_training_taught_are_told(adapter: bool) -> None:
 
 @pytest.mark.parametrize("name", ["x\n---\n# evil", "a/b\nlicense: mit", "<script>", "a/b/c", 3, None, ["x"]])
 def test_names_of_strangers_stay_in_their_cells(tmp_path: Path, name: Any) -> None:
-    (tmp_path / "zoo.json").write_text(json.dumps({"format": 1, "source": name}))
+    (tmp_path / "zoo.json").write_text(json.dumps({"format": 2, "source": name}))
     (tmp_path / "hf").mkdir()
     arch = {"architectures": ["import os; x"]}
     text = model_card.converted(look(str(tmp_path)), arch, {})  # type: ignore[arg-type]
