@@ -34,7 +34,6 @@ NOT_RUN = {
     r"zoo new-family ": "writes into the clone itself; tests/cli/test_new_family.py runs it elsewhere",
     r"zoo inspect runs/mine step=": "needs a bad step; tests/cli/test_bad_steps.py has them",
     r"zoo train their\.yaml": "a file of another trainer, which is refused; tests/unit/config/test_foreign_files.py has them",
-    r"zoo convert RUN ": "a word in capitals stands for the reader's own",
     r"zoo generate \S+$": "a chat needs a terminal; tests/distributed/test_generate.py has one",
     r"layout = ": "a table of calls, each for other shapes; tests/unit/packing has them",
     r"k <= W ": "formulas",
