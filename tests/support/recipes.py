@@ -27,14 +27,19 @@ def error_of(*overrides: str, name: str = NAME) -> str:
 
 
 def load_effective(name: str, overrides: Iterable[str]) -> Any:
-    """The recipe with those overrides that have an effect on it: tests give the same keys to recipes of all kinds."""
+    """The recipe with those overrides that have an effect on it: tests give the same keys to recipes of all kinds.
+
+    Keys of `parallel` stay: which layouts a model refuses is tested.
+    """
     left = list(overrides)
     while True:
         try:
             return load_recipe(name, left)
         except ConfigError as error:
             refused = re.findall(r"^ *([\w.]+)=.*?: it has no effect", str(error), re.MULTILINE)
-            kept = [one for one in left if one.partition("=")[0] not in refused]
+            kept = [
+                one for one in left if one.partition("=")[0] not in refused or one.startswith("parallel.")
+            ]
             if len(kept) == len(left):
                 raise
             left = kept
