@@ -40,12 +40,12 @@ from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity, selection, sharded
 from zoo.engine.checkpoint.storage.disk import THREADS
-from zoo.engine.distributed.signals import interrupts
-from zoo.engine.distributed.world import world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
 from zoo.errors import size as in_words
+from zoo.parallel.signals import interrupts
+from zoo.parallel.world import world
 
 BLOCK = 2**24  # bytes of one call of dd
 MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them

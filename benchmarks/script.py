@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from zoo.bench.options import read_options, split_recipe_keys
-from zoo.engine.distributed.process_state import quiet
 from zoo.errors import UserError, file_error
 from zoo.files import expanded
+from zoo.parallel.process_state import quiet
 
 
 def main[Options, Report](

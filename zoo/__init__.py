@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     module, attribute = _WHERE[name]
-    from zoo.engine.distributed.process_state import untouched
+    from zoo.parallel.process_state import untouched
 
     with untouched():  # what libraries have to say on import is left out
         return getattr(importlib.import_module(module), attribute)

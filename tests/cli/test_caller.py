@@ -188,7 +188,7 @@ def test_groups_of_somebody_else_are_left_alone(tmp_path: Path, monkeypatch: pyt
     program = """
         import torch.distributed as dist
         from zoo.config.schema import Recipe
-        from zoo.engine.distributed.world import world
+        from zoo.parallel.world import world
         from zoo.errors import UserError
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:

@@ -21,10 +21,10 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
     from zoo.data.loading.batches import make_batch
     from zoo.engine.checkpoint import initial_weights
-    from zoo.engine.distributed.world import world
     from zoo.engine.model import build
     from zoo.engine.train.evaluation import segment_logprobs
     from zoo.engine.train.trainer import train
+    from zoo.parallel.world import world
 
     fixed = ["hardware=cpu", "engine.threads=1", "log.tensorboard=false"]
     made = load_effective(recipe, [*fixed, *overrides])

@@ -156,7 +156,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     from support.rank_gradients import run_layouts
     from support.rank_tasks import train
 
-    from zoo.engine.distributed.processes import end_with_parent
+    from zoo.parallel.processes import end_with_parent
 
     end_with_parent()
     for module in (

@@ -28,7 +28,7 @@ def recipe_for(folder: Path | str, *overrides: str, recipe: str = RECIPE, ranks:
 def single_process_world() -> Iterator[Any]:
     """zoo's world of one rank under gloo, whatever launcher variables the environment holds."""
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.engine.distributed.world import world
+    from zoo.parallel.world import world
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -60,7 +60,7 @@ def train_counting(rank: int, size: int, overrides: Sequence[str]) -> list[list[
 
 def exchange_values(rank: int, size: int) -> tuple[int, list[list[Any]]]:
     """The connections that an ObjectGroup takes this rank, and what its ranks have told one another through it."""
-    from zoo.engine.distributed.object_group import ObjectGroup
+    from zoo.parallel.object_group import ObjectGroup
 
     dist.init_process_group("gloo")
     try:

@@ -247,7 +247,7 @@ def differing(engine: Any, folder: Path) -> list[str]:
     """Names of the engine's published tensors that are not those of an export, or that it lacks."""
     from support.weights import tensors
     from zoo.engine.checkpoint.export import export
-    from zoo.engine.distributed.world import settings
+    from zoo.parallel.world import settings
 
     found = dict(engine.hf_weights(bucket=BUCKET))
     parts = engine._parts

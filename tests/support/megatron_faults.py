@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zoo.engine.megatron import compat
-from zoo.engine.megatron.avoided import AVOIDED, Avoided
+from zoo.parallel.megatron import compat
+from zoo.parallel.megatron.avoided import AVOIDED, Avoided
 
 
 def shim(name: str) -> compat.Shim:
@@ -22,7 +22,7 @@ def remove_me(name: str) -> NoReturn:
     """The installed megatron-core no longer has the fault."""
     fault = next(f for f in (*compat.SHIMS, *AVOIDED) if f.name == name)
     what = f"what zoo does instead: {fault.instead}" if isinstance(fault, Avoided) else "the shim"
-    pytest.fail(f"fixed in megatron-core: remove {name} from zoo/engine/megatron, and {what}")
+    pytest.fail(f"fixed in megatron-core: remove {name} from zoo/parallel/megatron, and {what}")
 
 
 @contextmanager

@@ -26,8 +26,8 @@ def separate_masters(away: bool) -> Iterator[None]:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from zoo.engine.megatron import inner_optimizer
     from zoo.nn.adamw.state import split
+    from zoo.parallel.megatron import inner_optimizer
 
     def round_away(optimizer: Any) -> None:
         for group in zip(
@@ -77,10 +77,10 @@ def _running(
     """A built run of the CPU on one of `size` ranks, ended behind the block. `build_in`: a context to build and run it in."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
+    from zoo.parallel.signals import interrupts
+    from zoo.parallel.world import world
 
     fixed = [
         f"size={model_size}",
@@ -223,7 +223,7 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
 
 
 class Streams:
-    """Stands in for torch in `zoo.engine.distributed.weight_gathering`, and notes what waits for what, as a GPU's streams would."""
+    """Stands in for torch in `zoo.parallel.weight_gathering`, and notes what waits for what, as a GPU's streams would."""
 
     def __init__(self) -> None:
         self.on_the_way: set[Any] = set()  # events that were recorded and that nobody has waited for
@@ -269,7 +269,7 @@ class Ahead:
 def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
     """A step, a forward and backward pass, and the save behind a second step, on streams that are noted."""
     from zoo.engine.checkpoint.contents import to_write
-    from zoo.engine.distributed import weight_gathering
+    from zoo.parallel import weight_gathering
 
     streams, early, begun = Streams(), [], []
     as_on_a_gpu = ExitStack()
@@ -323,7 +323,7 @@ def parts(
 ) -> Parts:
     """Digests of this rank's parameters after so many steps; ranks that hold the same part have the same key."""
     from zoo.bridge.parallel import ShardInfo, model_parameters
-    from zoo.engine.megatron.inner_optimizer import held_ranges
+    from zoo.parallel.megatron.inner_optimizer import held_ranges
 
     with _running(recipe_name, model_size, size, overrides) as run:
         for _ in range(steps):

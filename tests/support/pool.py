@@ -3,7 +3,7 @@
     results = pool.run(4, function, *arguments)      # function(rank, size, *arguments) on ranks 0 to 3
 
 `function` is importable (it lives in `support`, say) and starts its own process groups through
-`zoo.engine.distributed.world.world`; each call gets the launcher's variables with a port of its own. What a rank raises is raised
+`zoo.parallel.world.world`; each call gets the launcher's variables with a port of its own. What a rank raises is raised
 here with its traceback. After a failure, a death or a timeout the processes are replaced, so that no test inherits
 what another left behind.
 

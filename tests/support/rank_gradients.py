@@ -72,7 +72,7 @@ def run_step(rank: int, size: int, plan: Plan) -> Held:
 
 def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
     """`run_step` for each of the plan's layouts, one after the other on one model."""
-    from zoo.engine.distributed.world import world
+    from zoo.parallel.world import world
 
     with world(_recipe(plan, plan.layouts[0], size)) as here:
         with _more_settings(dict(plan.transformer)):
@@ -89,8 +89,8 @@ def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
 def run_captured(rank: int, size: int, plan: Plan) -> tuple[list[Held], list[int]]:
     """`run_layouts` with the layers of decoders captured, recorded work done again; and how much was recorded by each."""
     from support.recorded_again import RecordedAgain, go_by_lengths
-    from zoo.engine.distributed.world import world
     from zoo.engine.model.graphs import use_graphs
+    from zoo.parallel.world import world
 
     with world(_recipe(plan, plan.layouts[0], size)) as here, pytest.MonkeyPatch.context() as patch:
         go_by_lengths(patch)

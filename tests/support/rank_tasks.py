@@ -127,7 +127,7 @@ def place(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Enter a world and say what it is; for tests of the pool itself."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.distributed.world import world
+    from zoo.parallel.world import world
 
     recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     with world(validate(recipe, size)) as here:
@@ -150,7 +150,7 @@ def misbehave(rank: int, size: int, how: str, culprit: int) -> int:
     import torch.distributed as dist
 
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.engine.distributed.world import world
+    from zoo.parallel.world import world
 
     with world(Recipe(engine=EngineConfig(threads=1))):
         if rank == culprit:
@@ -218,12 +218,12 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.live import LiveBytes
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
     from zoo.engine.optimizer.adamw import optimizers
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.distillation.teacher import Teacher
     from zoo.engine.train.run import Run
+    from zoo.parallel.signals import interrupts
+    from zoo.parallel.world import world
     from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
@@ -272,10 +272,10 @@ def one_step(
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
+    from zoo.parallel.signals import interrupts
+    from zoo.parallel.world import world
 
     recipe = load_effective(
         recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides]

@@ -60,7 +60,7 @@ CALL = """
 import os, signal, sys
 from pathlib import Path
 from zoo import user_code
-from zoo.engine.distributed.processes import CALLED_SUFFIX, FAILURE_LOG
+from zoo.parallel.processes import CALLED_SUFFIX, FAILURE_LOG
 user_code.record(Path(os.environ[FAILURE_LOG]).with_suffix(CALLED_SUFFIX))
 with user_code.calling("my.py:Hooks: on_step"):
     if os.environ["RANK"] == "1":
@@ -111,7 +111,7 @@ def test_a_busy_loop_in_a_function_is_no_progress() -> None:
 
 THREAD = """
 import threading, time
-from zoo.engine.distributed import processes
+from zoo.parallel import processes
 processes._THREAD_SECONDS, processes._MOST_THREAD_SECONDS = 0.1, 0.2
 threading.Thread(target=time.sleep, args=({seconds},), name="uploader").start()
 processes.end_with(0)

@@ -128,7 +128,7 @@ def _run(arguments: list[str]) -> int:
         near = [alike] if alike else get_close_matches(verb, VERBS, n=1) or list(VERBS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
     if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak
-        from zoo.engine.distributed.process_state import quiet
+        from zoo.parallel.process_state import quiet
 
         quiet()
     module = importlib.import_module(VERBS[verb][0])
@@ -156,7 +156,7 @@ start with:  zoo list
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
     """Say so, once a run; the exit code of Ctrl-C, or that on which a cluster starts the command again."""
-    from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted
+    from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Preempted
 
     preempted = isinstance(interrupt, Preempted)
     if os.environ.get("RANK", "0") == "0":

@@ -13,10 +13,10 @@ from zoo.bench.training.rows import collate, examples
 from zoo.bench.training.setting import Setting
 from zoo.bench.training.steps import BenchRun
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.model import build
 from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
+from zoo.parallel.signals import Interrupts
 
 LONGEST = 512
 MEDIA = {  # recipe -> a tensor of its media

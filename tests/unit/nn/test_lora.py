@@ -102,7 +102,7 @@ def test_marks_of_the_weight_are_those_of_its_adapter() -> None:
 @pytest.fixture
 def tracker() -> Iterator[None]:
     """The tracker of random states as it was before, after."""
-    from zoo.engine.megatron import cpu_host
+    from zoo.parallel.megatron import cpu_host
 
     cpu_host.install()
     tracker: Any = lora.get_cuda_rng_tracker()

@@ -23,9 +23,6 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.sample import MicroBatch
-from zoo.engine.distributed.object_group import object_group
-from zoo.engine.distributed.signals import Interrupts, interrupts
-from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report.memory_use import memory
 from zoo.engine.report.run_log import environment
@@ -36,6 +33,9 @@ from zoo.engine.train.train_step import StepResult
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
+from zoo.parallel.object_group import object_group
+from zoo.parallel.signals import Interrupts, interrupts
+from zoo.parallel.world import World, world
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ _FIRST_LINE = 119  # characters
 
 def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted, 75 when it was preempted."""
-    from zoo.engine.distributed.signals import interrupts
     from zoo.engine.report.terminal import live_terminal
+    from zoo.parallel.signals import interrupts
 
     with interrupts(), live_terminal():  # from the first second on
         return _run(arguments)

@@ -22,8 +22,8 @@ from zoo.config.schema import Recipe
 from zoo.engine.callbacks.early_stop import EarlyStop
 from zoo.engine.callbacks.event import Event
 from zoo.engine.callbacks.trackers import Tracker, trackers
-from zoo.engine.distributed.object_group import agreed
 from zoo.errors import UserError, printable
+from zoo.parallel.object_group import agreed
 from zoo.registry import imported
 from zoo.user_code import calling
 

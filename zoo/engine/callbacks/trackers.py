@@ -15,8 +15,8 @@ import numpy as np
 
 from zoo.config.schema import Recipe
 from zoo.engine.callbacks.event import Event
-from zoo.engine.distributed.object_group import flattened
 from zoo.files import finite
+from zoo.parallel.object_group import flattened
 
 
 def trackers(recipe: Recipe) -> Iterator[tuple[str, Any]]:

@@ -19,12 +19,12 @@ from torch import Tensor
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.engine.checkpoint.storage.reading import fill
-from zoo.engine.distributed.weight_gathering import settle_all
-from zoo.engine.distributed.world import World
-from zoo.engine.megatron.inner_optimizer import held_ranges
 from zoo.engine.model.lora import Adapters
 from zoo.nn.adamw.state import CHUNK, MASTER, Moment, join
 from zoo.nn.kernels import has_triton
+from zoo.parallel.megatron.inner_optimizer import held_ranges
+from zoo.parallel.weight_gathering import settle_all
+from zoo.parallel.world import World
 
 _STATE = "optimizer.state"
 _REST = "remainder"  # what completes bf16 weights to fp32

@@ -19,11 +19,11 @@ from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import is_reward_model
-from zoo.engine.distributed.world import World, on_all_cores
 from zoo.engine.model import lora
 from zoo.engine.model.build import Assembly, model_dims
 from zoo.engine.report import terminal
 from zoo.errors import part_of
+from zoo.parallel.world import World, on_all_cores
 
 
 def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:

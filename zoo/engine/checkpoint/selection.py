@@ -30,11 +30,11 @@ from zoo.config.locate import (
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.storage.disk import Damaged
-from zoo.engine.distributed.object_group import agreed
 from zoo.engine.model.build import find_source
 from zoo.engine.report.result import evaluations_by_step
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
+from zoo.parallel.object_group import agreed
 from zoo.records import conforms, is_text
 
 BEST = "best"  # a link in the folder of checkpoints

@@ -17,7 +17,7 @@ import torch
 from zoo.engine.checkpoint.contents import Trainable, packed, to_write
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.storage.pieces import Piece
-from zoo.engine.distributed.world import World
+from zoo.parallel.world import World
 
 _OPTIMIZER = "optimizer."  # prefix of the keys of its state
 

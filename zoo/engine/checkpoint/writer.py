@@ -22,8 +22,8 @@ from zoo.engine.checkpoint.selection import tidy
 from zoo.engine.checkpoint.snapshot import Snapshot
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.index import RankTable, write_index
-from zoo.engine.distributed.object_group import ObjectGroup
 from zoo.files import sync, write_atomically
+from zoo.parallel.object_group import ObjectGroup
 
 
 class Channel(ObjectGroup):

@@ -15,12 +15,12 @@ from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BadRows
 from zoo.data.sources.rows import Row
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.world import World, world
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.prompts import Prompt, make_prompt, most_positions
 from zoo.engine.generate.sampling import Sampling, end_tokens
 from zoo.engine.model import build
 from zoo.errors import UserError
+from zoo.parallel.world import World, world
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import IGNORE, Sample
-from zoo.engine.distributed.world import World
 from zoo.engine.generate.prompts import most_positions
 from zoo.engine.generate.sampling import Answers, Sampling
 from zoo.engine.model import build
@@ -28,6 +27,7 @@ from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.inputs import ModelInputs
 from zoo.packing import PackedLayout
+from zoo.parallel.world import World
 
 
 @dataclass(frozen=True)

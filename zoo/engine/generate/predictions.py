@@ -17,14 +17,14 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
-from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.world import World
 from zoo.engine.generate.answering import Answering
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.sampling import Sampling, end_tokens
 from zoo.engine.model.build import Assembly
 from zoo.engine.report.predictions_plot import Prediction
 from zoo.engine.scores.answer_scores import exact_match
+from zoo.parallel.object_group import agreed
+from zoo.parallel.world import World
 
 SEARCHED = 512  # held-out rows, spread over all, that are looked through for kinds
 MARGIN = 8  # tokens that an answer may have above the longest one wanted

@@ -16,18 +16,18 @@ from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.distributed.processes import end_with_parent
-from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
 from zoo.engine.launch.waiting_ranks import WaitingRanks, waiting_ranks
-from zoo.engine.megatron.core_import import import_core, importing
 from zoo.engine.report import terminal
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
+from zoo.parallel.megatron.core_import import import_core, importing
+from zoo.parallel.process_state import untouched
+from zoo.parallel.processes import end_with_parent
+from zoo.parallel.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
 from zoo.subprocesses import module_command
 
 

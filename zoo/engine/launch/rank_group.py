@@ -25,8 +25,9 @@ from types import FrameType
 from zoo import user_code
 from zoo.config.devices import cpu_threads
 from zoo.config.memory import kernel_kills, killed_for_memory
-from zoo.engine.distributed.processes import CALLED_SUFFIX, DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
-from zoo.engine.distributed.signals import (
+from zoo.engine.report.startup_time import STARTED
+from zoo.parallel.processes import CALLED_SUFFIX, DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
+from zoo.parallel.signals import (
     INTERRUPTED,
     LOST,
     PREEMPTED,
@@ -36,7 +37,6 @@ from zoo.engine.distributed.signals import (
     handled,
     leave_terminal,
 )
-from zoo.engine.report.startup_time import STARTED
 
 MISTAKE = "zoo: error: "  # begins the line of a rank that has found a mistake of the user's
 _POLL_SECONDS = 0.05

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from zoo import user_code
 from zoo.data.loading import worker_processes
-from zoo.engine.distributed.process_state import quiet
-from zoo.engine.distributed.processes import CALLED_SUFFIX, FAILURE_LOG, end_with, end_with_parent
-from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
-from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
 from zoo.engine.report.terminal import live_terminal
 from zoo.errors import UserError, file_error
+from zoo.parallel.megatron.core_import import import_core, importing, leave_out_transformer_engine
+from zoo.parallel.process_state import quiet
+from zoo.parallel.processes import CALLED_SUFFIX, FAILURE_LOG, end_with, end_with_parent
+from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.subprocesses import find_users_modules
 
 if TYPE_CHECKING:

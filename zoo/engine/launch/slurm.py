@@ -9,9 +9,9 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.signals import LOST, PREEMPTED
 from zoo.errors import ConfigError, UserError
 from zoo.files import write_atomically
+from zoo.parallel.signals import LOST, PREEMPTED
 
 _PORTS = 20000  # a job's port is one of so many, from as many on
 _NAMES = {"SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}

@@ -16,12 +16,12 @@ from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.selection import choose
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
-from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.world import TIMEOUT, World, cores_beside_gpu
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.optimizer.adamw import allocate_state, optimizers
 from zoo.errors import UserError
 from zoo.nn.adamw.state import MASTER
+from zoo.parallel.object_group import agreed
+from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
 
 
 @dataclass

@@ -19,9 +19,6 @@ from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.distributed.object_group import refuse_different
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.distributed.world import World, groups, settings
 from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.loops.batch import Sparse
 from zoo.engine.loops.checkpoints import Checkpoints, Counts
@@ -30,9 +27,12 @@ from zoo.engine.loops.parts import EngineParts, build_parts
 from zoo.engine.loops.passes import Passes
 from zoo.engine.loops.training import Training
 from zoo.engine.loops.weights import Weights
-from zoo.engine.megatron.core_import import import_core
 from zoo.engine.planning.plan_process import planned
 from zoo.errors import UserError
+from zoo.parallel.megatron.core_import import import_core
+from zoo.parallel.object_group import refuse_different
+from zoo.parallel.process_state import untouched
+from zoo.parallel.world import World, groups, settings
 
 
 @dataclass

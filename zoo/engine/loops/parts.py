@@ -9,9 +9,9 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights, lora_files
-from zoo.engine.distributed.world import World
 from zoo.engine.model import build, lora
 from zoo.engine.train import optimization
+from zoo.parallel.world import World
 
 
 @dataclass(frozen=True)

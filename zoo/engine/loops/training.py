@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.weight_gathering import settle_all
-from zoo.engine.distributed.world import World
 from zoo.engine.loops.batch import Rows
 from zoo.engine.loops.checkpoints import Counts
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.loops.passes import LossFunction, Passes
 from zoo.engine.model import lora
 from zoo.engine.train.bad_step_detector import step_if
+from zoo.parallel.weight_gathering import settle_all
+from zoo.parallel.world import World
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.world import World, seed_everything
 from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.engine.model.served_processor import ServedProcessor
 from zoo.engine.model.vocabulary import with_rows_for_all
@@ -31,6 +29,8 @@ from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
 from zoo.nn.wide import hold_in_fp32
+from zoo.parallel.object_group import agreed
+from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
 from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss, PreferenceLoss

@@ -23,13 +23,13 @@ from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.world import World
 from zoo.engine.model import whole_parts
 from zoo.engine.model.whole_parts import WholeParts
 from zoo.errors import UserError
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import frozen_fp8, lora
 from zoo.nn.decoder.experts.grouped import GroupedExperts
+from zoo.parallel.world import World
 from zoo.registry import ModelFamily
 
 Linears = dict[str, tuple[Any, torch.nn.Parameter]]  # name of a weight -> its module and itself

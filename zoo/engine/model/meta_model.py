@@ -18,13 +18,13 @@ from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.streams import Folder
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.world import World, world
-from zoo.engine.megatron import private
-from zoo.engine.megatron.replaced import replaced
 from zoo.engine.model import build
 from zoo.errors import UserError, printable
 from zoo.nn.family import refusal
 from zoo.nn.kernels import has_triton
+from zoo.parallel.megatron import private
+from zoo.parallel.megatron.replaced import replaced
+from zoo.parallel.world import World, world
 from zoo.registry import ModelFamily, families
 
 

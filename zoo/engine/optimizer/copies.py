@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.engine.megatron.inner_optimizer import held_ranges
+from zoo.parallel.megatron.inner_optimizer import held_ranges
 
 
 @dataclass(frozen=True)

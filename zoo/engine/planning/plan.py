@@ -24,9 +24,9 @@ from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute
 from zoo.config.validate import validate
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.megatron.core_import import import_core
 from zoo.errors import ConfigError, size
+from zoo.parallel.megatron.core_import import import_core
+from zoo.parallel.process_state import untouched
 from zoo.planner import memory as planned_memory
 from zoo.planner.activations import Row
 from zoo.planner.layouts import choose_layout, spare

@@ -19,9 +19,9 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.processes import Launcher, end_with_parent
-from zoo.engine.megatron.core_import import importing, leave_out_transformer_engine
 from zoo.errors import UserError
+from zoo.parallel.megatron.core_import import importing, leave_out_transformer_engine
+from zoo.parallel.processes import Launcher, end_with_parent
 from zoo.subprocesses import module_command
 
 

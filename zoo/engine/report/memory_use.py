@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zoo.engine.distributed.world import World
     from zoo.engine.report.run_log import RunLog
+    from zoo.parallel.world import World
 
 _KINDS = ("host_gib", "peak_gib", "reserved_gib")
 _STEPS = (

@@ -12,9 +12,9 @@ from zoo.config.compose import load_recipe
 from zoo.config.derived import run_folder
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
+from zoo.parallel.signals import INTERRUPTED, PREEMPTED
 from zoo.records import (
     Check,
     are_counts,

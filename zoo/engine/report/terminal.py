@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-from zoo.engine.distributed.signals import ERASE, can_erase, leave_terminal
+from zoo.parallel.signals import ERASE, can_erase, leave_terminal
 
 _REDRAW = 0.1  # seconds between two drawings of how far something is
 _TICK = 1.0  # seconds between two drawings of how long it takes

@@ -18,7 +18,6 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
@@ -30,6 +29,7 @@ from zoo.engine.scores.choose import Scores
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, row_sums
+from zoo.parallel.process_state import untouched
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
 from zoo.engine.checkpoint.selection import language_model
-from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
 from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand_in
 from zoo.engine.generate.sampling import Sampling
@@ -34,6 +33,7 @@ from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.errors import UserError
+from zoo.parallel.process_state import untouched
 
 Media = Any  # a file, a picture, an array, bytes; or a list of these
 

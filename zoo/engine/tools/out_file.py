@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zoo.engine.distributed.world import World
 from zoo.errors import UserError, file_error
 from zoo.files import Lines, expanded, write_atomically
+from zoo.parallel.world import World
 
 
 class OutFile:

@@ -23,8 +23,6 @@ from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
@@ -32,6 +30,8 @@ from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, smallest_count
+from zoo.parallel.process_state import untouched
+from zoo.parallel.world import World, world
 
 
 @untouched()

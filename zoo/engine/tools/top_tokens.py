@@ -17,9 +17,6 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources import identity
 from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.object_group import agreed, object_group
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
@@ -33,6 +30,9 @@ from zoo.engine.train.preference.reference import plain_digest, weights_identity
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.nn.head.distillation import TopK
+from zoo.parallel.object_group import agreed, object_group
+from zoo.parallel.process_state import untouched
+from zoo.parallel.world import World, world
 
 DATA = (
     "labels",

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
-from zoo.engine.distributed.world import World
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
+from zoo.parallel.world import World
 from zoo.records import Check, is_count, is_measure, is_object, is_text, list_of, read_record
 
 FOLDER = "bad_steps"

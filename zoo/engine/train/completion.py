@@ -8,7 +8,6 @@ from typing import Any
 
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.model.lora import Adapters
 from zoo.engine.train.distillation.teacher import Teacher
@@ -16,6 +15,7 @@ from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
 from zoo.engine.train.preference.reference import BASE
+from zoo.parallel.world import World
 
 
 def completion(

@@ -17,9 +17,9 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.distributed.object_group import object_group
-from zoo.engine.distributed.world import World
 from zoo.engine.train.preference.answer_metrics import answer_sums
+from zoo.parallel.object_group import object_group
+from zoo.parallel.world import World
 from zoo.steps.losses.preference import AnswerLoss
 
 type Complete = Callable[[Sequence[Any]], list[Any]]

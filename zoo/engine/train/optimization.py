@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import (
-    accumulate_directly,
-    divide_at_the_loss,
-    reduce_in_order,
-    sum_by_dtype,
-)
-from zoo.engine.distributed.weight_gathering import gather_once, settle_all
-from zoo.engine.distributed.world import World, cores_beside_gpu
-from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
 from zoo.engine.model.graphs import release_graphs, use_graphs
 from zoo.engine.optimizer import muon
 from zoo.engine.optimizer.adamw import AdamW, norm_gradients
 from zoo.engine.optimizer.copies import share_copies
 from zoo.nn.weight_gradients import accumulate_in_place
+from zoo.parallel.gradient_reduction import (
+    accumulate_directly,
+    divide_at_the_loss,
+    reduce_in_order,
+    sum_by_dtype,
+)
+from zoo.parallel.megatron import inner_optimizer
+from zoo.parallel.weight_gathering import gather_once, settle_all
+from zoo.parallel.world import World, cores_beside_gpu
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
 BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass continues

@@ -22,9 +22,6 @@ from zoo.engine.checkpoint.selection import repaired_source
 from zoo.engine.checkpoint.staging.exports import export_trained
 from zoo.engine.checkpoint.staging.leftovers import open_and_finish
 from zoo.engine.checkpoint.storage.disk import Damaged
-from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.signals import Interrupts
-from zoo.engine.distributed.world import World, on_all_cores
 from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.optimizer import adamw, muon
@@ -44,6 +41,9 @@ from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
 from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.engine.watchdog.progress import Progress
+from zoo.parallel.object_group import agreed
+from zoo.parallel.signals import Interrupts
+from zoo.parallel.world import World, on_all_cores
 
 
 class Run:

@@ -11,10 +11,6 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.callbacks.callbacks import open_callbacks
-from zoo.engine.distributed.determinism import refusal
-from zoo.engine.distributed.object_group import refuse_different
-from zoo.engine.distributed.signals import Interrupts, interrupts
-from zoo.engine.distributed.world import world
 from zoo.engine.planning.plan import refuse_misfit
 from zoo.engine.report.result import TrainResult
 from zoo.engine.report.startup_time import Startup
@@ -23,6 +19,10 @@ from zoo.engine.train.run import Run
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.resources import explained, memory_explained
 from zoo.engine.watchdog.run_lock import RunLock
+from zoo.parallel.determinism import refusal
+from zoo.parallel.object_group import refuse_different
+from zoo.parallel.signals import Interrupts, interrupts
+from zoo.parallel.world import world
 
 
 def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:

@@ -33,9 +33,6 @@ import torch.distributed as dist
 from zoo.config.derived import stage_folder
 from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
-from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Interrupts
-from zoo.engine.distributed.world import World
 from zoo.engine.report.run_log import append_event, has_ended
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
 from zoo.engine.watchdog.health import forget_health, write_health
@@ -43,6 +40,9 @@ from zoo.engine.watchdog.progress import Progress
 from zoo.engine.watchdog.resources import DISK
 from zoo.engine.watchdog.run_lock import RunLock
 from zoo.errors import UserError, file_error
+from zoo.parallel.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
+from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Interrupts
+from zoo.parallel.world import World
 
 SILENT_SECONDS = 120.0  # longest time without a heartbeat: no code holds Python's lock for so long
 _BROKEN_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it

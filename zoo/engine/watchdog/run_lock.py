@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from zoo.engine.distributed.processes import birth, machine
 from zoo.errors import UserError
 from zoo.files import open_plain
+from zoo.parallel.processes import birth, machine
 from zoo.records import Check, conforms, is_count, is_text, is_time, line_of_json
 
 LOCK = "run.lock"

@@ -390,8 +390,8 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> No
     text = """
         from datetime import timedelta
         from torch.distributed import TCPStore
-        from zoo.engine.distributed import processes
-        from zoo.engine.distributed.signals import interrupts
+        from zoo.parallel import processes
+        from zoo.parallel.signals import interrupts
         processes._POLL_SECONDS, processes._DEAF_SECONDS = 0.05, 0.5
         processes.end_with_parent()
         with interrupts():
@@ -430,7 +430,7 @@ def test_ranks_whose_launcher_dies_as_they_start_end(tmp_path: Path, delay: floa
     """Whatever the moment: none runs on unwatched."""
     text = """
         open(sys.argv[1] + f"/began{rank}", "w").write(str(os.getpid()))
-        from zoo.engine.distributed import processes
+        from zoo.parallel import processes
         processes._POLL_SECONDS = 0.05
         processes.end_with_parent()
         time.sleep(20)
@@ -457,7 +457,7 @@ def test_a_rank_of_another_launcher_ends_with_it(tmp_path: Path) -> None:
     """torchrun and SLURM name no process: who started the rank is asked as zoo is imported, before that one can be gone."""
     rank = (
         "import os, sys, time, zoo; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1.0)\n"
-        "from zoo.engine.distributed import processes; processes._POLL_SECONDS = 0.05; processes.end_with_parent(); time.sleep(60)"
+        "from zoo.parallel import processes; processes._POLL_SECONDS = 0.05; processes.end_with_parent(); time.sleep(60)"
     )
     agent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     pid = tmp_path / "pid"
@@ -470,7 +470,7 @@ def test_a_rank_of_another_launcher_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_launcher_s_name_that_was_handed_on_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.engine.distributed import processes as parent
+    from zoo.parallel import processes as parent
 
     with parent.Launcher() as here:
         named = here.environment[parent.LAUNCHER]

@@ -10,8 +10,8 @@ from support.engine import recipe_for, single_process_world
 from support.stacks import TINY
 
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.world import seed_everything
 from zoo.engine.model import build
+from zoo.parallel.world import seed_everything
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl moe", "qwen35_vl", "qwen3_omni", "gemma3"])

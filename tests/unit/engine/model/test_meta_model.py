@@ -6,9 +6,9 @@ from support.config_keys import CASES, tiny_arch
 
 from zoo.bridge.mapping.table import VOCABULARY
 from zoo.config.compose import load_recipe
-from zoo.engine.distributed.world import World
-from zoo.engine.megatron import cpu_host
 from zoo.engine.model.meta_model import build_meta_model, on_meta
+from zoo.parallel.megatron import cpu_host
+from zoo.parallel.world import World
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_vl_sft", "qwen35_vl_moe_sft"])

@@ -6,7 +6,7 @@ import pytest
 
 import zoo
 from zoo.config.validate import validate
-from zoo.engine.megatron.core_import import import_core
+from zoo.parallel.megatron.core_import import import_core
 from zoo.planner.parameters import ParameterStatistics
 
 PLANNED = {

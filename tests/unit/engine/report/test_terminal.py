@@ -11,9 +11,9 @@ from typing import TextIO
 
 import pytest
 
-from zoo.engine.distributed.signals import ERASE
 from zoo.engine.report import terminal
 from zoo.engine.report.terminal import LiveLine, detail, doing, hand_over, live_terminal
+from zoo.parallel.signals import ERASE
 
 
 class Screen:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.distributed.processes import machine
 from zoo.engine.report.run_log import append_event
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.progress import Progress
+from zoo.parallel.processes import machine
 
 
 class Left(Exception):

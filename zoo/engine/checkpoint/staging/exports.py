@@ -15,9 +15,9 @@ from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.staging.copying import Files, deal
 from zoo.engine.checkpoint.staging.retries import Retries
 from zoo.engine.checkpoint.staging.stage import EXPORT, Stage
-from zoo.engine.distributed.weight_gathering import settle_all
-from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
+from zoo.parallel.weight_gathering import settle_all
+from zoo.parallel.world import World
 
 
 def export_trained(

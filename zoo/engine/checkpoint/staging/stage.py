@@ -16,7 +16,7 @@ from zoo.config.derived import stage_folder
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.writer import Channel
-from zoo.engine.distributed.world import World
+from zoo.parallel.world import World
 
 EXPORT = "export"  # folder of the stage that an export is written to first
 _MARK = ".rank-"

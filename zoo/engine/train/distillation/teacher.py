@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.world import World
 from zoo.engine.model import build
 from zoo.engine.train.evaluation import smallest_count
 from zoo.errors import UserError
 from zoo.nn.head.distillation import Teaching, TopK, TopTokens
+from zoo.parallel.world import World
 
 
 class Teacher:

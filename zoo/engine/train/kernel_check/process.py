@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.engine.distributed.process_state import quiet
-from zoo.engine.distributed.processes import Launcher, end_with_parent
-from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
+from zoo.parallel.megatron.core_import import import_core, importing, leave_out_transformer_engine
+from zoo.parallel.process_state import quiet
+from zoo.parallel.processes import Launcher, end_with_parent
 from zoo.subprocesses import find_users_modules, module_command
 
 if TYPE_CHECKING:

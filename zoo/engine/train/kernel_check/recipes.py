@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.world import World, alone, on_one_rank
+from zoo.parallel.world import World, alone, on_one_rank
 
 if TYPE_CHECKING:
     from zoo.doctor.layers import Subject

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.engine.distributed.world import World
+from zoo.parallel.world import World
 from zoo.steps.losses.preference import METRICS, AnswerLoss, PreferenceLoss
 from zoo.steps.losses.unpaired import UnpairedLoss
 

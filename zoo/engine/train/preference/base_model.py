@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters
 from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode
+from zoo.parallel.world import World
 
 
 class BaseModel:

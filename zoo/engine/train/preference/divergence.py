@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.engine.distributed.world import World
 from zoo.engine.train.evaluation import in_eval_mode, segment_logprobs
+from zoo.parallel.world import World
 
 
 class Divergence:

@@ -23,8 +23,6 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.world import World
 from zoo.engine.model import build
 from zoo.engine.model.build import Assembly, preference_loss
 from zoo.engine.report import terminal
@@ -33,6 +31,8 @@ from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode, recipe_
 from zoo.engine.train.resume import Rows
 from zoo.errors import UserError
 from zoo.files import expanded, replaced
+from zoo.parallel.object_group import agreed
+from zoo.parallel.world import World
 
 FILE, SUFFIX = "reference.safetensors", ".safetensors"
 START, BASE = "start", "base"  # train.reference, where it is no path

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import zoo
-from zoo.engine.distributed.signals import LOST, heard
+from zoo.parallel.signals import LOST, heard
 
 LAUNCHER = "ZOO_LAUNCHER"  # environment: process id, start time ("-": not known), pipe and its inode
 FAILURE_LOG = (

@@ -1,10 +1,10 @@
-"""Faults of megatron-core that zoo meets: SHIMS fixes some, `zoo.engine.megatron.avoided` lists the others, whose code zoo does not call.
+"""Faults of megatron-core that zoo meets: SHIMS fixes some, `zoo.parallel.megatron.avoided` lists the others, whose code zoo does not call.
 
 A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone, and none does
 harm without its fault. Where one does not take, since megatron-core has changed around it, a warning is given.
 
-tests/unit/engine/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
-is gone. docs/megatron-faults.md names each in a table. zoo/engine/megatron/replacements.py has what is called in the place of faulty functions.
+tests/unit/parallel/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
+is gone. docs/megatron-faults.md names each in a table. zoo/parallel/megatron/replacements.py has what is called in the place of faulty functions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from zoo.engine.megatron import replacements
-from zoo.engine.megatron.avoided import Fault
+from zoo.parallel.megatron import replacements
+from zoo.parallel.megatron.avoided import Fault
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.engine import single_process_world
 
-from zoo.engine.distributed.determinism import _ROUNDED, _place, plain_fp32
+from zoo.parallel.determinism import _ROUNDED, _place, plain_fp32
 
 OLD: tuple[Callable[[], Any], ...] = (
     torch.get_float32_matmul_precision,

@@ -9,7 +9,7 @@ TEXT = """
 import atexit, sys, threading, time
 import torch.distributed as dist
 from concurrent.futures import ThreadPoolExecutor
-from zoo.engine.distributed.processes import end_with
+from zoo.parallel.processes import end_with
 
 store = dist.HashStore()
 store.set("a", "b")

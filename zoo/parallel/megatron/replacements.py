@@ -1,4 +1,4 @@
-"""What zoo.engine.megatron.compat puts in the place of functions of megatron-core."""
+"""What zoo.parallel.megatron.compat puts in the place of functions of megatron-core."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
         from types import SimpleNamespace
         from zoo.engine.train import resume
         from zoo.engine.report.result import was_completed
-        from zoo.engine.distributed.object_group import agreed
+        from zoo.parallel.object_group import agreed
         mine = folder / str(rank)  # each rank sees a folder of its own
         mine.mkdir()
         if rank == 0:
@@ -71,7 +71,7 @@ def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path)
             (init / "checkpoints" / f"iter_{step}").mkdir(parents=True)
             (init / "checkpoints" / f"iter_{step}" / "state.json").write_text("{}")
         from zoo.config.locate import look
-        from zoo.engine.distributed.object_group import agreed
+        from zoo.parallel.object_group import agreed
         seen = []
         family = type("Family", (), {"load": lambda self, part: self, "from_folder": lambda self, f: seen.append(f) or self,
                                      "hf": None, "__call__": lambda self, *a: self, "set_template": lambda self, t: None})()
@@ -86,7 +86,7 @@ def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path)
 def test_ranks_with_different_recipes_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
         from zoo.config.schema import Recipe, TrainConfig
-        from zoo.engine.distributed.object_group import refuse_different
+        from zoo.parallel.object_group import refuse_different
         from zoo.errors import UserError
         refuse_different(Recipe(nproc=rank))
         try:

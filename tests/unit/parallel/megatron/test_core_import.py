@@ -13,7 +13,7 @@ import torch
 
 from zoo.config.checks import engine
 from zoo.config.schema import Recipe
-from zoo.engine.megatron.core_import import _at_first_call, importing
+from zoo.parallel.megatron.core_import import _at_first_call, importing
 
 STARTS = {  # what a process of zoo's does before it imports megatron-core
     "a run": "from zoo.engine.launch.prepare import prepare; prepare(recipe)",
@@ -64,8 +64,8 @@ def test_a_function_is_compiled_at_its_first_call_with_its_options() -> None:
 def test_a_rank_starts_without_the_compiler() -> None:
     code = (
         "import torch; before = torch.compile\n"
-        "from zoo.engine.distributed.determinism import set_deterministic\n"
-        "from zoo.engine.megatron.core_import import import_core\n"
+        "from zoo.parallel.determinism import set_deterministic\n"
+        "from zoo.parallel.megatron.core_import import import_core\n"
         "import_core(); import zoo.engine.train.trainer; set_deterministic(True)\n"
         "assert torch.are_deterministic_algorithms_enabled() and torch.compile is before\n"
         "sys.exit('torch._inductor.compile_fx' in sys.modules)"
@@ -128,7 +128,7 @@ def test_transformer_engine_is_not_imported_under_the_torch_backend(
 
 
 def test_transformer_engine_is_left_where_it_may_be_the_backend(transformer_engine: dict[str, str]) -> None:
-    leave_out = "from zoo.engine.megatron.core_import import leave_out_transformer_engine as leave_out\n"
+    leave_out = "from zoo.parallel.megatron.core_import import leave_out_transformer_engine as leave_out\n"
     code = (
         leave_out + "from importlib.util import find_spec\n"
         "leave_out(load_recipe('qwen3_vl_sft', overrides=['engine.backend=te']))\n"
@@ -198,7 +198,7 @@ def test_the_backend_is_told_before_anything_is_imported(
 def test_what_transformers_calls_later_is_imported_then(package: str, code: str) -> None:
     pytest.importorskip(package)
     out = run(
-        "from zoo.engine.megatron.core_import import import_core\n"
+        "from zoo.parallel.megatron.core_import import import_core\n"
         "import_core(); import transformers\n"
         f"print('{package}' in sys.modules, float({code}), '{package}' in sys.modules)"
     )

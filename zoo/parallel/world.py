@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from zoo.config.devices import cpu_threads, gpu_count, share_of_cores
 from zoo.config.schema import Recipe
-from zoo.engine.distributed import determinism
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.megatron import compat, cpu_host
 from zoo.errors import UserError
 from zoo.nn.graphs.recorder import release_all
+from zoo.parallel import determinism
+from zoo.parallel.megatron import compat, cpu_host
+from zoo.parallel.process_state import untouched
 
 TIMEOUT = timedelta(minutes=30)
 SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3

@@ -1,6 +1,6 @@
 """Settings of the whole process that a call of zoo changes, and that are restored when the call ends.
 
-:mod:`zoo.engine.megatron.cpu_host` and :mod:`zoo.engine.megatron.compat` restore the names of torch and megatron-core that they
+:mod:`zoo.parallel.megatron.cpu_host` and :mod:`zoo.parallel.megatron.compat` restore the names of torch and megatron-core that they
 replace. This module imports no torch: settings of torch are saved only where the caller has imported it.
 """
 
@@ -116,7 +116,7 @@ def _random() -> Callable[[], None]:
 def _torch_settings() -> Callable[[], None]:
     import torch
 
-    from zoo.engine.distributed.determinism import set_deterministic
+    from zoo.parallel.determinism import set_deterministic
 
     more: Any = torch.utils.deterministic
     cudnn = torch.backends.cudnn

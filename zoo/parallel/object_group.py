@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.lengths import OneRank, RankGroup
-from zoo.engine.distributed.world import TIMEOUT
 from zoo.errors import UserError
+from zoo.parallel.world import TIMEOUT
 
 
 class ObjectGroup:

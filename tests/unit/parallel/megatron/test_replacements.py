@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zoo.engine.megatron.replacements import reduce_scatter
+from zoo.parallel.megatron.replacements import reduce_scatter
 
 
 @pytest.mark.parametrize("async_op", [False, True])

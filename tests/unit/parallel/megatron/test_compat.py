@@ -11,8 +11,8 @@ import pytest
 from packaging.version import Version
 from support.megatron_faults import shim
 
-from zoo.engine.megatron import compat
-from zoo.engine.megatron.avoided import AVOIDED, Avoided
+from zoo.parallel.megatron import compat
+from zoo.parallel.megatron.avoided import AVOIDED, Avoided
 
 REPO = Path(__file__).parents[4]
 

@@ -10,9 +10,9 @@ from zoo.config import devices
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.distributed import world as place
-from zoo.engine.distributed.world import world
 from zoo.nn.graphs.recorder import Recorder
+from zoo.parallel import world as place
+from zoo.parallel.world import world
 
 
 @pytest.mark.parametrize(

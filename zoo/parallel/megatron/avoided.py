@@ -1,4 +1,4 @@
-"""Faults of megatron-core that no call of zoo's reaches; `zoo.engine.megatron.compat` fixes the others, and says how they are tested."""
+"""Faults of megatron-core that no call of zoo's reaches; `zoo.parallel.megatron.compat` fixes the others, and says how they are tested."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ AVOIDED = (
         name="weights-gathered-twice",
         fault="each of the two optimizers of a model with experts gathers the updated weights of both",
         last_broken="0.19.2",
-        instead="each gathers its own (zoo/engine/distributed/weight_gathering.py)",
+        instead="each gathers its own (zoo/parallel/weight_gathering.py)",
     ),
     Avoided(
         name="mixed-dtypes-swap-states",
         fault="DistributedOptimizer counts a group's parameters as they come, and hands fp32 ones to the inner optimizer before the "
         "others: where dtypes are mixed, one parameter's range and state are taken for another's",
         last_broken="0.19.2",
-        instead="places are counted anew (zoo/engine/megatron/inner_optimizer.py)",
+        instead="places are counted anew (zoo/parallel/megatron/inner_optimizer.py)",
     ),
     Avoided(
         name="ddp-is-never-freed",

@@ -9,7 +9,7 @@ import torch
 from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, shim, shows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.engine.megatron import compat, replacements
+from zoo.parallel.megatron import compat, replacements
 
 
 def test_one_sum_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

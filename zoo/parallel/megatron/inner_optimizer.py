@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.megatron.replaced import replaced
+from zoo.parallel.megatron.replaced import replaced
 
 
 def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Private names of megatron-core that other rooms need, behind public names of zoo's.
 
 megatron-core may change a name that begins with an underscore in any release. So no other room reads one, and
-tests/unit/engine/megatron/test_private.py compares their signatures with those that zoo was written for.
+tests/unit/parallel/megatron/test_private.py compares their signatures with those that zoo was written for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zoo.engine.megatron.replaced import replaced
+from zoo.parallel.megatron.replaced import replaced
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.engine.distributed.signals import Preempted, interrupts
+from zoo.parallel.signals import Preempted, interrupts
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_an_error_of_its_own_stays() -> None:
 def test_a_closed_terminal_is_noted_once_and_the_second_signal_ends(number: signal.Signals) -> None:
     program = f"""
 import os, time
-from zoo.engine.distributed import signals
+from zoo.parallel import signals
 signals.SAME_SECONDS = 0.2
 with signals.interrupts() as stop, stop.deferred():
     os.kill(os.getpid(), {int(number)})
@@ -70,7 +70,7 @@ def test_what_is_said_to_a_terminal_that_is_gone_is_dropped(tmp_path: Path) -> N
     """The terminal's other end is closed, as by a lost connection: the run gets a SIGHUP and every write fails."""
     program = f"""
 import os, time
-from zoo.engine.distributed.signals import interrupts
+from zoo.parallel.signals import interrupts
 from zoo.engine.report.progress_line import Progress
 with interrupts() as stop, stop.deferred():
     progress = Progress(3, 0, 1)
