@@ -41,9 +41,9 @@ from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity, selection, sharded
 from zoo.engine.checkpoint.storage.disk import THREADS
 from zoo.engine.launch.launcher import run_task
-from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
 from zoo.errors import size as in_words
+from zoo.logging.startup_time import Startup
 from zoo.parallel.signals import interrupts
 from zoo.parallel.world import world
 

@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks import script
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
-from zoo.engine.report.result import records
 from zoo.errors import UserError
 from zoo.files import replaced, write_atomically
+from zoo.logging.result import records
 from zoo.records import line_of_json
 from zoo.subprocesses import module_command
 

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from zoo.engine.callbacks.event import Event
     from zoo.engine.launch.launcher import launch as train
     from zoo.engine.loops.engine import Engine
     from zoo.engine.planning.plan import plan
-    from zoo.engine.report.result import TrainResult
     from zoo.engine.tools.convert import convert
     from zoo.engine.tools.evaluate import evaluate
     from zoo.engine.tools.generate import generate
     from zoo.engine.tools.score import score
     from zoo.engine.tools.top_tokens import top_tokens
     from zoo.engine.tools.verify import verify
+    from zoo.logging.callbacks.event import Event
+    from zoo.logging.result import TrainResult
     from zoo.runs.page import report
 
 __version__ = "0.1.0"
@@ -107,9 +107,9 @@ _SECTIONS = (
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Engine": ("zoo.engine.loops.engine", "Engine"),
-    "Event": ("zoo.engine.callbacks.event", "Event"),
+    "Event": ("zoo.logging.callbacks.event", "Event"),
     "Recipe": ("zoo.config.schema", "Recipe"),
-    "TrainResult": ("zoo.engine.report.result", "TrainResult"),
+    "TrainResult": ("zoo.logging.result", "TrainResult"),
     "convert": ("zoo.engine.tools.convert", "convert"),
     "evaluate": ("zoo.engine.tools.evaluate", "evaluate"),
     "generate": ("zoo.engine.tools.generate", "generate"),

@@ -219,9 +219,9 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.recipes import load_effective
     from zoo.config.validate import validate
     from zoo.engine.optimizer.adamw import optimizers
-    from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.distillation.teacher import Teacher
     from zoo.engine.train.run import Run
+    from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
     from zoo.planner.activations import Row
@@ -272,8 +272,8 @@ def one_step(
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
+    from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
 

@@ -92,7 +92,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "unit/planner/test_fit_table.py": {"test_a_line_of_the_table": 12},
     "unit/planner/test_speed.py": {"*": 0},
-    "unit/engine/report/test_startup_time.py": {"test_a_run_says_where_its_first_seconds_went": 0},
+    "unit/logging/test_startup_time.py": {"test_a_run_says_where_its_first_seconds_went": 0},
     "unit/parallel/test_object_group.py": {
         "test_the_first_rank_s_view_is_everybody_s": 0,
         "test_the_newest_checkpoint_to_start_from_is_the_first_rank_s": 0,

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.report.result import records
 from zoo.errors import UserError
+from zoo.logging.result import records
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from zoo.engine.report.loss_plot import smoothed
+from zoo.logging.loss_plot import smoothed
 from zoo.pages import render
 from zoo.runs.history import Series
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.compose import load_recipe
-from zoo.engine.report.result import records
 from zoo.engine.tools.status import RunStatus, read_status
 from zoo.errors import UserError
 from zoo.files import read_object
+from zoo.logging.result import records
 
 _LARGEST = 1e30  # of a metric that is drawn
 _KEPT_EVENTS = 1000  # of each kind; what a page shows is far less

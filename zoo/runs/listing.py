@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zoo.engine.report.progress_line import clock
 from zoo.engine.tools.status import RECENT, RunStatus, is_run, read_status
 from zoo.errors import UserError, printable
+from zoo.logging.progress_line import clock
 
 _DEPTH = 4  # folders within folders
 _LOSS = f"loss, mean of {RECENT} steps"  # of fewer, their number stands beside it

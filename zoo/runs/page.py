@@ -12,10 +12,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zoo.engine.report.progress_line import clock
-from zoo.engine.report.result import Model, run_of
 from zoo.errors import UserError
 from zoo.files import write_atomically
+from zoo.logging.progress_line import clock
+from zoo.logging.result import Model, run_of
 from zoo.pages import render
 from zoo.runs.charts import COLOURS, Line, chart, lines_of, number
 from zoo.runs.history import Run, differences, read_run

@@ -20,8 +20,8 @@ from zoo.config.checks import engine
 from zoo.config.files import root_recipes
 from zoo.config.schema import Recipe
 from zoo.engine.launch import launcher, prepare
-from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
+from zoo.logging.result import TrainResult
 
 NAME = "qwen3_omni_sft"
 RECIPES = ", ".join(root_recipes())

@@ -39,7 +39,7 @@ def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     text = """
         from types import SimpleNamespace
         from zoo.engine.train import resume
-        from zoo.engine.report.result import was_completed
+        from zoo.logging.result import was_completed
         from zoo.parallel.object_group import agreed
         mine = folder / str(rank)  # each rank sees a folder of its own
         mine.mkdir()

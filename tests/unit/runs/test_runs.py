@@ -14,10 +14,10 @@ import pytest
 import zoo
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.engine.report.loss_plot import plot_losses, smoothed
-from zoo.engine.report.result import TrainResult, losses_by_step
 from zoo.engine.tools.status import read_status
 from zoo.errors import UserError
+from zoo.logging.loss_plot import plot_losses, smoothed
+from zoo.logging.result import TrainResult, losses_by_step
 from zoo.runs.charts import Line, chart, lines_of, thinned
 from zoo.runs.history import Series, differences, read_run
 

@@ -24,13 +24,13 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.sample import MicroBatch
 from zoo.engine.planning.sample_costs import training_cost
-from zoo.engine.report.memory_use import memory
-from zoo.engine.report.run_log import environment
-from zoo.engine.report.startup_time import Startup
 from zoo.engine.train.resume import Rows
 from zoo.engine.train.run import Run
 from zoo.engine.train.train_step import StepResult
 from zoo.errors import UserError
+from zoo.logging.memory_use import memory
+from zoo.logging.run_log import environment
+from zoo.logging.startup_time import Startup
 from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
 from zoo.parallel.object_group import object_group

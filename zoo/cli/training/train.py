@@ -43,7 +43,7 @@ _FIRST_LINE = 119  # characters
 
 def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted, 75 when it was preempted."""
-    from zoo.engine.report.terminal import live_terminal
+    from zoo.logging.terminal import live_terminal
     from zoo.parallel.signals import interrupts
 
     with interrupts(), live_terminal():  # from the first second on
@@ -56,8 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
 
     from zoo.config.compose import resolve
     from zoo.engine.launch.launcher import launch
-    from zoo.engine.report.startup_time import note_command
-    from zoo.engine.report.terminal import doing
+    from zoo.logging.startup_time import note_command
+    from zoo.logging.terminal import doing
 
     note_command()
     resolved = resolve(name, overrides)

@@ -21,8 +21,8 @@ from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.engine.model import lora
 from zoo.engine.model.build import Assembly, model_dims
-from zoo.engine.report import terminal
 from zoo.errors import part_of
+from zoo.logging import terminal
 from zoo.parallel.world import World, on_all_cores
 
 

@@ -29,9 +29,9 @@ from zoo.engine.checkpoint.staging.stage import Stage
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
-from zoo.engine.report.messages import at_last_copy, late_save
-from zoo.engine.report.result import records
-from zoo.engine.report.run_log import RunLog
+from zoo.logging.messages import at_last_copy, late_save
+from zoo.logging.result import records
+from zoo.logging.run_log import RunLog
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
 
 _WORTH_A_TEST = 2**30  # bytes of a save that may last

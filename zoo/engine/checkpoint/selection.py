@@ -31,9 +31,9 @@ from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.model.build import find_source
-from zoo.engine.report.result import evaluations_by_step
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
+from zoo.logging.result import evaluations_by_step
 from zoo.parallel.object_group import agreed
 from zoo.records import conforms, is_text
 

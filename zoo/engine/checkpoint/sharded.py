@@ -27,8 +27,8 @@ from zoo.engine.checkpoint.snapshot import random_key, set_random_state
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.model.lora import Adapters, settings_of
-from zoo.engine.report import terminal
 from zoo.errors import UserError
+from zoo.logging import terminal
 from zoo.parallel.world import World
 from zoo.records import reading_back
 

@@ -21,8 +21,8 @@ from zoo.engine.generate.answering import Answering
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.sampling import Sampling, end_tokens
 from zoo.engine.model.build import Assembly
-from zoo.engine.report.predictions_plot import Prediction
 from zoo.engine.scores.answer_scores import exact_match
+from zoo.logging.predictions_plot import Prediction
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 

@@ -21,9 +21,9 @@ from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
 from zoo.engine.launch.waiting_ranks import WaitingRanks, waiting_ranks
-from zoo.engine.report import terminal
-from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
+from zoo.logging import terminal
+from zoo.logging.result import TrainResult
 from zoo.parallel.megatron.core_import import import_core, importing
 from zoo.parallel.process_state import untouched
 from zoo.parallel.processes import end_with_parent

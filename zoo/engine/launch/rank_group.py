@@ -25,7 +25,7 @@ from types import FrameType
 from zoo import user_code
 from zoo.config.devices import cpu_threads
 from zoo.config.memory import kernel_kills, killed_for_memory
-from zoo.engine.report.startup_time import STARTED
+from zoo.logging.startup_time import STARTED
 from zoo.parallel.processes import CALLED_SUFFIX, DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
 from zoo.parallel.signals import (
     INTERRUPTED,

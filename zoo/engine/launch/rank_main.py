@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from zoo import user_code
 from zoo.data.loading import worker_processes
-from zoo.engine.report.terminal import live_terminal
 from zoo.errors import UserError, file_error
+from zoo.logging.terminal import live_terminal
 from zoo.parallel.megatron.core_import import import_core, importing, leave_out_transformer_engine
 from zoo.parallel.process_state import quiet
 from zoo.parallel.processes import CALLED_SUFFIX, FAILURE_LOG, end_with, end_with_parent

@@ -32,9 +32,9 @@ from zoo.engine.launch.objects import plain_entry, write_entry
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model.meta_model import family_of
 from zoo.engine.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
-from zoo.engine.report.result import Model, run_of
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
+from zoo.logging.result import Model, run_of
 
 # Keys that hold for a model that is asked, of the sections that serve training; and those of data that serve training alone.
 _ASKED = {

@@ -29,10 +29,10 @@ from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.report.result import Model
 from zoo.engine.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.errors import UserError
+from zoo.logging.result import Model
 from zoo.parallel.process_state import untouched
 
 Media = Any  # a file, a picture, an array, bytes; or a list of these

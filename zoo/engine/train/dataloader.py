@@ -28,10 +28,10 @@ from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
-from zoo.engine.report import terminal
 from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError, UserError
+from zoo.logging import terminal
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.world import World
 

@@ -19,10 +19,10 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint.selection import Chosen, choose
-from zoo.engine.report.messages import at_change
-from zoo.engine.report.run_log import RunLog
 from zoo.engine.train.dataloader import RunData
 from zoo.errors import ConfigError
+from zoo.logging.messages import at_change
+from zoo.logging.run_log import RunLog
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 from zoo.records import reading_back

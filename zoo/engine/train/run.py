@@ -14,7 +14,6 @@ from zoo.config.checks.metrics import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
-from zoo.engine.callbacks.callbacks import Callbacks
 from zoo.engine.checkpoint import initial_weights, lora_files, sharded
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
@@ -25,13 +24,6 @@ from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.optimizer import adamw, muon
-from zoo.engine.report import messages
-from zoo.engine.report.memory_use import MemoryUse
-from zoo.engine.report.result import TrainResult, losses_by_step, was_completed
-from zoo.engine.report.row_counts import RowCounts
-from zoo.engine.report.run_log import RunLog
-from zoo.engine.report.startup_time import Startup
-from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.completion import completion
@@ -41,6 +33,14 @@ from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
 from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.engine.watchdog.progress import Progress
+from zoo.logging import messages
+from zoo.logging.callbacks.callbacks import Callbacks
+from zoo.logging.memory_use import MemoryUse
+from zoo.logging.result import TrainResult, losses_by_step, was_completed
+from zoo.logging.row_counts import RowCounts
+from zoo.logging.run_log import RunLog
+from zoo.logging.startup_time import Startup
+from zoo.logging.step_timer import StepTimes
 from zoo.parallel.object_group import agreed
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World, on_all_cores

@@ -64,7 +64,7 @@ class OfRank:
         counts: its tokens.
         squares: () float64 on the device, its share of the gradient's squared norm.
         experts: by name, () float64 on the device, its share of the experts' load-balance metrics.
-        parts: seconds of the step's parts (`zoo.engine.report.step_timer.PARTS`); called when the device has finished the backward pass.
+        parts: seconds of the step's parts (`zoo.logging.step_timer.PARTS`); called when the device has finished the backward pass.
         flags: whatever else is to be summed over the ranks; called just before the exchange.
     """
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.callbacks.callbacks import open_callbacks
 from zoo.engine.planning.plan import refuse_misfit
-from zoo.engine.report.result import TrainResult
-from zoo.engine.report.startup_time import Startup
 from zoo.engine.train.kernel_check.before_training import check_kernels
 from zoo.engine.train.run import Run
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.resources import explained, memory_explained
 from zoo.engine.watchdog.run_lock import RunLock
+from zoo.logging.callbacks.callbacks import open_callbacks
+from zoo.logging.result import TrainResult
+from zoo.logging.startup_time import Startup
 from zoo.parallel.determinism import refusal
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.signals import Interrupts, interrupts

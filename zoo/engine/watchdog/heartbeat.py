@@ -33,13 +33,13 @@ import torch.distributed as dist
 from zoo.config.derived import stage_folder
 from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
-from zoo.engine.report.run_log import append_event, has_ended
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
 from zoo.engine.watchdog.health import forget_health, write_health
 from zoo.engine.watchdog.progress import Progress
 from zoo.engine.watchdog.resources import DISK
 from zoo.engine.watchdog.run_lock import RunLock
 from zoo.errors import UserError, file_error
+from zoo.logging.run_log import append_event, has_ended
 from zoo.parallel.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.parallel.world import World

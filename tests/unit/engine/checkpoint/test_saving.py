@@ -19,9 +19,9 @@ from zoo.engine.checkpoint import integrity, progress, writer
 from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport, _Writing
 from zoo.engine.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
 from zoo.engine.checkpoint.storage import disk
-from zoo.engine.report.messages import late_save
 from zoo.engine.tools.status import describe, read_status
 from zoo.errors import UserError
+from zoo.logging.messages import late_save
 
 
 def make(run_dir: Path, *steps: int) -> list[Path]:

@@ -21,8 +21,8 @@ from zoo.engine.launch.launcher import WorkerError
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.launch.rank_group import run_ranks
 from zoo.engine.planning import plan_process
-from zoo.engine.report.result import TrainResult
 from zoo.errors import ConfigError, UserError
+from zoo.logging.result import TrainResult
 
 
 @pytest.fixture(autouse=True)

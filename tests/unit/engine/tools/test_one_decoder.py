@@ -43,7 +43,7 @@ LIBRARIES = {
 }  # fmt: skip
 # Modules of zoo.data.media whose functions decode in the process that calls them; and a picture that zoo has drawn.
 IN_THIS_PROCESS = {"decode", "decoder.Here", "images.rgb_of", "sound_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
-OWN_PICTURES = {"zoo/engine/callbacks/trackers.py": {"PIL.Image.open"}}
+OWN_PICTURES = {"zoo/logging/callbacks/trackers.py": {"PIL.Image.open"}}
 
 
 def decoding(tree: ast.AST) -> Iterator[str]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.report.run_log import append_event
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.progress import Progress
+from zoo.logging.run_log import append_event
 from zoo.parallel.processes import machine
 
 

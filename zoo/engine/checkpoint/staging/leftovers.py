@@ -14,9 +14,9 @@ from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.staging.copying import copy_checkpoint
 from zoo.engine.checkpoint.staging.retries import Retries
 from zoo.engine.checkpoint.staging.stage import Stage, open_stage
-from zoo.engine.report.result import records
-from zoo.engine.report.run_log import append_event
 from zoo.errors import UserError, size
+from zoo.logging.result import records
+from zoo.logging.run_log import append_event
 from zoo.parallel.world import World
 
 LEFT = "left_"  # prefix of the name of a staged checkpoint that is not this run's, or not whole

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zoo.engine.report.run_log import append_event
+from zoo.logging.run_log import append_event
 
 PAUSES = (10.0, 60.0, 300.0)  # seconds before the second, third and fourth attempt
 

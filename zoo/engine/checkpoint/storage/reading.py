@@ -20,8 +20,8 @@ from torch import Tensor
 from zoo.engine.checkpoint.storage.disk import READERS, SUMMED
 from zoo.engine.checkpoint.storage.index import Block, Index
 from zoo.engine.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
-from zoo.engine.report import terminal
 from zoo.errors import UserError, part_of
+from zoo.logging import terminal
 
 
 @torch.no_grad()

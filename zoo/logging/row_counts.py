@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zoo.engine.report import messages
-from zoo.engine.report.run_log import RunLog
+from zoo.logging import messages
+from zoo.logging.run_log import RunLog
 
 
 class RowCounts:

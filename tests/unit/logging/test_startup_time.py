@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from zoo.cli.main import main
-from zoo.engine.report.startup_time import STARTED, Startup, _compiled_anew, process_start
+from zoo.logging.startup_time import STARTED, Startup, _compiled_anew, process_start
 
 
 def test_a_process_began_before_now_and_not_long_ago() -> None:

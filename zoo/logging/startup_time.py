@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from zoo.engine.report import terminal
+from zoo.logging import terminal
 
 # What is done after each stage, as it is said on a terminal.
 _NEXT = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from zoo.config.checks.metrics import flat, parse_metric, refuse_missing
 from zoo.config.schema import Recipe
-from zoo.engine.callbacks.event import Event
-from zoo.engine.report.result import evaluations_by_step
+from zoo.logging.callbacks.event import Event
+from zoo.logging.result import evaluations_by_step
 
 
 class EarlyStop:

@@ -11,8 +11,8 @@ from typing import TextIO
 
 import pytest
 
-from zoo.engine.report import terminal
-from zoo.engine.report.terminal import LiveLine, detail, doing, hand_over, live_terminal
+from zoo.logging import terminal
+from zoo.logging.terminal import LiveLine, detail, doing, hand_over, live_terminal
 from zoo.parallel.signals import ERASE
 
 

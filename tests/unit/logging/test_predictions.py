@@ -12,9 +12,9 @@ from zoo.config.compose import load_recipe
 from zoo.config.schema import DataConfig
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.rows import Message, Row, read_rows
-from zoo.engine.callbacks.callbacks import open_callbacks
-from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
-from zoo.engine.report.run_log import RunLog
+from zoo.logging.callbacks.callbacks import open_callbacks
+from zoo.logging.predictions_plot import Prediction, block, plot_predictions
+from zoo.logging.run_log import RunLog
 
 DECODER = decoder_for(DataConfig())
 GREEN, RED = (26, 143, 75), (200, 49, 59)

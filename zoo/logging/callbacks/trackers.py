@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from zoo.config.schema import Recipe
-from zoo.engine.callbacks.event import Event
 from zoo.files import finite
+from zoo.logging.callbacks.event import Event
 from zoo.parallel.object_group import flattened
 
 

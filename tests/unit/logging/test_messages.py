@@ -1,7 +1,7 @@
 """What a run says of the checkpoint that it resumes from."""
 
 from zoo.config.resume import Change
-from zoo.engine.report.messages import at_change
+from zoo.logging.messages import at_change
 
 
 def test_a_converted_optimizer_state_is_one_sentence() -> None:

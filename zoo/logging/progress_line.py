@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from zoo.engine.report.terminal import live_line
+from zoo.logging.terminal import live_line
 
 ACCURACY = "rewards/accuracies"  # of preference pairs
 _LEAST, _MOST = 10, 30  # characters of the bar

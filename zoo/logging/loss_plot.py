@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.report.result import records
 from zoo.files import replaced
+from zoo.logging.result import records
 
 
 def plot_losses(folder: Path) -> Path | None:

@@ -16,9 +16,9 @@ from PIL import Image
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.callbacks.callbacks import Callbacks
-from zoo.engine.callbacks.trackers import trackers
 from zoo.errors import ConfigError
+from zoo.logging.callbacks.callbacks import Callbacks
+from zoo.logging.callbacks.trackers import trackers
 
 
 def told(folder: Path, key: str, value: str = "mine") -> tuple[Callbacks, Any]:

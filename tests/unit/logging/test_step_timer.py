@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.engine.report.step_timer import PARTS, Spans, StepTimes
+from zoo.logging.step_timer import PARTS, Spans, StepTimes
 
 
 def slow_step(seconds: float, *ranks: list[float]) -> dict | None:

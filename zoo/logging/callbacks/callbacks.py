@@ -19,10 +19,10 @@ from typing import Any
 from zoo.config.checks.metrics import parse_metric, refuse_missing
 from zoo.config.layers.keys import nearest
 from zoo.config.schema import Recipe
-from zoo.engine.callbacks.early_stop import EarlyStop
-from zoo.engine.callbacks.event import Event
-from zoo.engine.callbacks.trackers import Tracker, trackers
 from zoo.errors import UserError, printable
+from zoo.logging.callbacks.early_stop import EarlyStop
+from zoo.logging.callbacks.event import Event
+from zoo.logging.callbacks.trackers import Tracker, trackers
 from zoo.parallel.object_group import agreed
 from zoo.registry import imported
 from zoo.user_code import calling

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zoo.engine.report.run_log import RunLog
+    from zoo.logging.run_log import RunLog
     from zoo.parallel.world import World
 
 _KINDS = ("host_gib", "peak_gib", "reserved_gib")

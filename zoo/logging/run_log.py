@@ -13,10 +13,10 @@ from typing import Any
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.data.media.decoding_workers import decoder_for
-from zoo.engine.report.loss_plot import plot_losses
-from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
-from zoo.engine.report.progress_line import ACCURACY, Progress
 from zoo.files import Lines, finite, write_atomically
+from zoo.logging.loss_plot import plot_losses
+from zoo.logging.predictions_plot import Prediction, block, plot_predictions
+from zoo.logging.progress_line import ACCURACY, Progress
 from zoo.packages import installed_version
 from zoo.records import is_count, line_of_json
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.engine.report.memory_use import MemoryUse
+from zoo.logging.memory_use import MemoryUse
 
 
 class Log:

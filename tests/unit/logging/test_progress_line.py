@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.report import progress_line
-from zoo.engine.report.progress_line import Progress
+from zoo.logging import progress_line
+from zoo.logging.progress_line import Progress
 
 METRICS = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
            "data_wait": 0.12}  # fmt: skip
