@@ -32,10 +32,10 @@ from zoo.bench.training.train import with_layers
 from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import number
-from zoo.engine.model.meta_model import build_meta_model
 from zoo.errors import UserError
 from zoo.errors import size as in_words
 from zoo.files import sync
+from zoo.model.meta_model import build_meta_model
 
 ROOT = Path(__file__).parents[1]
 CHUNK = 16 * 2**20  # bytes of random data made at once

@@ -21,7 +21,7 @@ import zoo
 from zoo.config.validate import validate
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.model.build import assemble
+from zoo.model.build import assemble
 
 OUT = Path(__file__).with_name("packed_rows.svg")
 BUDGET, ROWS = 256, 3  # tokens of a packed row, packed rows drawn

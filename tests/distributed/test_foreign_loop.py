@@ -19,7 +19,7 @@ def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     def of(name: str) -> tuple[Plan, Held]:
         if name not in done:
-            from zoo.engine.model.build import assemble
+            from zoo.model.build import assemble
 
             model, root = MODELS[name], tmp_path_factory.mktemp(name)
             folder = str(model.write(root / "checkpoint"))

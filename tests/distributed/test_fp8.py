@@ -29,7 +29,7 @@ Step = Callable[..., list[Held]]
 @pytest.fixture(scope="module")
 def step(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Step:
     """Loss and gradients of two micro-batches."""
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     root = tmp_path_factory.mktemp("fp8")
     stack = TINY["qwen3_vl"]

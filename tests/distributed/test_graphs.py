@@ -19,7 +19,7 @@ def test_captured_layers_have_the_gradients_of_one_rank(
     name: str, ranks: int, overrides: tuple[str, ...], pool: Pool, tmp_path: Path
 ) -> None:
     """Two steps of two packed rows: the first captures the layers, the second replays them."""
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     stack = TINY[name]
     folder = str(stack.write(tmp_path / "model"))

@@ -18,7 +18,7 @@ from support.rank_gradients import Layout, Plan, run_layouts
 from torch import Tensor
 
 from zoo.config.compose import about
-from zoo.engine.model.build import assemble
+from zoo.model.build import assemble
 from zoo.registry import get_family
 
 LIMIT = 2e-5

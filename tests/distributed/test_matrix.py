@@ -53,7 +53,7 @@ def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     root.mkdir()
     folder = str(model.write(root / "checkpoint"))

@@ -82,7 +82,7 @@ def prepared(
     tmp_path_factory: pytest.TempPathFactory,
     store: Callable[[list[Batch]], str],
 ) -> Prepared:
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     name = request.param
     model, root = MODELS[name], tmp_path_factory.mktemp(f"padding_{name}")

@@ -21,7 +21,7 @@ from support.pool import Pool
 from support.rank_gradients import Held, Plan, run_step
 from torch import Tensor
 
-from zoo.engine.model.build import assemble
+from zoo.model.build import assemble
 
 # Four micro-batches of every mixture of media; the second has none.
 GROUPS = (

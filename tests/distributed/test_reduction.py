@@ -31,7 +31,7 @@ CASES = {
 def test_reductions_while_the_backward_pass_goes_on(
     case: str, pool: Pool, tmp_path: Path, store: Callable[[list[Any]], str]
 ) -> None:
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     name, overrides, groups = CASES[case]
     model = MODELS[name]

@@ -11,7 +11,7 @@ from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
 from support.preference import OF_MODELS, classifier, encoded_pairs, pair_run, write_pairs
 
-from zoo.engine.model.build import assemble
+from zoo.model.build import assemble
 
 
 def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -21,9 +21,9 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
     from zoo.data.loading.batches import make_batch
     from zoo.engine.checkpoint import initial_weights
-    from zoo.engine.model import build
     from zoo.engine.train.evaluation import segment_logprobs
     from zoo.engine.train.trainer import train
+    from zoo.model import build
     from zoo.parallel.world import world
 
     fixed = ["hardware=cpu", "engine.threads=1", "log.tensorboard=false"]

@@ -44,7 +44,7 @@ def step(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Step:
 
 
 def _steps(pool: Pool, root: Path, **config: Any) -> Step:
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     folder = str(write_tiny_qwen3_vl(root / "model", num_hidden_layers=5, vocab_size=389, **config))
     examples = vision_examples(assemble(recipe_for(folder, recipe="qwen3_vl_sft")).processor)

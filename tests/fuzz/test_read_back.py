@@ -22,7 +22,6 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.engine.checkpoint import integrity, selection
 from zoo.engine.checkpoint.progress import saving
 from zoo.engine.checkpoint.storage.index import Index
-from zoo.engine.model import run_settings
 from zoo.engine.tools.status import describe, read_status
 from zoo.engine.train.bad_step_detector import BadStepDetector
 from zoo.engine.train.distillation.token_files import RowTokens, TokenReader, TokenWriter
@@ -32,6 +31,7 @@ from zoo.files import read_object
 from zoo.inspection.replay import Step, table
 from zoo.logging.result import TrainResult, losses_by_step, was_completed
 from zoo.logging.run_log import RunLog, has_ended
+from zoo.model import run_settings
 from zoo.runs.history import read_run
 from zoo.runs.listing import find_runs
 from zoo.runs.listing import table as table_of_runs

@@ -119,7 +119,7 @@ def prepare(case: Case, root: Path) -> Any:
     from support.rank_gradients import Layout, Plan
     from support.stacks import STACKS
 
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     if case.kind == "run":
         return [*SHORT, *case.overrides, f"run.dir={root / case.name.replace(' ', '_').replace(':', '')}"]

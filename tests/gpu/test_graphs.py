@@ -45,7 +45,7 @@ def here() -> Iterator[Any]:
 def test_graphs_give_the_same_gradients(
     case: tuple[str, ...], here: Any, tmp_path: Path, reports: list[str]
 ) -> None:
-    from zoo.engine.model.graphs import use_graphs
+    from zoo.model.graphs import use_graphs
 
     name = case[0]
     stack = STACKS[name]
@@ -80,8 +80,8 @@ def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
     name: str, here: Any, tmp_path: Path, reports: list[str]
 ) -> None:
     """Masks of layers launched one by one, drawn as captured ones are."""
-    from zoo.engine.model.graphs import use_graphs
-    from zoo.engine.model.lora import seed_dropout
+    from zoo.model.graphs import use_graphs
+    from zoo.model.lora import seed_dropout
     from zoo.nn.graphs import random
     from zoo.nn.graphs.row import size_of
 

@@ -87,7 +87,7 @@ def wanted(
     folder = stack.write(tmp_path_factory.mktemp("stack") / "model")
     from support.engine import recipe_for
 
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     examples = stack.examples(assemble(recipe_for(folder, recipe=stack.recipe)).processor)
     samples = [example.sample for example in examples.values()]

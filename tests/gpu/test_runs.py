@@ -86,8 +86,8 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
 def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
     """The recipe's assembly, and its model with weights under mcore's DDP."""
     from zoo.engine.checkpoint import initial_weights
-    from zoo.engine.model import build
     from zoo.engine.train import optimization
+    from zoo.model import build
 
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, here)
@@ -137,7 +137,7 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
     """By the matrix product itself on a GPU, and the same as those that autograd makes and DDP adds."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.model import build
+    from zoo.model import build
 
     overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", f"run.dir={tmp_path}"]
     recipe = validate(load_recipe("qwen3_vl_sft", [*overrides, f"engine.backend={backend}"]), 1)

@@ -9,7 +9,7 @@ from support.rows import Example, make_examples
 from support.tiny_omni import TinyOmni, load_thinker
 from torch import Tensor
 
-from zoo.engine.model import build
+from zoo.model import build
 
 
 @pytest.fixture(scope="session")

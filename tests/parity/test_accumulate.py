@@ -11,8 +11,8 @@ from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
 from zoo.engine.train import optimization
+from zoo.model import build
 from zoo.nn import kernels, weight_gradients
 from zoo.nn.decoder.experts import products
 

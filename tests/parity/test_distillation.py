@@ -16,10 +16,10 @@ from torch import Tensor
 from zoo.data.loading.batches import make_batch
 from zoo.data.loading.sample_source import SampleSource
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
 from zoo.engine.train.distillation.teacher import Teacher
 from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.errors import UserError
+from zoo.model import build
 
 WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
 LIMIT, NOISE = 5e-5, 1e-5  # relative; of gradients that are rounding alone

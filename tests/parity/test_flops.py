@@ -12,7 +12,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import collate
-from zoo.engine.model import build
+from zoo.model import build
 from zoo.nn.flops import model_cost
 from zoo.packing import PackedLayout
 

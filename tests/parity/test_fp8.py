@@ -10,7 +10,7 @@ from support.stacks import TINY
 from torch import Tensor
 
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
+from zoo.model import build
 from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 
 COARSER = 16  # a code has 3 bits of mantissa behind its point and bf16 has 7: what magnifies one rounding magnifies the other

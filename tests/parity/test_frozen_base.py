@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model.lora import Held
+from zoo.model.lora import Held
 from zoo.nn.decoder.frozen_fp8 import DTYPE, Quantised
 
 LORA = ("lora.rank=3", "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]")
@@ -33,7 +33,7 @@ WRITE = {
 def adapted(folder: Path, recipe: str, world: Any, *overrides: str) -> tuple[Zoo, Any]:
     """A model with adapters, B random."""
 
-    from zoo.engine.model import build
+    from zoo.model import build
 
     settings = recipe_for(folder, *LORA, *overrides, recipe=recipe)
     assembly = build.assemble(settings)

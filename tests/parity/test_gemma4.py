@@ -90,7 +90,7 @@ def test_logits_of_attention_begin_with_a_spread_of_one(cpu_world: Any) -> None:
     """As where they are divided by sqrt(D), which Gemma 4's are not: from wider ones little is learnt."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.model import build
+    from zoo.model import build
 
     recipe = validate(load_recipe("gemma4_sft", ["size=tiny", "hardware=cpu", "engine.threads=1"]), 1)
     (model,) = build.build_model(build.assemble(recipe), recipe, cpu_world)

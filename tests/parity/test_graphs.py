@@ -12,11 +12,11 @@ from support.recorded_again import RecordedAgain, go_by_lengths
 from support.stacks import TINY
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
-import zoo.engine.model.graphs as graphs_of_models
+import zoo.model.graphs as graphs_of_models
 import zoo.nn.towers.attention as towers
 from zoo.config.compose import about
-from zoo.engine.model.graphs import release_graphs, use_graphs
-from zoo.engine.model.lora import seed_dropout
+from zoo.model.graphs import release_graphs, use_graphs
+from zoo.model.lora import seed_dropout
 from zoo.nn.graphs import random
 from zoo.nn.graphs.row import size_of
 

@@ -61,7 +61,7 @@ def test_exports_load_in_transformers_without_a_word(kind: str, tmp_path: Path, 
 
 def test_parts_that_can_be_frozen(tmp_path: Path, cpu_world: Any) -> None:
     """What ends a line of patches belongs to the projector; what lies behind the layer looked at is never trained."""
-    from zoo.engine.model.build import freeze
+    from zoo.model.build import freeze
 
     zoo = Zoo.load(write_tiny_llava(tmp_path, "llava_next"), cpu_world, FAMILY)
     trained = {name for name, p in zoo.model.named_parameters() if p.requires_grad}

@@ -23,8 +23,8 @@ from support.weights import tensors
 
 from zoo.engine.checkpoint import lora_files
 from zoo.engine.checkpoint.export import export
-from zoo.engine.model.lora import seed_dropout
 from zoo.errors import UserError
+from zoo.model.lora import seed_dropout
 
 LOGITS, GRADIENTS = 4e-5, 2e-5
 # A part of a fused weight, of the experts, by regular expressions.

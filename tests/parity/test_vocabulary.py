@@ -17,8 +17,8 @@ from support.weights import differences, export, tensors
 
 from zoo.config.compose import load_recipe
 from zoo.data.sources.rows import Access, make_row
-from zoo.engine.model import build
 from zoo.errors import ConfigError, UserError
+from zoo.model import build
 
 RESIZE = "model.resize_embeddings=true"
 CASES: dict[str, tuple[Callable[..., Path], dict[str, Any], tuple[str, ...]]] = {

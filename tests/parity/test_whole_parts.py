@@ -22,8 +22,8 @@ from support.weights import tensors
 from zoo.config.compose import about
 from zoo.engine.checkpoint import lora_files
 from zoo.engine.checkpoint.export import export
-from zoo.engine.model import build
 from zoo.errors import UserError
+from zoo.model import build
 from zoo.registry import get_family
 
 LOGITS, GRADIENTS = 4e-5, 2e-5

@@ -168,7 +168,7 @@ def recipe_of(case: Case, folder: Path, *overrides: str) -> Any:
 def with_adapters(recipe: Any, world: Any) -> tuple[Zoo, Any]:
     """zoo's model of a recipe with random adapters, and what is trained whole changed beside them."""
     from zoo.engine.checkpoint import initial_weights
-    from zoo.engine.model import build
+    from zoo.model import build
 
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, world)

@@ -13,7 +13,7 @@ WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallel
 
 
 def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
-    """New adapters (zoo.engine.model.lora.Adapters), B random, the same under any parallel layout; what is trained whole is changed."""
+    """New adapters (zoo.model.lora.Adapters), B random, the same under any parallel layout; what is trained whole is changed."""
     from zoo.engine.checkpoint import initial_weights
 
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)

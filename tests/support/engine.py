@@ -87,7 +87,7 @@ class Zoo:
     def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
         """Weights of a Hugging Face folder, in training mode."""
         from zoo.engine.checkpoint import initial_weights
-        from zoo.engine.model import build
+        from zoo.model import build
 
         recipe = recipe_for(folder, *overrides)
         assembly = build.assemble(recipe)
@@ -97,7 +97,7 @@ class Zoo:
 
     def step(self, **packing: Any) -> Any:
         """The family's step; `packing` replaces keys of the recipe's packing section."""
-        from zoo.engine.model.build import build_step
+        from zoo.model.build import build_step
 
         recipe = replace(self.recipe, packing=replace(self.recipe.packing, **packing))
         return build_step(self.assembly, recipe, self.world)
@@ -131,7 +131,7 @@ class Zoo:
 
     def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by zoo's parameter names as those of the bridge's published Hugging Face names."""
-        from zoo.engine.model.build import model_dims
+        from zoo.model.build import model_dims
 
         bridge, dims = self.assembly.family.load("bridge"), model_dims(self.assembly)
         out: dict[str, Tensor] = {}

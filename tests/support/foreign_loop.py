@@ -23,7 +23,7 @@ def run_foreign(rank: int, size: int, plan: Plan, how: str) -> Held:
     """
     from megatron.core.distributed import finalize_model_grads
 
-    from zoo.engine.model import build
+    from zoo.model import build
     from zoo.parallel.world import world
 
     (layout,) = plan.layouts

@@ -38,7 +38,7 @@ def engine_recipe(folder: Path | str, model: Model, *overrides: str) -> Any:
 def loop_examples(folder: Path | str, model: Model) -> list[Any]:
     """The rows of the matrix, through the model's processor."""
     from support.engine import recipe_for
-    from zoo.engine.model.build import assemble
+    from zoo.model.build import assemble
 
     made = model.examples(assemble(recipe_for(folder, recipe=model.recipe)).processor)
     return [made[name] for group in model.groups for name in group]
@@ -309,7 +309,7 @@ def whole_gradients() -> Iterator[None]:
 def held_by(engine: Any) -> Held:
     """The gradients that a rank of an engine has, as `support.gathered` takes them."""
     from zoo.bridge.parallel import ShardInfo, model_parameters
-    from zoo.engine.model import build
+    from zoo.model import build
 
     parts, world = engine._parts, engine._world
     parameters = model_parameters(parts.chunks)

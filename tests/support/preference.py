@@ -205,7 +205,7 @@ def pair_zoo(folder: Path, model: Model, world: Any, *overrides: str) -> Any:
     """A model of the matrix in zoo, in training mode."""
     from support.engine import Zoo, recipe_for
     from zoo.engine.checkpoint import initial_weights
-    from zoo.engine.model import build
+    from zoo.model import build
 
     recipe = recipe_for(folder, *overrides, recipe=model.recipe)
     recipe = replace(recipe, train=replace(recipe.train, mtp_loss=0.0))

@@ -89,7 +89,7 @@ def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
 def run_captured(rank: int, size: int, plan: Plan) -> tuple[list[Held], list[int]]:
     """`run_layouts` with the layers of decoders captured, recorded work done again; and how much was recorded by each."""
     from support.recorded_again import RecordedAgain, go_by_lengths
-    from zoo.engine.model.graphs import use_graphs
+    from zoo.model.graphs import use_graphs
     from zoo.parallel.world import world
 
     with world(_recipe(plan, plan.layouts[0], size)) as here, pytest.MonkeyPatch.context() as patch:
@@ -158,8 +158,8 @@ class _Built:
 
     def __init__(self, recipe: Any, world: Any) -> None:
         from zoo.engine.checkpoint import initial_weights
-        from zoo.engine.model import build
         from zoo.engine.train import optimization
+        from zoo.model import build
 
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)
@@ -169,7 +169,7 @@ class _Built:
         self.encoded = _count_encoded(chunks[0])
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
-        from zoo.engine.model import build
+        from zoo.model import build
 
         world, batches = self.world, _read(layout.batches)
         step = build.build_step(self.assembly, recipe, world)
@@ -190,7 +190,7 @@ class _Built:
     def held(self, loss: float, count: int) -> Held:
         """What this rank has now, after `count` micro-batches and a share of the loss."""
         from zoo.bridge.parallel import ShardInfo, model_parameters
-        from zoo.engine.model import build
+        from zoo.model import build
 
         world = self.world
         parameters = model_parameters(self.wrapped)

@@ -63,9 +63,9 @@ def order_of_the_start(
     """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
     from zoo.data.loading.loader import BatchLoader
     from zoo.engine.checkpoint import sharded
-    from zoo.engine.model import build
     from zoo.engine.train.preference.reference import Reference
     from zoo.engine.train.run import Run
+    from zoo.model import build
 
     found: list[str] = []
     build_all = Run._build
@@ -176,7 +176,7 @@ def meta_model_sizes(
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Parameters of a size of a recipe, and the published names and shapes that they become."""
     from zoo.config.compose import load_recipe
-    from zoo.engine.model.meta_model import build_meta_model
+    from zoo.model.meta_model import build_meta_model
 
     plan = build_meta_model(load_recipe(recipe, [f"size={model_size}"]).model.arch)
     shapes: dict[str, tuple[int, ...]] = {}

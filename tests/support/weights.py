@@ -20,7 +20,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def export(zoo: Zoo, folder: Path, source: Path | None, **options: Any) -> Path:
     """zoo's model as a Hugging Face folder."""
     from zoo.bridge import export_hf
-    from zoo.engine.model.build import model_dims
+    from zoo.model.build import model_dims
 
     bridge = zoo.assembly.family.load("bridge")
     return export_hf([zoo.model], folder, bridge, model_dims(zoo.assembly), source=source, **options)

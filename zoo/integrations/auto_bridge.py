@@ -12,9 +12,9 @@ from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.loops.engine import Engine
-from zoo.engine.model.meta_model import family_of
-from zoo.engine.model.run_settings import settings_of
 from zoo.errors import UserError
+from zoo.model.meta_model import family_of
+from zoo.model.run_settings import settings_of
 
 
 class HFWeightTuple(NamedTuple):

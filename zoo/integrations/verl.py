@@ -28,8 +28,8 @@ from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.loops.engine import Engine
-from zoo.engine.model.meta_model import family_of
 from zoo.errors import UserError
+from zoo.model.meta_model import family_of
 
 REFUSED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}

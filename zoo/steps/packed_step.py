@@ -74,7 +74,7 @@ class PackedStep:
         flops: Callable[[int], float] | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
+        """What a run gives its step; `zoo.model.build.build_step` takes it from a recipe.
 
         `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes

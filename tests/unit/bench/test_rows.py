@@ -13,9 +13,9 @@ from zoo.bench.training.rows import collate, examples
 from zoo.bench.training.setting import Setting
 from zoo.bench.training.steps import BenchRun
 from zoo.config.schema import Recipe
-from zoo.engine.model import build
 from zoo.errors import UserError
 from zoo.logging.startup_time import Startup
+from zoo.model import build
 from zoo.parallel.signals import Interrupts
 
 LONGEST = 512

@@ -20,9 +20,9 @@ from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.saver import Saver
-from zoo.engine.model import build
 from zoo.errors import UserError
 from zoo.logging.startup_time import Startup
+from zoo.model import build
 from zoo.nn.decoder.experts.router import Router
 from zoo.nn.flops import model_cost
 from zoo.parallel.signals import Interrupts

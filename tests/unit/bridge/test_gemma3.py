@@ -7,7 +7,7 @@ from support.tiny_gemma3 import publish
 from zoo.bridge import Dims
 from zoo.bridges.gemma3 import BRIDGE
 from zoo.config.compose import load_recipe
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.meta_model import build_meta_model
 
 SIZES = {"4b": 883, "12b": 1065, "27b": 1247}  # tensors
 

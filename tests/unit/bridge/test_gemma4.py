@@ -5,7 +5,7 @@ import torch
 
 from zoo.bridges.gemma4 import BRIDGE
 from zoo.config.compose import load_recipe
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.meta_model import build_meta_model
 
 SIZES = {"31b": 1188}  # tensors
 

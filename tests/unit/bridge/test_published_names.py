@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.config_keys import CASES, tiny_arch
 
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.meta_model import build_meta_model
 
 
 @pytest.mark.parametrize("case", CASES)

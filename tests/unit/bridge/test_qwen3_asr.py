@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zoo.config.compose import load_recipe
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.meta_model import build_meta_model
 
 TENSORS = {"0.6b": 611, "1.7b": 707}
 

@@ -12,7 +12,7 @@ from zoo.bridge.mapping.gated_delta_net import QKVZ_BA
 from zoo.bridge.parallel import cut, full_shape, join
 from zoo.bridges.qwen3_next import BRIDGE
 from zoo.config.compose import load_recipe
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.meta_model import build_meta_model
 
 PUBLISHED = {  # recipe, size: tensors and parameters of the published file, a tied head once
     ("qwen3_sft", "0.6b"): (310, 596_049_920),

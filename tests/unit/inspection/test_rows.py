@@ -12,9 +12,9 @@ import torch
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.model.build import assemble
 from zoo.inspection.lengths import filling
 from zoo.inspection.rows import packed_rows
+from zoo.model.build import assemble
 
 
 @pytest.mark.parametrize("mode", ["thd", "none"])

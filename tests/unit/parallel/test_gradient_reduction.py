@@ -8,8 +8,8 @@ import torch
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.model.build import assemble, build_model
 from zoo.engine.train.optimization import build_optimizer, wrap_ddp
+from zoo.model.build import assemble, build_model
 from zoo.parallel.gradient_reduction import divide_at_the_loss
 
 

@@ -65,7 +65,7 @@ def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path) -> None:
     """`model.init` is a run that trains on: a rank that looks later would take a newer one."""
     text = """
-        from zoo.engine.model import build
+        from zoo.model import build
         init = folder / str(rank)
         for step in range(1, 2 + rank):
             (init / "checkpoints" / f"iter_{step}").mkdir(parents=True)

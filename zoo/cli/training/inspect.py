@@ -53,13 +53,13 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
     from zoo.engine.checkpoint.selection import repaired_source
-    from zoo.engine.model.build import assemble
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page
     from zoo.inspection.picture import draw
     from zoo.inspection.replay import replayed
     from zoo.inspection.replay import table as table_of_step
     from zoo.inspection.rows import packed_rows
+    from zoo.model.build import assemble
 
     recipe = load_recipe(name, overrides)
     align = recipe.packing.align or alignment(recipe)

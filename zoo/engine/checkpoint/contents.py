@@ -19,7 +19,7 @@ from torch import Tensor
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.engine.checkpoint.storage.reading import fill
-from zoo.engine.model.lora import Adapters
+from zoo.model.lora import Adapters
 from zoo.nn.adamw.state import CHUNK, MASTER, Moment, join
 from zoo.nn.kernels import has_triton
 from zoo.parallel.megatron.inner_optimizer import held_ranges

@@ -25,11 +25,11 @@ from zoo.engine.checkpoint.contents import cut_of_parameters
 from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.whole_tensors import WholeTensors
-from zoo.engine.model import build, lora
-from zoo.engine.model.merged_tensors import MergedTensors
-from zoo.engine.model.meta_model import family_of, on_meta
-from zoo.engine.model.run_settings import settings_of
 from zoo.errors import UserError
+from zoo.model import build, lora
+from zoo.model.merged_tensors import MergedTensors
+from zoo.model.meta_model import family_of, on_meta
+from zoo.model.run_settings import settings_of
 from zoo.parallel.world import World, world
 
 

@@ -19,10 +19,10 @@ from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import is_reward_model
-from zoo.engine.model import lora
-from zoo.engine.model.build import Assembly, model_dims
 from zoo.errors import part_of
 from zoo.logging import terminal
+from zoo.model import lora
+from zoo.model.build import Assembly, model_dims
 from zoo.parallel.world import World, on_all_cores
 
 

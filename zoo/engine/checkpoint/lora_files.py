@@ -34,11 +34,11 @@ from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights, model_card, sharded
 from zoo.engine.checkpoint.export import export
-from zoo.engine.model import build
-from zoo.engine.model.lora import Adapters, Held, find
-from zoo.engine.model.whole_parts import WholeParts
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
+from zoo.model import build
+from zoo.model.lora import Adapters, Held, find
+from zoo.model.whole_parts import WholeParts
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 

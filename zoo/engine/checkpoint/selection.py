@@ -30,10 +30,10 @@ from zoo.config.locate import (
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.storage.disk import Damaged
-from zoo.engine.model.build import find_source
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
 from zoo.logging.result import evaluations_by_step
+from zoo.model.build import find_source
 from zoo.parallel.object_group import agreed
 from zoo.records import conforms, is_text
 

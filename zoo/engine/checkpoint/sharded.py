@@ -26,9 +26,9 @@ from zoo.engine.checkpoint.selection import refuse_faults, together
 from zoo.engine.checkpoint.snapshot import random_key, set_random_state
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.reading import fill
-from zoo.engine.model.lora import Adapters, settings_of
 from zoo.errors import UserError
 from zoo.logging import terminal
+from zoo.model.lora import Adapters, settings_of
 from zoo.parallel.world import World
 from zoo.records import reading_back
 

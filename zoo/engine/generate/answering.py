@@ -18,8 +18,8 @@ from zoo.engine.checkpoint import initial_weights
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.prompts import Prompt, make_prompt, most_positions
 from zoo.engine.generate.sampling import Sampling, end_tokens
-from zoo.engine.model import build
 from zoo.errors import UserError
+from zoo.model import build
 from zoo.parallel.world import World, world
 
 

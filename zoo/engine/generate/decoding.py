@@ -22,7 +22,7 @@ from zoo.data.loading.batches import make_batch
 from zoo.data.sample import IGNORE, Sample
 from zoo.engine.generate.prompts import most_positions
 from zoo.engine.generate.sampling import Answers, Sampling
-from zoo.engine.model import build
+from zoo.model import build
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.inputs import ModelInputs

@@ -20,9 +20,9 @@ from zoo.data.sources.row_set import spread
 from zoo.engine.generate.answering import Answering
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.sampling import Sampling, end_tokens
-from zoo.engine.model.build import Assembly
 from zoo.engine.scores.answer_scores import exact_match
 from zoo.logging.predictions_plot import Prediction
+from zoo.model.build import Assembly
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights, lora_files
-from zoo.engine.model import build, lora
 from zoo.engine.train import optimization
+from zoo.model import build, lora
 from zoo.parallel.world import World
 
 

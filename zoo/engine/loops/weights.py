@@ -17,8 +17,8 @@ from zoo.bridge.weight_stream import BUCKET
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import lora_files, sharded
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.model import build, lora
 from zoo.errors import UserError
+from zoo.model import build, lora
 from zoo.nn.decoder import frozen_fp8
 from zoo.parallel.world import World
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.engine.model.matrices import Matrices, Runs
+from zoo.model.matrices import Matrices, Runs
 from zoo.nn.muon import newton_schulz_flops, orthogonalized
 
 AT_ONCE = (

@@ -12,9 +12,9 @@ from torch import nn
 
 from zoo.bridge.parallel import ShardInfo, model_parameters
 from zoo.config.schema import Recipe
-from zoo.engine.model import build, lora
-from zoo.engine.model.matrices import is_matrix, matrices_of
-from zoo.engine.model.meta_model import on_meta
+from zoo.model import build, lora
+from zoo.model.matrices import is_matrix, matrices_of
+from zoo.model.meta_model import on_meta
 from zoo.nn.muon import newton_schulz_flops
 from zoo.parallel.world import alone, on_one_rank
 from zoo.planner.parameters import ADAPTERS, EXPERTS, Cut, ParameterStatistics, Weights

@@ -1,6 +1,6 @@
 """A checkpoint and the rows that it is asked about, as a recipe: what `zoo eval`, `generate` and `score` have in common.
 
-Rows are read as the run read them that made the checkpoint (`zoo.engine.model.run_settings`), and come from all that data.train takes.
+Rows are read as the run read them that made the checkpoint (`zoo.model.run_settings`), and come from all that data.train takes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from zoo.data.sources.tables import check_entry, first_item
 from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.launch.objects import plain_entry, write_entry
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.model.meta_model import family_of
-from zoo.engine.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
+from zoo.model.meta_model import family_of
+from zoo.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
 
 # Keys that hold for a model that is asked, of the sections that serve training; and those of data that serve training alone.
 _ASKED = {

@@ -51,10 +51,10 @@ from zoo.config.locate import (
 )
 from zoo.engine.checkpoint import model_card as card
 from zoo.engine.checkpoint.selection import check_beside_weights
-from zoo.engine.model.meta_model import MetaModel, build_meta_model, published_names
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
+from zoo.model.meta_model import MetaModel, build_meta_model, published_names
 from zoo.parallel.process_state import untouched
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}

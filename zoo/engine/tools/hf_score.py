@@ -18,8 +18,8 @@ from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
-from zoo.engine.model import build
-from zoo.engine.model.meta_model import family_of
+from zoo.model import build
+from zoo.model.meta_model import family_of
 from zoo.parallel.determinism import plain_fp32
 
 

@@ -31,9 +31,9 @@ from zoo.data.sources.references import files_of
 from zoo.data.sources.row_set import RowSet, open_rows, spread_over_kinds
 from zoo.data.sources.rows import Row
 from zoo.engine.checkpoint.selection import repaired_source
-from zoo.engine.model.build import assemble
-from zoo.engine.model.meta_model import family_of
 from zoo.errors import ConfigError, UserError, size
+from zoo.model.build import assemble
+from zoo.model.meta_model import family_of
 from zoo.registry import families
 
 LOOKED_AT = 200  # rows, spread over all, whose media and lengths are looked at

@@ -19,7 +19,6 @@ from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.model import build
 from zoo.engine.tools.asking import Rows, asked
 from zoo.engine.train.distillation.teacher import top_of
 from zoo.engine.train.distillation.token_files import ROWS, RowTokens, TokenWriter
@@ -29,6 +28,7 @@ from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging import terminal
 from zoo.logging.result import Model
+from zoo.model import build
 from zoo.nn.head.distillation import TopK
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import untouched

@@ -31,13 +31,13 @@ from zoo.config.locate import Place, locate, read_arch
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.engine.checkpoint.export import exported_tensors
 from zoo.engine.checkpoint.selection import check_beside_weights
-from zoo.engine.model.meta_model import build_meta_model, published_names
-from zoo.engine.model.run_settings import as_overrides, settings_of
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score
 from zoo.errors import UserError
 from zoo.logging.result import Model, run_of
+from zoo.model.meta_model import build_meta_model, published_names
+from zoo.model.run_settings import as_overrides, settings_of
 from zoo.parallel.process_state import untouched
 
 MOST = 1000  # nats; the largest tolerance

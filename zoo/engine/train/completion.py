@@ -8,13 +8,13 @@ from typing import Any
 
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import Recipe
-from zoo.engine.model.build import Assembly
-from zoo.engine.model.lora import Adapters
 from zoo.engine.train.distillation.teacher import Teacher
 from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
 from zoo.engine.train.preference.reference import BASE
+from zoo.model.build import Assembly
+from zoo.model.lora import Adapters
 from zoo.parallel.world import World
 
 

@@ -11,13 +11,13 @@ import torch
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.model import lora
 from zoo.engine.train import optimization
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
 from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.step_metrics import Counts, OfRank, Totals, expert_shares
 from zoo.engine.watchdog.progress import Progress
 from zoo.logging.step_timer import StepTimes
+from zoo.model import lora
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World
 from zoo.steps.packed_step import Prepared

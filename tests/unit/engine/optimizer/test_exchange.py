@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.engine.model.matrices import Matrices
 from zoo.engine.optimizer import exchange
 from zoo.engine.optimizer.exchange import Exchange, Parameter
+from zoo.model.matrices import Matrices
 from zoo.nn.muon import orthogonalized
 
 

@@ -19,11 +19,11 @@ from zoo.config.locate import Place, look
 from zoo.config.schema import DataConfig, Recipe
 from zoo.data.sources.objects import ObjectRows
 from zoo.data.sources.row_set import open_rows
-from zoo.engine.model import run_settings
-from zoo.engine.model.run_settings import KEPT, NOT_KEPT, settings_of, settings_of_recipe, write_settings
 from zoo.engine.tools.asking import asked
 from zoo.engine.tools.generate import prompt_row
 from zoo.errors import UserError
+from zoo.model import run_settings
+from zoo.model.run_settings import KEPT, NOT_KEPT, settings_of, settings_of_recipe, write_settings
 
 COUNT = 20
 

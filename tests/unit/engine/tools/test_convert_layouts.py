@@ -19,8 +19,8 @@ from zoo.bridge.exported import ExportedTensors
 from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Entry
 from zoo.config.locate import locate
-from zoo.engine.model.meta_model import build_meta_model
 from zoo.engine.tools.convert import convert
+from zoo.model.meta_model import build_meta_model
 
 CARRIED = {"qwen3_omni": ("talker.a", "code2wav.b"), "qwen25_omni": ("talker.a", "token2wav.b")}
 

@@ -15,7 +15,7 @@ from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.staging.copying import Files, deal
 from zoo.engine.checkpoint.staging.retries import Retries
 from zoo.engine.checkpoint.staging.stage import EXPORT, Stage
-from zoo.engine.model.build import Assembly
+from zoo.model.build import Assembly
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
 from zoo.engine.train.evaluation import smallest_count
 from zoo.errors import UserError
+from zoo.model import build
 from zoo.nn.head.distillation import Teaching, TopK, TopTokens
 from zoo.parallel.world import World
 

@@ -54,8 +54,8 @@ def check_recipes(
 def _subject(recipe: Recipe, here: World) -> Subject:
     """The layers to check, in a world of one rank."""
     from zoo.doctor.layers import make_subject
-    from zoo.engine.model import build
-    from zoo.engine.model.meta_model import on_meta
+    from zoo.model import build
+    from zoo.model.meta_model import on_meta
 
     # The shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = on_one_rank(recipe).replace({"engine.backend": "torch", "train.loss": "nll"})

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zoo.engine.model.lora import Adapters
 from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode
+from zoo.model.lora import Adapters
 from zoo.parallel.world import World
 
 

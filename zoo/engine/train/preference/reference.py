@@ -23,14 +23,14 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
-from zoo.engine.model.build import Assembly, preference_loss
 from zoo.engine.train.dataloader import RunData
 from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode, recipe_batches
 from zoo.engine.train.resume import Rows
 from zoo.errors import UserError
 from zoo.files import expanded, replaced
 from zoo.logging import terminal
+from zoo.model import build
+from zoo.model.build import Assembly, preference_loss
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 

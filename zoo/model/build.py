@@ -22,10 +22,10 @@ from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
-from zoo.engine.model.served_processor import ServedProcessor
-from zoo.engine.model.vocabulary import with_rows_for_all
 from zoo.errors import UserError
+from zoo.model.run_settings import NONE, RunSettings, settings_of_recipe
+from zoo.model.served_processor import ServedProcessor
+from zoo.model.vocabulary import with_rows_for_all
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
 from zoo.nn.wide import hold_in_fp32

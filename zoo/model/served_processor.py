@@ -16,8 +16,8 @@ from zoo.config.entries import PixelLimits
 from zoo.config.schema import DataConfig
 from zoo.data.media.sampling import MIN_FRAMES
 from zoo.data.processors.text import TextOnly
-from zoo.engine.model.run_settings import RunSettings, write_settings
 from zoo.files import read_object
+from zoo.model.run_settings import RunSettings, write_settings
 
 FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 TEMPLATE_FILE = "chat_template.json"  # of earlier transformers

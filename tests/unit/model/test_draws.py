@@ -10,7 +10,7 @@ from support.engine import recipe_for, single_process_world
 from support.stacks import TINY
 
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.model import build
+from zoo.model import build
 from zoo.parallel.world import seed_everything
 
 

@@ -6,7 +6,7 @@ from support.config_keys import CASES, tiny_arch
 
 from zoo.bridge.mapping.table import VOCABULARY
 from zoo.config.compose import load_recipe
-from zoo.engine.model.meta_model import build_meta_model, on_meta
+from zoo.model.meta_model import build_meta_model, on_meta
 from zoo.parallel.megatron import cpu_host
 from zoo.parallel.world import World
 

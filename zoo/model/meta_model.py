@@ -18,8 +18,8 @@ from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.streams import Folder
 from zoo.config.schema import Recipe
-from zoo.engine.model import build
 from zoo.errors import UserError, printable
+from zoo.model import build
 from zoo.nn.family import refusal
 from zoo.nn.kernels import has_triton
 from zoo.parallel.megatron import private

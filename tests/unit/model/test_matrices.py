@@ -9,8 +9,8 @@ from support.tiny import RECIPES
 from zoo.bridge import Dims
 from zoo.bridge.parallel import ShardInfo, cut
 from zoo.config.compose import load_recipe
-from zoo.engine.model.matrices import is_matrix, matrices_of
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.model.matrices import is_matrix, matrices_of
+from zoo.model.meta_model import build_meta_model
 from zoo.registry import get_family
 
 ATTENTION = {"linear_qkv": 3, "linear_proj": 1}

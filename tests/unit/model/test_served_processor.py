@@ -19,9 +19,9 @@ from zoo.config.locate import Place
 from zoo.data.processors.text import TextProcessor
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import make_row
-from zoo.engine.model.run_settings import FILE, settings_of, settings_of_recipe
-from zoo.engine.model.served_processor import ServedProcessor
 from zoo.errors import ConfigError
+from zoo.model.run_settings import FILE, settings_of, settings_of_recipe
+from zoo.model.served_processor import ServedProcessor
 from zoo.registry import get_family
 
 RATE = 8  # frames a second of the clip

@@ -2,7 +2,7 @@
 
 The model's own weights are frozen: they have no gradient and no optimizer state, and a run's checkpoints hold adapters
 alone. Parts of `lora.whole_parts` are the exception, and a reward model's head, as the base weights may have none: they are trained,
-saved and exported whole (`zoo.engine.model.whole_parts`).
+saved and exported whole (`zoo.model.whole_parts`).
 The base weights of the adapters lie where `model.init` says; where that is no Hugging Face folder (random weights, a run), the
 run writes the base weights to `base/` once.
 """
@@ -23,9 +23,9 @@ from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
-from zoo.engine.model import whole_parts
-from zoo.engine.model.whole_parts import WholeParts
 from zoo.errors import UserError
+from zoo.model import whole_parts
+from zoo.model.whole_parts import WholeParts
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import frozen_fp8, lora
 from zoo.nn.decoder.experts.grouped import GroupedExperts

@@ -2,8 +2,8 @@
 
 import pytest
 
-from zoo.engine.model.meta_model import family_of
 from zoo.errors import UserError
+from zoo.model.meta_model import family_of
 from zoo.registry import get_family
 
 
