@@ -172,7 +172,7 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
     """Copies of this rank's fp32 weights: bf16 ones and the bits that complete them."""
-    from zoo.engine.optimizer import adamw
+    from zoo.optim import adamw
 
     adamw.allocate_state(optimizer)
     return [

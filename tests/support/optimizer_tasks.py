@@ -142,7 +142,7 @@ def held(
         bucket: if any, gradients are reduced during the backward pass, as on a GPU, so many at once.
     """
     from zoo.engine.checkpoint.contents import to_write
-    from zoo.engine.optimizer import adamw
+    from zoo.optim import adamw
 
     as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else None
     with _running(recipe_name, model_size, size, overrides, as_on_a_gpu) as run:

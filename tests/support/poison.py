@@ -93,7 +93,7 @@ def train_recording_rates(
     rank: int, size: int, overrides: Sequence[str], poison: Mapping[int, tuple[int, str]]
 ) -> list[list[float]]:
     """`train_poisoned`; of each update, the learning rates that AdamW itself has used, smallest first."""
-    from zoo.engine.optimizer.adamw import AdamW
+    from zoo.optim.adamw import AdamW
 
     rates: list[list[float]] = []
     step = AdamW.step

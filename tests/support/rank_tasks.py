@@ -218,10 +218,10 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.live import LiveBytes
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.optimizer.adamw import optimizers
     from zoo.engine.train.distillation.teacher import Teacher
     from zoo.engine.train.run import Run
     from zoo.logging.startup_time import Startup
+    from zoo.optim.adamw import optimizers
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
     from zoo.planner.activations import Row

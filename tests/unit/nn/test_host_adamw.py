@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.engine.optimizer import host_update
 from zoo.nn.adamw import host, state
 from zoo.nn.adamw.state import Moment, Part
+from zoo.optim import host_update
 from zoo.parallel.megatron import cpu_host
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

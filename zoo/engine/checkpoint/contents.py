@@ -55,7 +55,7 @@ class _Range:
     """This rank's range of a parameter in a distributed optimizer: from which element on, and the optimizer's view of it."""
 
     start: int
-    optimizer: Any  # zoo.engine.optimizer.adamw.AdamW
+    optimizer: Any  # zoo.optim.adamw.AdamW
     part: Tensor
 
     def complete(self, remainder: Tensor) -> None:

@@ -17,9 +17,9 @@ from zoo.engine.checkpoint.selection import choose
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.optimizer.adamw import allocate_state, optimizers
 from zoo.errors import UserError
 from zoo.nn.adamw.state import MASTER
+from zoo.optim.adamw import allocate_state, optimizers
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
 

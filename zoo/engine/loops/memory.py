@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.optimizer.adamw import forget, optimizers
 from zoo.errors import UserError
+from zoo.optim.adamw import forget, optimizers
 
 type Kind = Literal["model", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = ("model", "optimizer", "gradients")

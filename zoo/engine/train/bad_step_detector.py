@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.optimizer import adamw
 from zoo.errors import UserError
+from zoo.optim import adamw
 from zoo.parallel.weight_gathering import settle_all
 from zoo.records import Check, are_counts, are_numbers, conforms, is_count
 

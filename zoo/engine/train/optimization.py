@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.optimizer import muon
-from zoo.engine.optimizer.adamw import AdamW, norm_gradients
-from zoo.engine.optimizer.copies import share_copies
 from zoo.model.build import Assembly, model_dims
 from zoo.model.graphs import release_graphs, use_graphs
 from zoo.nn.weight_gradients import accumulate_in_place
+from zoo.optim import muon
+from zoo.optim.adamw import AdamW, norm_gradients
+from zoo.optim.copies import share_copies
 from zoo.parallel.gradient_reduction import (
     accumulate_directly,
     divide_at_the_loss,

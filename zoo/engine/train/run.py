@@ -22,7 +22,6 @@ from zoo.engine.checkpoint.staging.exports import export_trained
 from zoo.engine.checkpoint.staging.leftovers import open_and_finish
 from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.generate.predictions import predict
-from zoo.engine.optimizer import adamw, muon
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.completion import completion
@@ -41,6 +40,7 @@ from zoo.logging.run_log import RunLog
 from zoo.logging.startup_time import Startup
 from zoo.logging.step_timer import StepTimes
 from zoo.model import build, lora
+from zoo.optim import adamw, muon
 from zoo.parallel.object_group import agreed
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World, on_all_cores

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zoo
-from zoo.engine.optimizer.adamw import optimizers
 from zoo.errors import UserError
+from zoo.optim.adamw import optimizers
 
 PAGE = Path(__file__).parents[4] / "docs" / "engine.md"
 TINY = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.lr=1e-3"]

@@ -288,7 +288,7 @@ def test_mixed_dtypes_swap_states() -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from zoo.engine.optimizer.adamw import AdamW
+    from zoo.optim.adamw import AdamW
     from zoo.parallel.megatron import inner_optimizer
 
     def swapped(zoo: bool) -> bool:

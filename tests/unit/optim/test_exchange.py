@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.engine.optimizer import exchange
-from zoo.engine.optimizer.exchange import Exchange, Parameter
 from zoo.model.matrices import Matrices
 from zoo.nn.muon import orthogonalized
+from zoo.optim import exchange
+from zoo.optim.exchange import Exchange, Parameter
 
 
 class Threads:

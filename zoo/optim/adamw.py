@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.engine.optimizer.copies import SharedRange
-from zoo.engine.optimizer.host_update import PIECE, HostUpdate, Job, on_host, pieces
 from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
 from zoo.nn.kernels import has_triton
+from zoo.optim.copies import SharedRange
+from zoo.optim.host_update import PIECE, HostUpdate, Job, on_host, pieces
 
 if TYPE_CHECKING:
     from zoo.nn.adamw.kernel import Table

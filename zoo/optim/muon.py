@@ -16,11 +16,11 @@ from torch import Tensor
 
 from zoo.bridge import Dims
 from zoo.bridge.parallel import Axis, ShardInfo, model_parameters
-from zoo.engine.optimizer.adamw import AdamW
-from zoo.engine.optimizer.exchange import Exchange, Matrix, Parameter
 from zoo.model.matrices import is_matrix, matrices_of
 from zoo.nn.adamw.state import MASTER, MOMENTS, join, split
 from zoo.nn.muon import advance, rms_scale
+from zoo.optim.adamw import AdamW
+from zoo.optim.exchange import Exchange, Matrix, Parameter
 from zoo.parallel.megatron.inner_optimizer import held_ranges, ranges_of
 from zoo.parallel.world import World
 from zoo.registry import ModelFamily

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.engine.optimizer import host_update
-from zoo.engine.optimizer.adamw import AdamW
 from zoo.nn.adamw.state import BLOCK, MOMENTS
+from zoo.optim import host_update
+from zoo.optim.adamw import AdamW
 from zoo.parallel.megatron import cpu_host
 
 SIZES = (1000, 300, 7, 0, 512)
