@@ -35,11 +35,11 @@ from zoo.bench.options import Bounded
 from zoo.bench.training.setting import LEAST_WARM, Setting
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
+from zoo.checkpoint import integrity, selection, sharded
+from zoo.checkpoint.storage.disk import THREADS
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity, selection, sharded
-from zoo.engine.checkpoint.storage.disk import THREADS
 from zoo.engine.launch.launcher import run_task
 from zoo.errors import UserError
 from zoo.errors import size as in_words

@@ -9,8 +9,8 @@ import pytest
 from support.commands import Zoo, events, logged
 from support.disks import Disk, mounted
 
+from zoo.checkpoint import integrity
 from zoo.config.locate import checkpoints
-from zoo.engine.checkpoint import integrity
 
 
 def test_a_disk_that_is_too_small_for_what_is_kept(zoo: Zoo, tmp_path: Path) -> None:

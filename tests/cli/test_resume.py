@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.commands import STEPS, Zoo, logged, summary, text_row, write_rows
 
-from zoo.engine.checkpoint.integrity import write_manifest
+from zoo.checkpoint.integrity import write_manifest
 
 
 @pytest.fixture(scope="module")

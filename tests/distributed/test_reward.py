@@ -19,8 +19,8 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     from support.engine import recipe_for
     from support.recipes import load_effective
 
+    from zoo.checkpoint import initial_weights
     from zoo.data.loading.batches import make_batch
-    from zoo.engine.checkpoint import initial_weights
     from zoo.engine.train.evaluation import segment_logprobs
     from zoo.engine.train.trainer import train
     from zoo.model import build

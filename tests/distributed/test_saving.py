@@ -14,8 +14,8 @@ import torch
 from support import rank_tasks
 from support.pool import Pool, PoolError
 
+from zoo.checkpoint import integrity
 from zoo.config.locate import checkpoints
-from zoo.engine.checkpoint import integrity
 
 # Losses as test_training.py has them for this model; a state that is lost or shifted shows from 1e-3 on.
 FOLLOWED = {"loss": 5e-5, "mtp_loss": 5e-5, "grad_norm": 2e-4}

@@ -16,12 +16,12 @@ from support.fuzz import NUMBERS, fuzzed, memory_below, mutated, within
 from zoo.bridge import native
 from zoo.bridge.files import record
 from zoo.bridge.mapping.peft import check_config
+from zoo.checkpoint import integrity, selection
+from zoo.checkpoint.progress import saving
+from zoo.checkpoint.storage.index import Index
 from zoo.config.locate import Place, check_side_files, checkpoints, read_origin, read_state, step_of
 from zoo.config.schema import DataConfig, DistillConfig, TrainConfig
 from zoo.data.loading.bad_rows import BadRows
-from zoo.engine.checkpoint import integrity, selection
-from zoo.engine.checkpoint.progress import saving
-from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.tools.status import describe, read_status
 from zoo.engine.train.bad_step_detector import BadStepDetector
 from zoo.engine.train.distillation.token_files import RowTokens, TokenReader, TokenWriter

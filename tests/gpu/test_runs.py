@@ -85,7 +85,7 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
 
 def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
     """The recipe's assembly, and its model with weights under mcore's DDP."""
-    from zoo.engine.checkpoint import initial_weights
+    from zoo.checkpoint import initial_weights
     from zoo.engine.train import optimization
     from zoo.model import build
 

@@ -10,7 +10,7 @@ from support.engine import packed_batch, recipe_for
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
-from zoo.engine.checkpoint import initial_weights
+from zoo.checkpoint import initial_weights
 from zoo.engine.train import optimization
 from zoo.model import build
 from zoo.nn import kernels, weight_gradients

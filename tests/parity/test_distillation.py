@@ -13,9 +13,9 @@ from support.preference import KINDS, write_pairs
 from support.tiny import load_plain
 from torch import Tensor
 
+from zoo.checkpoint import initial_weights
 from zoo.data.loading.batches import make_batch
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.train.distillation.teacher import Teacher
 from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.errors import UserError

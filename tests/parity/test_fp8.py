@@ -9,7 +9,7 @@ from support.engine import Zoo, packed_batch, recipe_for, single_process_world
 from support.stacks import TINY
 from torch import Tensor
 
-from zoo.engine.checkpoint import initial_weights
+from zoo.checkpoint import initial_weights
 from zoo.model import build
 from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 

@@ -18,7 +18,7 @@ from support.vision_rows import vision_examples
 from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters
-from zoo.engine.checkpoint import initial_weights
+from zoo.checkpoint import initial_weights
 from zoo.model.lora import Held
 from zoo.nn.decoder.frozen_fp8 import DTYPE, Quantised
 

@@ -21,8 +21,8 @@ from support.pairs import relative_errors, worst
 from support.tiny import load_plain
 from support.weights import tensors
 
-from zoo.engine.checkpoint import lora_files
-from zoo.engine.checkpoint.export import export
+from zoo.checkpoint import lora_files
+from zoo.checkpoint.export import export
 from zoo.errors import UserError
 from zoo.model.lora import seed_dropout
 

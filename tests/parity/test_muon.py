@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import _muon
 
 from zoo.bridge.parallel import model_parameters
+from zoo.checkpoint import initial_weights
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.train import bad_step_detector, optimization
 from zoo.model import build
 from zoo.model.matrices import is_matrix

@@ -14,8 +14,8 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
 from support.weights import tensors
 
-from zoo.engine.checkpoint import initial_weights, sharded
-from zoo.engine.checkpoint.export import export
+from zoo.checkpoint import initial_weights, sharded
+from zoo.checkpoint.export import export
 from zoo.engine.train import optimization
 from zoo.model import build
 

@@ -28,8 +28,8 @@ from support.preference import (
 )
 from support.tiny import load_plain
 
+from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.engine.checkpoint import lora_files
 from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
 

@@ -24,8 +24,8 @@ from support.tiny import load_plain
 from support.tiny_qwen3 import write_tiny_qwen3
 from torch import Tensor
 
+from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.engine.checkpoint import lora_files
 from zoo.engine.train.preference.divergence import Divergence
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ from support.pairs import worst
 from support.tiny import load_plain
 from support.weights import tensors
 
+from zoo.checkpoint import lora_files
+from zoo.checkpoint.export import export
 from zoo.config.compose import about
-from zoo.engine.checkpoint import lora_files
-from zoo.engine.checkpoint.export import export
 from zoo.errors import UserError
 from zoo.model import build
 from zoo.registry import get_family

@@ -167,7 +167,7 @@ def recipe_of(case: Case, folder: Path, *overrides: str) -> Any:
 
 def with_adapters(recipe: Any, world: Any) -> tuple[Zoo, Any]:
     """zoo's model of a recipe with random adapters, and what is trained whole changed beside them."""
-    from zoo.engine.checkpoint import initial_weights
+    from zoo.checkpoint import initial_weights
     from zoo.model import build
 
     assembly = build.assemble(recipe)
@@ -181,7 +181,7 @@ def load(case: Case, folder: Path, world: Any, target: Path) -> Adapted:
     """zoo's model, and peft's of its export."""
     import peft
 
-    from zoo.engine.checkpoint import lora_files
+    from zoo.checkpoint import lora_files
 
     zoo, adapters = with_adapters(recipe_of(case, folder), world)
     exported = lora_files.export_adapters(adapters, target, zoo.assembly, zoo.recipe, world, steps=0)

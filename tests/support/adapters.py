@@ -14,7 +14,7 @@ WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallel
 
 def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
     """New adapters (zoo.model.lora.Adapters), B random, the same under any parallel layout; what is trained whole is changed."""
-    from zoo.engine.checkpoint import initial_weights
+    from zoo.checkpoint import initial_weights
 
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
     for one in adapters.held:
@@ -43,7 +43,7 @@ def published_gradients(
 
     `names`: by the id of a parameter, its name among `gradients`.
     """
-    from zoo.engine.checkpoint import lora_files
+    from zoo.checkpoint import lora_files
 
     adapters.load({name: gradients[names[id(one)]] for name, one in adapters.named().items()})
     return dict(lora_files.gathered(adapters))

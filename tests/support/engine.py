@@ -86,7 +86,7 @@ class Zoo:
     @classmethod
     def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
         """Weights of a Hugging Face folder, in training mode."""
-        from zoo.engine.checkpoint import initial_weights
+        from zoo.checkpoint import initial_weights
         from zoo.model import build
 
         recipe = recipe_for(folder, *overrides)

@@ -21,9 +21,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.engine import single_process_world
+from zoo.checkpoint import initial_weights
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.train import bad_step_detector, optimization
 from zoo.model import build
 from zoo.nn.adamw.kernel import adamw as kernel

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import zoo.engine.train.trainer  # noqa: F401  (for the forks)
 from support.commands import text_row, write_rows
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from zoo.checkpoint import integrity
+from zoo.checkpoint.progress import saving
+from zoo.checkpoint.selection import DAMAGED
+from zoo.checkpoint.staging import copying
+from zoo.checkpoint.storage import disk
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import checkpoints
 from zoo.data.loading.loader import BatchLoader
-from zoo.engine.checkpoint import integrity
-from zoo.engine.checkpoint.progress import saving
-from zoo.engine.checkpoint.selection import DAMAGED
-from zoo.engine.checkpoint.staging import copying
-from zoo.engine.checkpoint.storage import disk
 from zoo.engine.launch import rank_main
 from zoo.engine.launch.rank_group import free_port
 from zoo.registry import families

@@ -246,7 +246,7 @@ def run_few_rows(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) 
 def differing(engine: Any, folder: Path) -> list[str]:
     """Names of the engine's published tensors that are not those of an export, or that it lacks."""
     from support.weights import tensors
-    from zoo.engine.checkpoint.export import export
+    from zoo.checkpoint.export import export
     from zoo.parallel.world import settings
 
     found = dict(engine.hf_weights(bucket=BUCKET))

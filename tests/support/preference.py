@@ -204,7 +204,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def pair_zoo(folder: Path, model: Model, world: Any, *overrides: str) -> Any:
     """A model of the matrix in zoo, in training mode."""
     from support.engine import Zoo, recipe_for
-    from zoo.engine.checkpoint import initial_weights
+    from zoo.checkpoint import initial_weights
     from zoo.model import build
 
     recipe = recipe_for(folder, *overrides, recipe=model.recipe)

@@ -157,7 +157,7 @@ class _Built:
     """A model under DDP, and what it was built from."""
 
     def __init__(self, recipe: Any, world: Any) -> None:
-        from zoo.engine.checkpoint import initial_weights
+        from zoo.checkpoint import initial_weights
         from zoo.engine.train import optimization
         from zoo.model import build
 

@@ -61,8 +61,8 @@ def order_of_the_start(
     rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
 ) -> list[str]:
     """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
+    from zoo.checkpoint import sharded
     from zoo.data.loading.loader import BatchLoader
-    from zoo.engine.checkpoint import sharded
     from zoo.engine.train.preference.reference import Reference
     from zoo.engine.train.run import Run
     from zoo.model import build

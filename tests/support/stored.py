@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage import disk
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.storage.index import Index, RankTable, write_index
-from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.index import Index, RankTable, write_index
+from zoo.checkpoint.storage.pieces import Piece
 
 CPU = torch.device("cpu")
 

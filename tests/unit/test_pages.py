@@ -17,10 +17,10 @@ from markdown_it import MarkdownIt
 
 import zoo
 from zoo.bridge.files.side_files import write_card
+from zoo.checkpoint import model_card
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import Place, look
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import model_card
 from zoo.errors import printable
 from zoo.inspection.lengths import Filling, Lengths
 from zoo.inspection.page import write_page

@@ -75,7 +75,7 @@ def test_whatever_is_imported_anywhere_is_there(room: str) -> None:
 def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
     save, nothing, gone = (
-        "zoo.engine.checkpoint.sharded|save",
+        "zoo.checkpoint.sharded|save",
         "zoo.engine.nothing",
         "zoo.engine.launch.rank_main|gone",
     )
@@ -94,7 +94,7 @@ def test_every_fault_strikes_at_something_that_is_there() -> None:
         for kind in faults.FAULTS:
             disarm = faults.arm(kind)
             disarm()
-        faults.FAULTS["gone"] = faults.Fault("zoo.engine.checkpoint.sharded:save", faults.fail)
+        faults.FAULTS["gone"] = faults.Fault("zoo.checkpoint.sharded:save", faults.fail)
         with pytest.raises(AttributeError, match="save"):
             faults.arm("gone")
     finally:

@@ -91,7 +91,7 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
 
     Args:
         source: what `find_source` gave, if it was called before; a run's damaged files can be repaired in between
-            (`zoo.engine.checkpoint.selection.repaired_source`).
+            (`zoo.checkpoint.selection.repaired_source`).
 
     Raises:
         UserError: the family, the weights or the architecture is missing, data.template or data.special_tokens

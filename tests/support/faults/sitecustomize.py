@@ -48,7 +48,7 @@ def sleep(seconds: float) -> Callable[[], None]:
 PRODUCE = (
     "zoo.data.loading.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
 )
-WRITER = "zoo.engine.checkpoint.storage.disk:write"  # called once a save
+WRITER = "zoo.checkpoint.storage.disk:write"  # called once a save
 FAULTS = {
     "hang": Fault(PRODUCE, lambda: time.sleep(10_000)),
     "raise": Fault(PRODUCE, fail),
@@ -59,9 +59,9 @@ FAULTS = {
     "slow-network": Fault("megatron.core.distributed.finalize_model_grads:finalize_model_grads", sleep(1.0)),
     "slow-rows": Fault("zoo.data.loading.sample_source:SampleSource._read", sleep(0.5), calls=12),
     "slow-eval": Fault("zoo.data.loading.evaluation:encode_all", sleep(2.0), calls=4),
-    "slow-save": Fault("zoo.engine.checkpoint.storage.disk:digest", sleep(1.0), calls=20),
+    "slow-save": Fault("zoo.checkpoint.storage.disk:digest", sleep(1.0), calls=20),
     "slow-export": Fault("zoo.bridge.files.writer:ShardWriter.write", sleep(0.2), calls=40),
-    "slow-copy": Fault("zoo.engine.checkpoint.staging.copying:_write", sleep(1.0), calls=100),
+    "slow-copy": Fault("zoo.checkpoint.staging.copying:_write", sleep(1.0), calls=100),
     "hang-save": Fault(WRITER, lambda: time.sleep(10_000), calls=1),
 }  # fmt: skip
 

@@ -16,10 +16,10 @@ from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
 from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
 from zoo.bench.training.steps import BenchRun, LoadedRun, kernels
+from zoo.checkpoint.saver import Saver
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint.saver import Saver
 from zoo.errors import UserError
 from zoo.logging.startup_time import Startup
 from zoo.model import build

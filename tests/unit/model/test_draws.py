@@ -9,7 +9,7 @@ import torch
 from support.engine import recipe_for, single_process_world
 from support.stacks import TINY
 
-from zoo.engine.checkpoint import initial_weights
+from zoo.checkpoint import initial_weights
 from zoo.model import build
 from zoo.parallel.world import seed_everything
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from zoo.checkpoint import initial_weights
 from zoo.config import devices
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import initial_weights
 from zoo.nn.graphs.recorder import Recorder
 from zoo.parallel import world as place
 from zoo.parallel.world import world

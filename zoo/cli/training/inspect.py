@@ -49,10 +49,10 @@ def run(arguments: Sequence[str]) -> int:
     else:
         name, overrides = str(step.run_dir / "config.yaml"), []
 
+    from zoo.checkpoint.selection import repaired_source
     from zoo.config.compose import load_recipe
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
-    from zoo.engine.checkpoint.selection import repaired_source
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page
     from zoo.inspection.picture import draw

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BadRows
 from zoo.data.sources.rows import Row
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.prompts import Prompt, make_prompt, most_positions
 from zoo.engine.generate.sampling import Sampling, end_tokens

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from zoo.checkpoint.integrity import damaged
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import is_saved_recipe
 from zoo.config.devices import cores, gpu_count
@@ -19,7 +20,6 @@ from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
-from zoo.engine.checkpoint.integrity import damaged
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.planning.plan_process import planned

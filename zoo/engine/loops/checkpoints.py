@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from zoo.checkpoint import initial_weights, integrity, sharded, snapshot
+from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.selection import choose
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.writer import Channel, Order, write
 from zoo.config.compose import save_recipe
 from zoo.config.locate import locate, read_state
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import initial_weights, integrity, sharded, snapshot
-from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.checkpoint.selection import choose
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.loops.parts import EngineParts
 from zoo.errors import UserError
 from zoo.nn.adamw.state import MASTER

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from zoo.checkpoint import initial_weights, lora_files
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import initial_weights, lora_files
 from zoo.engine.train import optimization
 from zoo.model import build, lora
 from zoo.parallel.world import World

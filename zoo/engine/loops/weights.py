@@ -14,8 +14,8 @@ from zoo.bridge import WeightStream
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.weight_shards import WeightShard, weight_shards
 from zoo.bridge.weight_stream import BUCKET
+from zoo.checkpoint import lora_files, sharded
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import lora_files, sharded
 from zoo.engine.loops.parts import EngineParts
 from zoo.errors import UserError
 from zoo.model import build, lora

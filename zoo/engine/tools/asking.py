@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint.selection import language_model
 from zoo.config.compose import recipe_for_weights
 from zoo.config.derived import data_parallel
 from zoo.config.entries import AUTO, DataEntry, check_entries, entries_of, parse_entry
@@ -27,7 +28,6 @@ from zoo.data.loading.defaults import evaluated_on, with_defaults
 from zoo.data.sources.formats.choose import fits
 from zoo.data.sources.streams import is_stream
 from zoo.data.sources.tables import check_entry, first_item
-from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.launch.objects import plain_entry, write_entry
 from zoo.engine.launch.prepare import world_size
 from zoo.errors import ConfigError, UserError

@@ -39,6 +39,8 @@ from zoo.bridge.native import (
 )
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
+from zoo.checkpoint import model_card as card
+from zoo.checkpoint.selection import check_beside_weights
 from zoo.config.locate import (
     ABOUT,
     HF_PART,
@@ -49,8 +51,6 @@ from zoo.config.locate import (
     read_arch,
     unquantised,
 )
-from zoo.engine.checkpoint import model_card as card
-from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
@@ -138,7 +138,7 @@ def convert(
         )
     writer = ExportWriter(target, overwrite=overwrite)
     if place.kind == "run":
-        from zoo.engine.checkpoint.export import export_run
+        from zoo.checkpoint.export import export_run
 
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint.selection import language_model
 from zoo.config.entries import is_row, parse_entry
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
@@ -23,7 +24,6 @@ from zoo.data.sources.objects import listed
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
-from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.generate.answering import Answering, loaded
 from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand_in
 from zoo.engine.generate.sampling import Sampling

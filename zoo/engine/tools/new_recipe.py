@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint.selection import repaired_source
 from zoo.config.compose import about, load_recipe
 from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
@@ -30,7 +31,6 @@ from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.references import files_of
 from zoo.data.sources.row_set import RowSet, open_rows, spread_over_kinds
 from zoo.data.sources.rows import Row
-from zoo.engine.checkpoint.selection import repaired_source
 from zoo.errors import ConfigError, UserError, size
 from zoo.model.build import assemble
 from zoo.model.meta_model import family_of

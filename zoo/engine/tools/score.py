@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zoo.checkpoint import initial_weights
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts

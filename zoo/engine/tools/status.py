@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint.progress import saving
 from zoo.config.compose import is_saved_recipe
 from zoo.config.locate import checkpoints, step_of
-from zoo.engine.checkpoint.progress import saving
 from zoo.engine.watchdog.health import read_health
 from zoo.engine.watchdog.run_lock import held_since
 from zoo.errors import UserError, printable

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from zoo.checkpoint import initial_weights
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources import identity
 from zoo.data.sources.streams import RowStream
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked

@@ -26,11 +26,11 @@ from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Folder, of_expert
+from zoo.checkpoint.export import exported_tensors
+from zoo.checkpoint.selection import check_beside_weights
 from zoo.config.layers.layer import Overrides, combined
 from zoo.config.locate import Place, locate, read_arch
 from zoo.data.sources.lines import locate as locate_rows
-from zoo.engine.checkpoint.export import exported_tensors
-from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score

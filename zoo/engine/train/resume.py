@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint.selection import Chosen, choose
 from zoo.config import locate
 from zoo.config.locate import STATE, checkpoints
 from zoo.config.resume import Change, changes_from, refuse, refuse_unwanted
@@ -18,7 +19,6 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
-from zoo.engine.checkpoint.selection import Chosen, choose
 from zoo.engine.train.dataloader import RunData
 from zoo.errors import ConfigError
 from zoo.logging.messages import at_change
@@ -80,7 +80,7 @@ def allowed_changes(
 
     Args:
         state: the checkpoint's state.json.
-        model: the description of the recipe's model (`zoo.engine.checkpoint.sharded.describe`).
+        model: the description of the recipe's model (`zoo.checkpoint.sharded.describe`).
 
     Raises:
         ConfigError: another difference; the message names the keys, both values, and how to allow it.
@@ -104,7 +104,7 @@ def allowed_changes(
 
 
 def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]:
-    """Differences of two descriptions (`zoo.engine.checkpoint.sharded.describe`), under the keys of a recipe."""
+    """Differences of two descriptions (`zoo.checkpoint.sharded.describe`), under the keys of a recipe."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for name in sorted({*theirs, *ours}):
             key = "lora" if (prefix, name) == ("model", "lora") else f"{prefix}.{name}"

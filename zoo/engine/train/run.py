@@ -10,17 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.checkpoint import initial_weights, lora_files, sharded
+from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.saver import Saved, Saver, SaveReport
+from zoo.checkpoint.selection import repaired_source
+from zoo.checkpoint.staging.exports import export_trained
+from zoo.checkpoint.staging.leftovers import open_and_finish
+from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.checks.metrics import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
-from zoo.engine.checkpoint import initial_weights, lora_files, sharded
-from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
-from zoo.engine.checkpoint.selection import repaired_source
-from zoo.engine.checkpoint.staging.exports import export_trained
-from zoo.engine.checkpoint.staging.leftovers import open_and_finish
-from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.generate.predictions import predict
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector

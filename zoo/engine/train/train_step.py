@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from zoo.checkpoint.contents import Trainable
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.train import optimization
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
 from zoo.engine.train.evaluation import Complete

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from zoo.checkpoint.integrity import write_manifest
 from zoo.config import compose, hub
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.engine.checkpoint.integrity import write_manifest
 from zoo.engine.launch import prepare
 from zoo.errors import UserError
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.checkpoint import snapshot
-from zoo.engine.checkpoint.saver import Saver
+from zoo.checkpoint import snapshot
+from zoo.checkpoint.saver import Saver
 from zoo.engine.train import optimization
 from zoo.engine.train.run import Run
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.checkpoint import integrity
-from zoo.engine.checkpoint.storage import disk
+from zoo.checkpoint import integrity
+from zoo.checkpoint.storage import disk
 from zoo.engine.watchdog.progress import Progress
 
 
@@ -125,7 +125,7 @@ def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
     place = progress.moment().place
     go.set()
     thread.join()
-    assert place.startswith("zoo/engine/checkpoint/integrity.py:"), place
+    assert place.startswith("zoo/checkpoint/integrity.py:"), place
 
 
 def test_rows_that_are_read_are_signs_of_life() -> None:

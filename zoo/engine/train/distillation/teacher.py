@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.train.evaluation import smallest_count
 from zoo.errors import UserError
 from zoo.model import build

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.train.dataloader import RunData
 from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode, recipe_batches
 from zoo.engine.train.resume import Rows

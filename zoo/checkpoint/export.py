@@ -16,15 +16,15 @@ from zoo.bridge.exported import ExportedTensors
 from zoo.bridge.native import check_sums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
+from zoo.checkpoint import initial_weights, model_card, sharded
+from zoo.checkpoint.contents import cut_of_parameters
+from zoo.checkpoint.selection import is_reward_model
+from zoo.checkpoint.storage.index import Index
+from zoo.checkpoint.storage.whole_tensors import WholeTensors
 from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import Place, read_arch, read_origin, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import initial_weights, model_card, sharded
-from zoo.engine.checkpoint.contents import cut_of_parameters
-from zoo.engine.checkpoint.selection import is_reward_model
-from zoo.engine.checkpoint.storage.index import Index
-from zoo.engine.checkpoint.storage.whole_tensors import WholeTensors
 from zoo.errors import UserError
 from zoo.model import build, lora
 from zoo.model.merged_tensors import MergedTensors

@@ -15,10 +15,10 @@ from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
+from zoo.checkpoint import sharded
+from zoo.checkpoint.selection import is_reward_model
 from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import sharded
-from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.errors import part_of
 from zoo.logging import terminal
 from zoo.model import lora

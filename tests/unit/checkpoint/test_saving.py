@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from zoo.bench.saves import Options, report, run
+from zoo.checkpoint import integrity, progress, writer
+from zoo.checkpoint.saver import Saved, Saver, SaveReport, _Writing
+from zoo.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
+from zoo.checkpoint.storage import disk
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
-from zoo.engine.checkpoint import integrity, progress, writer
-from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport, _Writing
-from zoo.engine.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
-from zoo.engine.checkpoint.storage import disk
 from zoo.engine.tools.status import describe, read_status
 from zoo.errors import UserError
 from zoo.logging.messages import late_save

@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 from support.disks import mounted
 
+from zoo.checkpoint import integrity, progress
+from zoo.checkpoint.selection import choose
+from zoo.checkpoint.staging import copying, leftovers, retries
+from zoo.checkpoint.staging.copier import Copier
+from zoo.checkpoint.staging.copying import Files, Meter, copy_checkpoint, deal
+from zoo.checkpoint.staging.exports import write_through
+from zoo.checkpoint.staging.retries import Retries
+from zoo.checkpoint.staging.stage import Stage
+from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.compose import load_recipe
 from zoo.config.derived import stage_folder
 from zoo.config.locate import checkpoints
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import integrity, progress
-from zoo.engine.checkpoint.selection import choose
-from zoo.engine.checkpoint.staging import copying, leftovers, retries
-from zoo.engine.checkpoint.staging.copier import Copier
-from zoo.engine.checkpoint.staging.copying import Files, Meter, copy_checkpoint, deal
-from zoo.engine.checkpoint.staging.exports import write_through
-from zoo.engine.checkpoint.staging.retries import Retries
-from zoo.engine.checkpoint.staging.stage import Stage
-from zoo.engine.checkpoint.storage import disk
-from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.errors import ConfigError, UserError
 
 RECIPE: Any = SimpleNamespace(train=SimpleNamespace(keep=2, keep_best=None))
@@ -43,7 +43,7 @@ class Exchange:
 
 
 class Channel:
-    """`zoo.engine.checkpoint.writer.Channel` of one of these threads."""
+    """`zoo.checkpoint.writer.Channel` of one of these threads."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank = exchange, rank

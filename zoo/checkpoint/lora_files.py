@@ -30,10 +30,10 @@ from zoo.bridge.mapping.peft import (
     to_zoo,
 )
 from zoo.bridge.parallel import join, shard_axis, together
+from zoo.checkpoint import initial_weights, model_card, sharded
+from zoo.checkpoint.export import export
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import initial_weights, model_card, sharded
-from zoo.engine.checkpoint.export import export
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 from zoo.model import build

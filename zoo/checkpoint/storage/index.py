@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zoo.engine.checkpoint.storage.disk import SUMMED, Files
-from zoo.engine.checkpoint.storage.pieces import Shape
+from zoo.checkpoint.storage.disk import SUMMED, Files
+from zoo.checkpoint.storage.pieces import Shape
 from zoo.errors import UserError, printable
 from zoo.files import BLOCK, read_json, write_atomically
 

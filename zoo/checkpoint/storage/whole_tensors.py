@@ -15,9 +15,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.index import Index
-from zoo.engine.checkpoint.storage.pieces import Box, Shape, whole
-from zoo.engine.checkpoint.storage.reading import check_shapes, fill
+from zoo.checkpoint.storage.index import Index
+from zoo.checkpoint.storage.pieces import Box, Shape, whole
+from zoo.checkpoint.storage.reading import check_shapes, fill
 
 GROUP = 2**28  # bytes of tensors that are read at once
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.engine.checkpoint.contents import Trainable, packed, to_write
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.checkpoint.contents import Trainable, packed, to_write
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.pieces import Piece
 from zoo.parallel.world import World
 
 _OPTIMIZER = "optimizer."  # prefix of the keys of its state

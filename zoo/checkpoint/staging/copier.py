@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from zoo.checkpoint.progress import Saving
+from zoo.checkpoint.staging.copying import Copied, Meter, copy_checkpoint
+from zoo.checkpoint.staging.retries import Retries
+from zoo.checkpoint.staging.stage import Stage
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint.progress import Saving
-from zoo.engine.checkpoint.staging.copying import Copied, Meter, copy_checkpoint
-from zoo.engine.checkpoint.staging.retries import Retries
-from zoo.engine.checkpoint.staging.stage import Stage
 
 
 class Copier:

@@ -8,10 +8,10 @@ import torch
 from support.stored import described, save, two_halves
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage import whole_tensors
-from zoo.engine.checkpoint.storage.disk import Damaged
-from zoo.engine.checkpoint.storage.pieces import boxes, flat
-from zoo.engine.checkpoint.storage.whole_tensors import WholeTensors
+from zoo.checkpoint.storage import whole_tensors
+from zoo.checkpoint.storage.disk import Damaged
+from zoo.checkpoint.storage.pieces import boxes, flat
+from zoo.checkpoint.storage.whole_tensors import WholeTensors
 from zoo.errors import UserError
 
 SIZES = {"a": (3, 4, 2), "b": (7, 5), "c": (6,), "d": (4, 6, 3)}

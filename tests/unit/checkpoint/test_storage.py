@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from support.stored import described, save, two_halves
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage import disk
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.storage.index import INDEX, Index
-from zoo.engine.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
-from zoo.engine.checkpoint.storage.reading import fill
+from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.index import INDEX, Index
+from zoo.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
+from zoo.checkpoint.storage.reading import fill
 from zoo.errors import UserError
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_pieces_that_make_up_no_whole_tensor_are_not_published(tmp_path: Path) -
 def small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:
     """Files are read and summed up by so many bytes."""
     for module in ("disk", "index", "reading"):
-        patch.setattr(f"zoo.engine.checkpoint.storage.{module}.SUMMED", size)
+        patch.setattr(f"zoo.checkpoint.storage.{module}.SUMMED", size)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -223,7 +223,7 @@ def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(
 
 
 def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
-    from zoo.engine.checkpoint.contents import packed
+    from zoo.checkpoint.contents import packed
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:

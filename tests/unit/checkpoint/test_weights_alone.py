@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import zoo
+from zoo.checkpoint.storage.disk import Files
 from zoo.cli.main import main
-from zoo.engine.checkpoint.storage.disk import Files
 
 KEYS = [
     "recipe=qwen3_vl_sft", "size=tiny", "hardware=cpu", "nproc=1", "engine.precision=bf16", "train.optimizer=adamw", "train.global_batch=2",

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import zoo
+from zoo.checkpoint import model_card
 from zoo.config.locate import look
-from zoo.engine.checkpoint import model_card
 
 ARCH = {"architectures": ["Qwen3VLForConditionalGeneration"]}
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.checkpoint import integrity
+from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.checks.metrics import flat, parse_metric
 from zoo.config.compose import load_recipe
 from zoo.config.locate import (
@@ -28,8 +30,6 @@ from zoo.config.locate import (
     step_of,
 )
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity
-from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
 from zoo.logging.result import evaluations_by_step

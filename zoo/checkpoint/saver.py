@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
+from zoo.checkpoint import integrity, snapshot
+from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.progress import PARTIAL, Saving, saving
+from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.staging.copier import Copier
+from zoo.checkpoint.staging.copying import Copied
+from zoo.checkpoint.staging.stage import Stage
+from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.writer import Channel, Order, write
 from zoo.config.derived import STAGED
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity, snapshot
-from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.checkpoint.progress import PARTIAL, Saving, saving
-from zoo.engine.checkpoint.selection import tidy
-from zoo.engine.checkpoint.staging.copier import Copier
-from zoo.engine.checkpoint.staging.copying import Copied
-from zoo.engine.checkpoint.staging.stage import Stage
-from zoo.engine.checkpoint.storage import disk
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.logging.messages import at_last_copy, late_save
 from zoo.logging.result import records
 from zoo.logging.run_log import RunLog

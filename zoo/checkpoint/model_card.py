@@ -14,10 +14,10 @@ import zoo
 from zoo.bridge.export_plan import OF_TOKENS
 from zoo.bridge.files.side_files import MARK, licence_of
 from zoo.bridge.native import read_about
+from zoo.checkpoint import sharded
 from zoo.config.entries import parse_entry
 from zoo.config.locate import ABOUT, Place
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.checkpoint import sharded
 from zoo.errors import printable
 from zoo.files import expanded
 from zoo.pages import Markdown, code, render_markdown
@@ -159,7 +159,7 @@ def _card(
         "written by": f"zoo {zoo.__version__}",
     }
     return render_markdown(
-        "zoo.engine.checkpoint",
+        "zoo.checkpoint",
         "model_card.md.jinja",
         about={key: value for key, value in about.items() if value},
         mark=Markdown(MARK),

@@ -9,12 +9,12 @@ from pathlib import Path
 from zoo.bridge.files.record import RECORD
 from zoo.bridge.files.side_files import CARD, write_card
 from zoo.bridge.files.writer import ExportWriter
+from zoo.checkpoint import export, integrity, lora_files, model_card
+from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.staging.copying import Files, deal
+from zoo.checkpoint.staging.retries import Retries
+from zoo.checkpoint.staging.stage import EXPORT, Stage
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import export, integrity, lora_files, model_card
-from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.checkpoint.staging.copying import Files, deal
-from zoo.engine.checkpoint.staging.retries import Retries
-from zoo.engine.checkpoint.staging.stage import EXPORT, Stage
 from zoo.model.build import Assembly
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World

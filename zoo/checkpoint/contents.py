@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.index import Index
-from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
-from zoo.engine.checkpoint.storage.reading import fill
+from zoo.checkpoint.storage.index import Index
+from zoo.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
+from zoo.checkpoint.storage.reading import fill
 from zoo.model.lora import Adapters
 from zoo.nn.adamw.state import CHUNK, MASTER, Moment, join
 from zoo.nn.kernels import has_triton

@@ -14,14 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zoo.checkpoint import integrity, progress
+from zoo.checkpoint.progress import PARTIAL
+from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.snapshot import Snapshot
+from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.index import RankTable, write_index
 from zoo.config.locate import HF_PART, STATE
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity, progress
-from zoo.engine.checkpoint.progress import PARTIAL
-from zoo.engine.checkpoint.selection import tidy
-from zoo.engine.checkpoint.snapshot import Snapshot
-from zoo.engine.checkpoint.storage import disk
-from zoo.engine.checkpoint.storage.index import RankTable, write_index
 from zoo.files import sync, write_atomically
 from zoo.parallel.object_group import ObjectGroup
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.disk import READERS, SUMMED
-from zoo.engine.checkpoint.storage.index import Block, Index
-from zoo.engine.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
+from zoo.checkpoint.storage.disk import READERS, SUMMED
+from zoo.checkpoint.storage.index import Block, Index
+from zoo.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
 from zoo.errors import UserError, part_of
 from zoo.logging import terminal
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import xxhash
 
+from zoo.checkpoint import integrity, progress
+from zoo.checkpoint.progress import PARTIAL
+from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.staging.retries import Retries
+from zoo.checkpoint.staging.stage import Stage
+from zoo.checkpoint.storage import disk
 from zoo.config.locate import STATE, step_in_name
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity, progress
-from zoo.engine.checkpoint.progress import PARTIAL
-from zoo.engine.checkpoint.selection import tidy
-from zoo.engine.checkpoint.staging.retries import Retries
-from zoo.engine.checkpoint.staging.stage import Stage
-from zoo.engine.checkpoint.storage import disk
 from zoo.errors import UserError, size
 from zoo.files import sync
 

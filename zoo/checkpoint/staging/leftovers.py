@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from zoo.checkpoint import integrity
+from zoo.checkpoint.staging.copying import copy_checkpoint
+from zoo.checkpoint.staging.retries import Retries
+from zoo.checkpoint.staging.stage import Stage, open_stage
 from zoo.config.locate import checkpoints, step_in_name, step_of
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity
-from zoo.engine.checkpoint.staging.copying import copy_checkpoint
-from zoo.engine.checkpoint.staging.retries import Retries
-from zoo.engine.checkpoint.staging.stage import Stage, open_stage
 from zoo.errors import UserError, size
 from zoo.logging.result import records
 from zoo.logging.run_log import append_event

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.pieces import Piece
 from zoo.errors import UserError
 from zoo.nn.adamw.state import Moment
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from zoo.checkpoint import integrity
+from zoo.checkpoint.writer import Channel
 from zoo.config.derived import stage_folder
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity
-from zoo.engine.checkpoint.writer import Channel
 from zoo.parallel.world import World
 
 EXPORT = "export"  # folder of the stage that an export is written to first

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zoo.checkpoint.storage import disk
 from zoo.config.locate import STATE
-from zoo.engine.checkpoint.storage import disk
 from zoo.errors import UserError, printable
 from zoo.files import open_plain, parse_json, replaced, sync, sync_names, write_atomically
 

@@ -1,7 +1,7 @@
 """Checkpoints to resume from: `checkpoints/iter_N/` in the run folder, sharded, published whole or not at all.
 
 Tensors and random states lie in files of their own, `index.json` says where; step, data position, schedule and the
-model's description lie beside them in `state.json`. This file reads them; `zoo.engine.checkpoint.writer` writes them.
+model's description lie beside them in `state.json`. This file reads them; `zoo.checkpoint.writer` writes them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
-from zoo.config.schema import LoraConfig, Recipe
-from zoo.engine.checkpoint.contents import (
+from zoo.checkpoint.contents import (
     Trainable,
     load_optimizer,
     objects_wanted,
     spread_completed,
     weights_wanted,
 )
-from zoo.engine.checkpoint.integrity import block_sums
-from zoo.engine.checkpoint.selection import refuse_faults, together
-from zoo.engine.checkpoint.snapshot import random_key, set_random_state
-from zoo.engine.checkpoint.storage.index import Index
-from zoo.engine.checkpoint.storage.reading import fill
+from zoo.checkpoint.integrity import block_sums
+from zoo.checkpoint.selection import refuse_faults, together
+from zoo.checkpoint.snapshot import random_key, set_random_state
+from zoo.checkpoint.storage.index import Index
+from zoo.checkpoint.storage.reading import fill
+from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
+from zoo.config.schema import LoraConfig, Recipe
 from zoo.errors import UserError
 from zoo.logging import terminal
 from zoo.model.lora import Adapters, settings_of

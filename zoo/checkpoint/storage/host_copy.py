@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from zoo.engine.checkpoint.storage.disk import THREADS, padded
-from zoo.engine.checkpoint.storage.index import Entry, dtype_name
-from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.checkpoint.storage.disk import THREADS, padded
+from zoo.checkpoint.storage.index import Entry, dtype_name
+from zoo.checkpoint.storage.pieces import Piece
 from zoo.errors import UserError
 from zoo.errors import size as in_words
 
