@@ -28,10 +28,10 @@ from zoo.bench.options import Bounded
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import number
 from zoo.data.media.sizes import SampleSize
-from zoo.engine.planning.sample_costs import training_cost
 from zoo.errors import UserError
 from zoo.model import build
 from zoo.packing import deal_bins, plan_bins
+from zoo.planner.sample_costs import training_cost
 
 BUDGETS = {"receipts": 8192, "llava-mix": 8192, "long-video": 32768}
 

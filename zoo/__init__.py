@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     )
     from zoo.engine.launch.launcher import launch as train
     from zoo.engine.loops.engine import Engine
-    from zoo.engine.planning.plan import plan
     from zoo.engine.tools.convert import convert
     from zoo.engine.tools.evaluate import evaluate
     from zoo.engine.tools.generate import generate
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from zoo.engine.tools.verify import verify
     from zoo.logging.callbacks.event import Event
     from zoo.logging.result import TrainResult
+    from zoo.planner.plan import plan
     from zoo.runs.page import report
 
 __version__ = "0.1.0"
@@ -114,7 +114,7 @@ _WHERE = {
     "evaluate": ("zoo.engine.tools.evaluate", "evaluate"),
     "generate": ("zoo.engine.tools.generate", "generate"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
-    "plan": ("zoo.engine.planning.plan", "plan"),
+    "plan": ("zoo.planner.plan", "plan"),
     "report": ("zoo.runs.page", "report"),
     "score": ("zoo.engine.tools.score", "score"),
     "top_tokens": ("zoo.engine.tools.top_tokens", "top_tokens"),

@@ -13,8 +13,8 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import model_of
 from zoo.planner.memory import Memory, in_flight, memory
+from zoo.planner.plan import model_of
 
 ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")
 MORE = [

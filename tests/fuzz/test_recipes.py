@@ -107,7 +107,7 @@ def test_overrides(overrides: list[tuple[str, str]]) -> None:
     ],
 )
 def test_overrides_that_led_to_tracebacks_once(recipe: str, override: str) -> None:
-    from zoo.engine.planning.plan import plan
+    from zoo.planner.plan import plan
 
     try:
         plan(load_recipe(recipe, ["size=tiny", "model.init=random", "hardware=4xa100-40", override]))

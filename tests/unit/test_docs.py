@@ -29,7 +29,7 @@ from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe
 from zoo.data.sources.formats.row_keys import ROW_KEYS
 from zoo.data.sources.rows import MEDIA, PLACEHOLDER
-from zoo.engine.planning.fit_table import find_kind, sizes_of
+from zoo.planner.fit_table import find_kind, sizes_of
 from zoo.registry import families
 
 FLAGS = {

@@ -28,8 +28,8 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.mixture import SampleId
-from zoo.engine.planning.sample_costs import training_cost
 from zoo.model import build
+from zoo.planner.sample_costs import training_cost
 
 MARKS = 10  # memory is read so often
 

@@ -11,9 +11,9 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
 from zoo.data.sources.mixture import SampleId
-from zoo.engine.planning.sample_costs import training_cost
 from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
+from zoo.planner.sample_costs import training_cost
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _NO_LIMIT = 1 << 40

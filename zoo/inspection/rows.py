@@ -14,8 +14,8 @@ from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
-from zoo.engine.planning.sample_costs import training_cost
 from zoo.model.build import Assembly
+from zoo.planner.sample_costs import training_cost
 from zoo.records import reading_back
 
 MEDIA = ("image", "video", "audio")

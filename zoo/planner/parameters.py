@@ -1,6 +1,6 @@
 """How many weights a model has, where in the pipeline they stand, and how ranks share them.
 
-`zoo.engine.planning.parameter_statistics` takes the counts from the model itself, built without data; here is what follows for a rank.
+`zoo.planner.parameter_statistics` takes the counts from the model itself, built without data; here is what follows for a rank.
 """
 
 from __future__ import annotations

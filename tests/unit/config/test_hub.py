@@ -55,7 +55,7 @@ def test_a_model(
 def test_a_plan(
     out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from zoo.engine.planning.plan import as_planned
+    from zoo.planner.plan import as_planned
 
     assert as_planned(Recipe(model=ModelConfig(family="llava", init="org/name"))) is None
     assert asked(capfd, caplog) == ""

@@ -7,7 +7,7 @@ import pytest
 import zoo
 from zoo.cli.main import main
 from zoo.config.files import size_names
-from zoo.engine.planning.fit_table import line, sizes_of
+from zoo.planner.fit_table import line, sizes_of
 from zoo.registry import families
 
 # (recipe, size, kind of GPU) -> the cells for 1, 2, 4, 8 and 16 GPUs.

@@ -15,11 +15,11 @@ from zoo.config.files import size_names
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.errors import ConfigError
 from zoo.planner.activations import Kept, Row
 from zoo.planner.layouts import candidates, choose_layout, room
 from zoo.planner.memory import Model, memory
+from zoo.planner.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.planner.report import table
 from zoo.planner.rows import typical_row
 
@@ -340,7 +340,7 @@ def small() -> Recipe:
 def test_a_model_that_cannot_fit_is_refused_with_a_fix(
     small: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zoo.engine.planning import plan as planning
+    from zoo.planner import plan as planning
 
     refuse_misfit(small, 1, 1)
     monkeypatch.setattr(planning, "host_memory", lambda *_: 0)

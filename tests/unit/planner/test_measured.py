@@ -10,9 +10,9 @@ import zoo
 from zoo.bench.training.receipts import receipts
 from zoo.bench.training.train import Options, bench_recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import model_of
 from zoo.planner.activations import Row
 from zoo.planner.memory import memory
+from zoo.planner.plan import model_of
 from zoo.registry import get_family
 
 RESULTS = [

@@ -11,8 +11,8 @@ from zoo.bench.training.receipts import receipts
 from zoo.bench.training.train import Options, bench_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import model_of
 from zoo.planner.activations import Row
+from zoo.planner.plan import model_of
 from zoo.planner.speed import Speed
 from zoo.registry import get_family
 

@@ -23,7 +23,6 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.sample import MicroBatch
-from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.train.resume import Rows
 from zoo.engine.train.run import Run
 from zoo.engine.train.train_step import StepResult
@@ -36,6 +35,7 @@ from zoo.packing import deal_bins
 from zoo.parallel.object_group import object_group
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import World, world
+from zoo.planner.sample_costs import training_cost
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:

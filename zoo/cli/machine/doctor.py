@@ -74,7 +74,7 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
     from zoo.config.files import root_recipes
     from zoo.config.validate import validate
     from zoo.engine.launch.prepare import prepare
-    from zoo.engine.planning.plan import with_architecture
+    from zoo.planner.plan import with_architecture
 
     if arguments:
         name, overrides = split_recipe(arguments, "zoo doctor recipe=NAME")

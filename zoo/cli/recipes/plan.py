@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(overrides, "zoo plan recipe=NAME")
 
     from zoo.config.compose import load_recipe
-    from zoo.engine.planning.plan import plan
+    from zoo.planner.plan import plan
     from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_json: bool) -> int:
     """Print which sizes fit which GPUs, a line as soon as it is planned."""
-    from zoo.engine.planning import fit_table
+    from zoo.planner import fit_table
 
     recipe, rest = None, list(arguments)
     if any("=" not in text or text.removeprefix("--").startswith(("recipe=", "family=")) for text in rest):

@@ -86,8 +86,8 @@ def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
     from zoo.config.validate import validate
     from zoo.engine.launch.slurm import write_template
-    from zoo.engine.planning.plan import planned_ranks
-    from zoo.engine.planning.plan_process import planned
+    from zoo.planner.plan import planned_ranks
+    from zoo.planner.plan_process import planned
 
     ranks = planned_ranks(recipe)
     recipe = validate(planned(recipe, ranks), ranks)

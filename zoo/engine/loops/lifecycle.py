@@ -27,12 +27,12 @@ from zoo.engine.loops.parts import EngineParts, build_parts
 from zoo.engine.loops.passes import Passes
 from zoo.engine.loops.training import Training
 from zoo.engine.loops.weights import Weights
-from zoo.engine.planning.plan_process import planned
 from zoo.errors import UserError
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, groups, settings
+from zoo.planner.plan_process import planned
 
 
 @dataclass

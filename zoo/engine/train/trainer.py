@@ -10,7 +10,6 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import refuse_misfit
 from zoo.engine.train.kernel_check.before_training import check_kernels
 from zoo.engine.train.run import Run
 from zoo.engine.watchdog.heartbeat import Watch
@@ -23,6 +22,7 @@ from zoo.parallel.determinism import refusal
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import world
+from zoo.planner.plan import refuse_misfit
 
 
 def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:

@@ -24,9 +24,9 @@ from zoo.config.derived import STAGED, stage_folder
 from zoo.config.memory import limits, ran_out
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
 from zoo.parallel.processes import FAILURE_LOG, Launcher, end_with_parent
+from zoo.planner.plan import checkpoint_bytes, shortage
 from zoo.subprocesses import module_command
 
 # An OSError without a file's name is one of the run folder's if it is one of these.

@@ -20,9 +20,9 @@ from zoo.engine.launch import launcher, prepare, rank_group, rank_main, waiting_
 from zoo.engine.launch.launcher import WorkerError
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.launch.rank_group import run_ranks
-from zoo.engine.planning import plan_process
 from zoo.errors import ConfigError, UserError
 from zoo.logging.result import TrainResult
+from zoo.planner import plan_process
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Plans of recipes: the model's parameters and costs, from config and code, given to the arithmetic of `zoo.planner`.
 
 A recipe is planned in three places: `zoo plan` shows the plan, `zoo train` chooses the keys of `parallel.plan` before it
-starts ranks (zoo.engine.planning.plan_process), and the first rank refuses a model that cannot fit before it builds anything.
+starts ranks (zoo.planner.plan_process), and the first rank refuses a model that cannot fit before it builds anything.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PROCESS = 2_500_000_000  # bytes of address space that threads and process group
 def model_of(recipe: Recipe) -> Model:
     """The model of a recipe, which has to have `model.arch`."""
     import_core()
-    from zoo.engine.planning.parameter_statistics import parameter_statistics
     from zoo.nn.flops import layer_kinds, model_cost
+    from zoo.planner.parameter_statistics import parameter_statistics
 
     config = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
     mtp = config.mtp_layers(recipe)
@@ -61,7 +61,7 @@ def model_of(recipe: Recipe) -> Model:
 
 def _teacher(recipe: Recipe) -> ParameterStatistics | None:
     """The parameters of a teacher in the run; None without one, or where its architecture is not known here."""
-    from zoo.engine.planning.parameter_statistics import parameter_statistics
+    from zoo.planner.parameter_statistics import parameter_statistics
 
     place = recipe.distill.teacher
     if place is None or teacher_on_disk(recipe):
@@ -321,7 +321,7 @@ def _refuse_small_process() -> None:
 
 
 def choose_layout_here(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with the keys of `parallel.plan` chosen in this process; see `zoo.engine.planning.plan_process`.
+    """The recipe with the keys of `parallel.plan` chosen in this process; see `zoo.planner.plan_process`.
 
     Where the architecture is not known (a hub id without a connection), sizes stay as they are.
     """

@@ -63,7 +63,7 @@ def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], obj
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
-        command = module_command("zoo.engine.planning.plan_process", str(config), str(ranks), str(result))
+        command = module_command("zoo.planner.plan_process", str(config), str(ranks), str(result))
         with Launcher() as launcher:
             env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
             with subprocess.Popen(
@@ -91,7 +91,7 @@ def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], obj
 
 def _choose(recipe: Recipe, ranks: int) -> Recipe:
     with importing():
-        from zoo.engine.planning.plan import choose_layout_here
+        from zoo.planner.plan import choose_layout_here
 
         return choose_layout_here(recipe, ranks)
 

@@ -30,7 +30,7 @@ COUNTED = {
 
 def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     import_core()
-    from zoo.engine.planning import parameter_statistics as module
+    from zoo.planner import parameter_statistics as module
 
     built: list[Any] = []
     build = module.build.build_model
@@ -59,8 +59,8 @@ def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.Mo
 def test_the_first_weights_of_a_part_are_in_memory_where_they_are_the_reference() -> None:
     """In the place of the part's weights alone; gradients and moments are those of any part that is trained."""
     import_core()
-    from zoo.engine.planning.plan import model_of
     from zoo.planner.memory import memory
+    from zoo.planner.plan import model_of
     from zoo.planner.rows import typical_row
 
     def planned(*keys: str) -> Any:

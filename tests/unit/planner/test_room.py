@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.planning import plan
 from zoo.errors import ConfigError
+from zoo.planner import plan
 
 
 def recipe(folder: Path, **train: Any) -> Any:

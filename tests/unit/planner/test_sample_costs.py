@@ -7,9 +7,9 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.data.media.sizes import SampleSize
-from zoo.engine.planning.sample_costs import UNIT, training_cost
 from zoo.model.build import assemble
 from zoo.nn.flops import model_cost
+from zoo.planner.sample_costs import UNIT, training_cost
 
 IMAGE = SampleSize(1000, {"vision": [1600, 800]})
 
