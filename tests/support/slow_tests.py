@@ -98,7 +98,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_newest_checkpoint_to_start_from_is_the_first_rank_s": 0,
         "test_ranks_with_different_recipes_are_refused": 0,
     },
-    "unit/engine/watchdog/test_progress.py": {
+    "unit/watchdog/test_progress.py": {
         "test_a_save_that_gets_on_is_seen_to": 5,
         "test_one_that_hangs_shows_no_sign": 3,
     },
@@ -123,7 +123,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/config/test_validate.py": {"test_a_recipe_that_cannot_run": 2},
     "unit/data/media/test_sizes.py": {"test_images_of_any_shape": 4},
     "unit/config/test_reader.py": {"test_programs_give_values_of_the_same_bounds": 0},
-    "unit/engine/watchdog/test_run_lock.py": {"test_of_many_starts_in_one_moment_one_wins": 3},
+    "unit/watchdog/test_run_lock.py": {"test_of_many_starts_in_one_moment_one_wins": 3},
     "unit/config/test_llava_sizes.py": {"test_parameters_of_every_size": 4},
     "unit/engine/launch/test_launcher.py": {"test_ranks_end_when_the_launcher_is_killed": 2},
     "parity/test_accumulate.py": {"test_the_gradient_is_the_same": 6},

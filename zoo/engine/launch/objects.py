@@ -13,9 +13,9 @@ from zoo.config.schema import Recipe
 from zoo.data.sources.objects import SUFFIX, write_objects
 from zoo.engine.launch.prepare import under_torchrun
 from zoo.engine.launch.slurm import join_slurm
-from zoo.engine.watchdog.run_lock import refuse_second
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
+from zoo.watchdog.run_lock import refuse_second
 
 
 def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recipe:

@@ -22,11 +22,11 @@ from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
-from zoo.engine.watchdog.run_lock import refuse_second
 from zoo.errors import ConfigError, UserError
 from zoo.parallel.megatron.core_import import leave_out_transformer_engine
 from zoo.planner.plan_process import planned
 from zoo.registry import families
+from zoo.watchdog.run_lock import refuse_second
 
 
 def prepare(

@@ -5,7 +5,7 @@ Started by :mod:`zoo.engine.launch.launcher`; without a task it trains. With `--
 waits for the resolved one.
 
 Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
-another rank (see :mod:`zoo.engine.watchdog.heartbeat`), 1 for anything else (a traceback).
+another rank (see :mod:`zoo.watchdog.heartbeat`), 1 for anything else (a traceback).
 Line and traceback go to the file that ZOO_FAILURE_LOG names, else to stderr: a rank can't know whether it failed by
 itself or because of another one, the launcher can.
 """

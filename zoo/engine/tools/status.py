@@ -13,12 +13,12 @@ from typing import Any
 from zoo.checkpoint.progress import saving
 from zoo.config.compose import is_saved_recipe
 from zoo.config.locate import checkpoints, step_of
-from zoo.engine.watchdog.health import read_health
-from zoo.engine.watchdog.run_lock import held_since
 from zoo.errors import UserError, printable
 from zoo.files import file_clock
 from zoo.logging.progress_line import clock
 from zoo.logging.result import read_summary, records
+from zoo.watchdog.health import read_health
+from zoo.watchdog.run_lock import held_since
 
 RECENT = 50  # steps that speed and mean loss are taken over, at most
 _STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout

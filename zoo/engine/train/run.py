@@ -30,7 +30,6 @@ from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
 from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
-from zoo.engine.watchdog.progress import Progress
 from zoo.logging import messages
 from zoo.logging.callbacks.callbacks import Callbacks
 from zoo.logging.memory_use import MemoryUse
@@ -44,6 +43,7 @@ from zoo.optim import adamw, muon
 from zoo.parallel.object_group import agreed
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World, on_all_cores
+from zoo.watchdog.progress import Progress
 
 
 class Run:

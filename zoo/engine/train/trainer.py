@@ -12,9 +12,6 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.train.kernel_check.before_training import check_kernels
 from zoo.engine.train.run import Run
-from zoo.engine.watchdog.heartbeat import Watch
-from zoo.engine.watchdog.resources import explained, memory_explained
-from zoo.engine.watchdog.run_lock import RunLock
 from zoo.logging.callbacks.callbacks import open_callbacks
 from zoo.logging.result import TrainResult
 from zoo.logging.startup_time import Startup
@@ -23,6 +20,9 @@ from zoo.parallel.object_group import refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import world
 from zoo.planner.plan import refuse_misfit
+from zoo.watchdog.heartbeat import Watch
+from zoo.watchdog.resources import explained, memory_explained
+from zoo.watchdog.run_lock import RunLock
 
 
 def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:

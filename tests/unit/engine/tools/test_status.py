@@ -10,9 +10,9 @@ import pytest
 
 from zoo.cli.main import main
 from zoo.engine.tools.status import describe, read_status
-from zoo.engine.watchdog.health import HEALTH
-from zoo.engine.watchdog.run_lock import RunLock
 from zoo.parallel.processes import birth, machine
+from zoo.watchdog.health import HEALTH
+from zoo.watchdog.run_lock import RunLock
 
 RANK = {
     "rank": 0, "state": "alive", "step": 9, "phase": "data", "phase_seconds": 1.0, "silent_seconds": 0.2, "stuck_seconds": 0.3,

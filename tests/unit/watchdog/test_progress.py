@@ -12,7 +12,7 @@ import pytest
 
 from zoo.checkpoint import integrity
 from zoo.checkpoint.storage import disk
-from zoo.engine.watchdog.progress import Progress
+from zoo.watchdog.progress import Progress
 
 
 class Activations:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.watchdog import run_lock
-from zoo.engine.watchdog.run_lock import LOCK, RunLock, refuse_second
 from zoo.errors import UserError
+from zoo.watchdog import run_lock
+from zoo.watchdog.run_lock import LOCK, RunLock, refuse_second
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from zoo.engine.watchdog.run_lock import RunLock
+from zoo.watchdog.run_lock import RunLock
 from zoo.errors import UserError
 while time.time() < float(sys.argv[2]):
     pass

@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from zoo.engine.watchdog.diagnosis import Heartbeat, Seen, describe, diagnose
-from zoo.engine.watchdog.progress import Moment, where
 from zoo.parallel.processes import birth
+from zoo.watchdog.diagnosis import Heartbeat, Seen, describe, diagnose
+from zoo.watchdog.progress import Moment, where
 
 
 def seen(

@@ -4,7 +4,7 @@ import pytest
 
 from zoo.config.memory import Limit
 from zoo.config.schema import Recipe
-from zoo.engine.watchdog import resources
+from zoo.watchdog import resources
 
 ONEDNN = RuntimeError("could not create a primitive")
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.watchdog.diagnosis import Seen
 from zoo.errors import UserError
 from zoo.files import file_clock, read_object, write_atomically
 from zoo.parallel.processes import birth, machine
 from zoo.records import Check, conforms, is_count, is_number, is_text, is_time
+from zoo.watchdog.diagnosis import Seen
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
 HEALTH = "health.json"

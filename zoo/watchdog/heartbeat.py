@@ -33,16 +33,16 @@ import torch.distributed as dist
 from zoo.config.derived import stage_folder
 from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
-from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
-from zoo.engine.watchdog.health import forget_health, write_health
-from zoo.engine.watchdog.progress import Progress
-from zoo.engine.watchdog.resources import DISK
-from zoo.engine.watchdog.run_lock import RunLock
 from zoo.errors import UserError, file_error
 from zoo.logging.run_log import append_event, has_ended
 from zoo.parallel.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.parallel.world import World
+from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
+from zoo.watchdog.health import forget_health, write_health
+from zoo.watchdog.progress import Progress
+from zoo.watchdog.resources import DISK
+from zoo.watchdog.run_lock import RunLock
 
 SILENT_SECONDS = 120.0  # longest time without a heartbeat: no code holds Python's lock for so long
 _BROKEN_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it

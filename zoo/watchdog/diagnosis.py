@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.watchdog.progress import Moment
 from zoo.parallel.signals import LOST
+from zoo.watchdog.progress import Moment
 
 
 @dataclass(frozen=True)

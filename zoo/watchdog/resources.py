@@ -146,7 +146,7 @@ def _host(text: str, recipe: Recipe) -> UserError:
 def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
     """The planner's estimates, by a process of its own: this one has no memory to plan with."""
     ranks = os.environ.get("WORLD_SIZE", "1")
-    command = module_command("zoo.engine.watchdog.resources", ranks, str(int(on_gpu)))
+    command = module_command("zoo.watchdog.resources", ranks, str(int(on_gpu)))
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     env["CUDA_VISIBLE_DEVICES"] = ""
     try:

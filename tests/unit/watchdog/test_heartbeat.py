@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
-from zoo.engine.watchdog.heartbeat import Watch
-from zoo.engine.watchdog.progress import Progress
 from zoo.logging.run_log import append_event
 from zoo.parallel.processes import machine
+from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
+from zoo.watchdog.heartbeat import Watch
+from zoo.watchdog.progress import Progress
 
 
 class Left(Exception):
@@ -73,7 +73,7 @@ def test_a_pause_of_the_whole_process_counts_against_nobody(
 ) -> None:
     """As by SIGSTOP and SIGCONT: the thread wakes much too late, and so did all others."""
     clock = [100.0]
-    monkeypatch.setattr("zoo.engine.watchdog.heartbeat.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("zoo.watchdog.heartbeat.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(
         orphan._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False
     )
