@@ -32,8 +32,8 @@ from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from zoo.data.sample import IGNORE
-from zoo.engine.generate.decoding import Decoding
-from zoo.engine.generate.sampling import Sampling
+from zoo.generation.decoding import Decoding
+from zoo.generation.sampling import Sampling
 
 TOKENS = 10
 

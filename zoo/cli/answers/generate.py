@@ -159,8 +159,8 @@ def _for_terminal(answer: str) -> str:
 
 def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int:
     """Questions from the terminal until an empty line, the end of input or Ctrl-C."""
-    from zoo.engine.generate.sampling import Sampling
     from zoo.engine.tools.generate import chat
+    from zoo.generation.sampling import Sampling
 
     taken = ("max_new_tokens", "temperature", "top_p", "seed")
     sampling = Sampling(**{key: value for key, value in values.items() if key in taken})

@@ -18,15 +18,15 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.engine.generate.answering import Answering, loaded
-from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.scores.answer_scores import Score
-from zoo.engine.scores.choose import Scores
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.engine.train.evaluation import recipe_batches, row_sums
+from zoo.generation.answering import Answering, loaded
+from zoo.generation.sampling import Sampling
+from zoo.generation.scores.answer_scores import Score
+from zoo.generation.scores.choose import Scores
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched

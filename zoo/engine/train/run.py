@@ -21,7 +21,6 @@ from zoo.config.checks.metrics import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
-from zoo.engine.generate.predictions import predict
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.completion import completion
@@ -30,6 +29,7 @@ from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
 from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
+from zoo.generation.predictions import predict
 from zoo.logging import messages
 from zoo.logging.callbacks.callbacks import Callbacks
 from zoo.logging.memory_use import MemoryUse

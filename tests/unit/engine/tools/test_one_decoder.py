@@ -27,8 +27,8 @@ from zoo.data.media.decoding_workers import Workers, decoder_for
 from zoo.data.processors.processor import Processor
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import make_row
-from zoo.engine.generate.prompts import Prompt, make_prompt
 from zoo.engine.tools.hf_score import hf_logprobs
+from zoo.generation.prompts import Prompt, make_prompt
 from zoo.models.qwen3_omni.processor import build_processor
 
 REPO = Path(__file__).parents[4]

@@ -6,7 +6,7 @@ from typing import Any
 from zoo.data.errors import RowError
 from zoo.data.sources.row_set import RowSet
 from zoo.data.sources.rows import Message, Row
-from zoo.engine.generate.predictions import SEARCHED, _chosen
+from zoo.generation.predictions import SEARCHED, _chosen
 
 
 def row(number: int, kind: str) -> Row:

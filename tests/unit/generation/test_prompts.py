@@ -9,7 +9,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Message, Row
-from zoo.engine.generate.prompts import make_prompt
+from zoo.generation.prompts import make_prompt
 
 USER, ANSWER, TOOL = Message("user", "Why?"), Message("assistant", "So."), Message("tool", "7")
 CALL = Message("assistant", "")

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
-from zoo.engine.scores.answer_scores import Score, accuracy, anls, cer, exact_match, wer
 from zoo.errors import UserError, printable
+from zoo.generation.scores.answer_scores import Score, accuracy, anls, cer, exact_match, wer
 from zoo.registry import imported
 from zoo.user_code import calling
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zoo.engine.scores import choose
-from zoo.engine.scores.answer_scores import (
+from zoo.errors import UserError
+from zoo.generation.scores import choose
+from zoo.generation.scores.answer_scores import (
     accuracy,
     anls,
     cer,
@@ -18,8 +19,7 @@ from zoo.engine.scores.answer_scores import (
     plain_words,
     wer,
 )
-from zoo.engine.scores.choose import Scores
-from zoo.errors import UserError
+from zoo.generation.scores.choose import Scores
 
 
 def plain_distance(a: str, b: str) -> int:
@@ -135,7 +135,7 @@ def test_scores_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with pytest.raises(UserError, match="broken: it failed"):
         Scores.named(["mine.py:broken"]).of_row("abc", ["ab"], None, ())
-    point = EntryPoint("announced", "zoo.engine.scores.answer_scores:cer", choose.GROUP)
+    point = EntryPoint("announced", "zoo.generation.scores.answer_scores:cer", choose.GROUP)
     monkeypatch.setattr(choose, "entry_points", lambda group: [point])
     assert Scores.named(["announced"]).of_row("ab", ["ac"], None, ())["announced"].value == 0.5
     with pytest.raises(UserError, match="nearest: anls"):

@@ -17,10 +17,10 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
-from zoo.engine.generate.answering import Answering
-from zoo.engine.generate.decoding import Decoding
-from zoo.engine.generate.sampling import Sampling, end_tokens
-from zoo.engine.scores.answer_scores import exact_match
+from zoo.generation.answering import Answering
+from zoo.generation.decoding import Decoding
+from zoo.generation.sampling import Sampling, end_tokens
+from zoo.generation.scores.answer_scores import exact_match
 from zoo.logging.predictions_plot import Prediction
 from zoo.model.build import Assembly
 from zoo.parallel.object_group import agreed

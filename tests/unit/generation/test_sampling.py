@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zoo.engine.generate.sampling import Answers, Sampling, end_tokens
 from zoo.errors import UserError
+from zoo.generation.sampling import Answers, Sampling, end_tokens
 
 LOGITS = torch.tensor([[0.1, 2.0, 1.9, -1.0], [3.0, 0.0, 0.0, 0.0]])
 

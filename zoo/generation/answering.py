@@ -15,10 +15,10 @@ from zoo.config.validate import validate
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BadRows
 from zoo.data.sources.rows import Row
-from zoo.engine.generate.decoding import Decoding
-from zoo.engine.generate.prompts import Prompt, make_prompt, most_positions
-from zoo.engine.generate.sampling import Sampling, end_tokens
 from zoo.errors import UserError
+from zoo.generation.decoding import Decoding
+from zoo.generation.prompts import Prompt, make_prompt, most_positions
+from zoo.generation.sampling import Sampling, end_tokens
 from zoo.model import build
 from zoo.parallel.world import World, world
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import IGNORE, Sample
-from zoo.engine.generate.prompts import most_positions
-from zoo.engine.generate.sampling import Answers, Sampling
+from zoo.generation.prompts import most_positions
+from zoo.generation.sampling import Answers, Sampling
 from zoo.model import build
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
