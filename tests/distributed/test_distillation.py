@@ -20,7 +20,7 @@ def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
     from support.recipes import load_effective
 
-    from zoo.engine.train.trainer import train
+    from zoo.training.trainer import train
 
     fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
     made = load_effective(recipe, [*fixed, *overrides])

@@ -21,10 +21,10 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
     from zoo.checkpoint import initial_weights
     from zoo.data.loading.batches import make_batch
-    from zoo.engine.train.evaluation import segment_logprobs
-    from zoo.engine.train.trainer import train
     from zoo.model import build
     from zoo.parallel.world import world
+    from zoo.training.evaluation import segment_logprobs
+    from zoo.training.trainer import train
 
     fixed = ["hardware=cpu", "engine.threads=1", "log.tensorboard=false"]
     made = load_effective(recipe, [*fixed, *overrides])

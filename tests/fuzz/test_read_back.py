@@ -23,8 +23,6 @@ from zoo.config.locate import Place, check_side_files, checkpoints, read_origin,
 from zoo.config.schema import DataConfig, DistillConfig, TrainConfig
 from zoo.data.loading.bad_rows import BadRows
 from zoo.engine.tools.status import describe, read_status
-from zoo.engine.train.bad_step_detector import BadStepDetector
-from zoo.engine.train.distillation.token_files import RowTokens, TokenReader, TokenWriter
 from zoo.errors import UserError, file_error
 from zoo.files import read_object
 from zoo.inspection.replay import Step, table
@@ -35,6 +33,8 @@ from zoo.runs.history import read_run
 from zoo.runs.listing import find_runs
 from zoo.runs.listing import table as table_of_runs
 from zoo.runs.page import page
+from zoo.training.bad_step_detector import BadStepDetector
+from zoo.training.distillation.token_files import RowTokens, TokenReader, TokenWriter
 from zoo.watchdog.run_lock import refuse_second
 
 MEMORY_MB = 512

@@ -161,7 +161,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     end_with_parent()
     for module in (
         "transformers.models",
-        "zoo.engine.train.trainer",
+        "zoo.training.trainer",
     ):  # which cases would import in their time
         importlib.import_module(module)
     destroy = dist.destroy_process_group

@@ -10,7 +10,7 @@ from support.tiny import RECIPES
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.train.kernel_check.recipes import check_recipes
+from zoo.training.kernel_check.recipes import check_recipes
 
 BACKENDS = ["torch", *(["te"] if importlib.util.find_spec("transformer_engine") else [])]
 PUBLISHED = {

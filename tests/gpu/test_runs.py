@@ -86,8 +86,8 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
 def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
     """The recipe's assembly, and its model with weights under mcore's DDP."""
     from zoo.checkpoint import initial_weights
-    from zoo.engine.train import optimization
     from zoo.model import build
+    from zoo.training import optimization
 
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, here)
@@ -100,7 +100,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 weights, held as bf16 and 16 more bits."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.train import optimization
+    from zoo.training import optimization
 
     overrides = [
         "size=tiny",

@@ -11,10 +11,10 @@ from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
 from zoo.checkpoint import initial_weights
-from zoo.engine.train import optimization
 from zoo.model import build
 from zoo.nn import kernels, weight_gradients
 from zoo.nn.decoder.experts import products
+from zoo.training import optimization
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "experts", "tied, one depth"])

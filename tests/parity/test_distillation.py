@@ -16,10 +16,10 @@ from torch import Tensor
 from zoo.checkpoint import initial_weights
 from zoo.data.loading.batches import make_batch
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.train.distillation.teacher import Teacher
-from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.errors import UserError
 from zoo.model import build
+from zoo.training.distillation.teacher import Teacher
+from zoo.training.distillation.token_files import TokenReader
 
 WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
 LIMIT, NOISE = 5e-5, 1e-5  # relative; of gradients that are rounding alone

@@ -13,9 +13,9 @@ from torch.optim import _muon
 from zoo.bridge.parallel import model_parameters
 from zoo.checkpoint import initial_weights
 from zoo.config.validate import validate
-from zoo.engine.train import bad_step_detector, optimization
 from zoo.model import build
 from zoo.model.matrices import is_matrix
+from zoo.training import bad_step_detector, optimization
 
 UPDATES, LR, SCALE, DECAY, BETAS = 4, 2e-3, 3.0, 0.1, (0.9, 0.95)
 KEYS = (

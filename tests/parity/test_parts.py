@@ -16,8 +16,8 @@ from support.weights import tensors
 
 from zoo.checkpoint import initial_weights, sharded
 from zoo.checkpoint.export import export
-from zoo.engine.train import optimization
 from zoo.model import build
+from zoo.training import optimization
 
 FIRST = 5e-5  # how far AdamW moves a parameter in the first step, a twentieth of the warm-up to 1e-3
 

@@ -30,8 +30,8 @@ from support.tiny import load_plain
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.engine.train.preference.base_model import BaseModel
-from zoo.engine.train.preference.divergence import Divergence
+from zoo.training.preference.base_model import BaseModel
+from zoo.training.preference.divergence import Divergence
 
 LIMIT = 5e-5  # relative
 ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 are up to 9e-5 apart

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.engine.train.preference.divergence import Divergence
+from zoo.training.preference.divergence import Divergence
 
 pytestmark = pytest.mark.slow
 FAMILY: Any = SimpleNamespace(recipe="qwen3_sft")

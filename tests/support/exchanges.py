@@ -27,7 +27,7 @@ def train_counting(rank: int, size: int, overrides: Sequence[str]) -> list[list[
 
     From the end of a step's line in the log to that of the next one.
     """
-    from zoo.engine.train.run import Run
+    from zoo.training.run import Run
 
     steps: list[list[str]] = [[]]
     log_step = Run._log_step

@@ -24,13 +24,13 @@ from support.engine import single_process_world
 from zoo.checkpoint import initial_weights
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.train import bad_step_detector, optimization
 from zoo.model import build
 from zoo.nn.adamw.kernel import adamw as kernel
 from zoo.nn.adamw.kernel import in_bf16, make_tables
 from zoo.nn.adamw.state import Moment, Part, join, split, update
 from zoo.optim import adamw
 from zoo.optim.adamw import MASTER
+from zoo.training import bad_step_detector, optimization
 
 STEPS = 3
 FORMATS = (torch.float32, torch.bfloat16, torch.uint8)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import zoo.engine.train.trainer  # noqa: F401  (for the forks)
+import zoo.training.trainer  # noqa: F401  (for the forks)
 from support.commands import text_row, write_rows
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from zoo.checkpoint import integrity

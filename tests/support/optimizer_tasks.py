@@ -77,10 +77,10 @@ def _running(
     """A built run of the CPU on one of `size` ranks, ended behind the block. `build_in`: a context to build and run it in."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.train.run import Run
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
+    from zoo.training.run import Run
 
     fixed = [
         f"size={model_size}",

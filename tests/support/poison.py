@@ -41,8 +41,8 @@ def train_poisoned(
 
     `states` is added: step -> `state_of` before and after it.
     """
-    from zoo.engine.train.run import Run
-    from zoo.engine.train.train_step import TrainStep
+    from zoo.training.run import Run
+    from zoo.training.train_step import TrainStep
 
     states: dict[int, tuple[Any, Any]] = {}
     forward_backward, train_step = TrainStep.forward_backward, Run._train_step
@@ -72,7 +72,7 @@ def train_poisoned(
 
 def train_out_of_memory(rank: int, size: int, overrides: Sequence[str], culprit: int) -> dict[str, Any]:
     """`train`, where a rank's GPU has no memory left for the second step's forward pass, in torch's own words."""
-    from zoo.engine.train.train_step import TrainStep
+    from zoo.training.train_step import TrainStep
 
     forward_backward = TrainStep.forward_backward
 

@@ -50,7 +50,7 @@ _IMPORTED_ONCE = [
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "zoo.engine.train.trainer",
+    "zoo.training.trainer",
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
     "zoo.nn.vision_language",
     "zoo.steps.vision",
@@ -237,7 +237,7 @@ def _serve(index: int, connection: Connection, log: str) -> None:
 
 def _free() -> None:
     """Let models go, and with them the process groups that they hold: each has threads that wake up 100 times a second."""
-    from zoo.engine.train.optimization import release_ddp
+    from zoo.training.optimization import release_ddp
 
     release_ddp([one for one in gc.get_objects() if type(one).__name__ == "DistributedDataParallel"])
     gc.collect()

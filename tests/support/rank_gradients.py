@@ -112,7 +112,7 @@ def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
     Args:
         whole: each rank gets all gradients, not its part alone.
     """
-    from zoo.engine.train import optimization
+    from zoo.training import optimization
 
     wrap = optimization.wrap_ddp
 
@@ -158,8 +158,8 @@ class _Built:
 
     def __init__(self, recipe: Any, world: Any) -> None:
         from zoo.checkpoint import initial_weights
-        from zoo.engine.train import optimization
         from zoo.model import build
+        from zoo.training import optimization
 
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)

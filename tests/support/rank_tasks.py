@@ -29,11 +29,11 @@ def train(
     recipe_name: str = "qwen3_omni_sft",
     model_size: str = "tiny",
 ) -> dict[str, Any]:
-    """A run of a recipe through zoo.engine.train.trainer.train; its losses and gradient norms."""
+    """A run of a recipe through zoo.training.trainer.train; its losses and gradient norms."""
     import json
 
     from support.recipes import load_effective
-    from zoo.engine.train.trainer import train as train_here
+    from zoo.training.trainer import train as train_here
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
     recipe = load_effective(recipe_name, [*fixed, *overrides])
@@ -63,9 +63,9 @@ def order_of_the_start(
     """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
     from zoo.checkpoint import sharded
     from zoo.data.loading.loader import BatchLoader
-    from zoo.engine.train.preference.reference import Reference
-    from zoo.engine.train.run import Run
     from zoo.model import build
+    from zoo.training.preference.reference import Reference
+    from zoo.training.run import Run
 
     found: list[str] = []
     build_all = Run._build
@@ -93,9 +93,9 @@ def train_with_small_files(
     import resource
 
     from support.recipes import load_effective
-    from zoo.engine.train.run import Run
-    from zoo.engine.train.trainer import train as train_here
     from zoo.errors import UserError
+    from zoo.training.run import Run
+    from zoo.training.trainer import train as train_here
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
@@ -192,8 +192,8 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     from unittest.mock import patch
 
     from support.recipes import load_effective
-    from zoo.engine.train.run import Run
-    from zoo.engine.train.trainer import train as train_here
+    from zoo.training.run import Run
+    from zoo.training.trainer import train as train_here
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
     with patch.object(Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
@@ -218,13 +218,13 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.live import LiveBytes
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.train.distillation.teacher import Teacher
-    from zoo.engine.train.run import Run
     from zoo.logging.startup_time import Startup
     from zoo.optim.adamw import optimizers
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
     from zoo.planner.activations import Row
+    from zoo.training.distillation.teacher import Teacher
+    from zoo.training.run import Run
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
     recipe = validate(load_effective(name, [*fixed, *overrides]), size)
@@ -272,10 +272,10 @@ def one_step(
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.engine.train.run import Run
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import world
+    from zoo.training.run import Run
 
     recipe = load_effective(
         recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides]

@@ -109,7 +109,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/engine/tools/test_convert_folders.py": {"test_a_tied_head_that_differs_is_refused": 3},
     "unit/inspection/test_rows.py": {"test_every_token_is_in_one_span": 4},
     "unit/engine/launch/test_kernel_cache.py": {"test_it_is_said_before_megatron_core_is_imported": 0},
-    "unit/engine/train/test_kernel_check.py": {
+    "unit/training/test_kernel_check.py": {
         "test_every_kernel_of_a_recipe_and_a_wrong_one": 4,
         "test_the_check_before_training_is_made_once": 0,
         "test_a_wrong_kernel_stops_the_run_and_says_what_to_change": 2,

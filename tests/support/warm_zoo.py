@@ -57,7 +57,7 @@ def copy_terminal(master: int, path: str) -> None:
 
 
 def serve() -> None:
-    import zoo.engine.train.trainer  # noqa: F401  (for the forks)
+    import zoo.training.trainer  # noqa: F401  (for the forks)
 
     for family in families().values():
         for part in ("config", "model", "step", "bridge", "processor"):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.schema import Recipe
-from zoo.engine.train import bad_step_records
 from zoo.errors import UserError
 from zoo.inspection.rows import PackedRow, packed_rows
 from zoo.model.build import Assembly
+from zoo.training import bad_step_records
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class PackedStep:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """mcore's forward step: (model output, function from it to loss and metrics).
 
-        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.train.trainer`). A micro-batch may come prepared.
+        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.training.trainer`). A micro-batch may come prepared.
         """
         batch = next(batches)
         if isinstance(batch, Prepared):

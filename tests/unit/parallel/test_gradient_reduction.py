@@ -8,9 +8,9 @@ import torch
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.train.optimization import build_optimizer, wrap_ddp
 from zoo.model.build import assemble, build_model
 from zoo.parallel.gradient_reduction import divide_at_the_loss
+from zoo.training.optimization import build_optimizer, wrap_ddp
 
 
 def test_ddp_of_one_rank_sends_it_nothing_once_there_is_an_optimizer(

@@ -38,7 +38,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     text = """
         from types import SimpleNamespace
-        from zoo.engine.train import resume
+        from zoo.training import resume
         from zoo.logging.result import was_completed
         from zoo.parallel.object_group import agreed
         mine = folder / str(rank)  # each rank sees a folder of its own

@@ -22,7 +22,7 @@ def seen(
     **more,
 ) -> Seen:
     """A rank that moved, and was heard, so many seconds ago."""
-    at = Moment(3, "data", moves, moves, 1.0, "zoo/engine/train/trainer.py:1", waits_in)
+    at = Moment(3, "data", moves, moves, 1.0, "zoo/training/trainer.py:1", waits_in)
     now = time.monotonic()
     return Seen(Heartbeat(rank, 1, at, "here", 1, "0", **more), now - heard, now - moved)
 
@@ -59,12 +59,12 @@ def test_the_message() -> None:
     ranks[2] = seen(2, 7, "", state="failed", error="ValueError: no")
     message = describe("failed", [2], ranks, limit=0.0, checkpoint=Path("run/checkpoints/iter_2"))
     assert message == (
-        "rank 2 failed after step 3, in data at zoo/engine/train/trainer.py:1: ValueError: no; ranks 0-1, 3-5 were waiting in "
-        "all_reduce at zoo/engine/train/trainer.py:1 (data after step 3); the same command resumes from run/checkpoints/iter_2"
+        "rank 2 failed after step 3, in data at zoo/training/trainer.py:1: ValueError: no; ranks 0-1, 3-5 were waiting in "
+        "all_reduce at zoo/training/trainer.py:1 (data after step 3); the same command resumes from run/checkpoints/iter_2"
     )
     alone = describe("hangs", [0], {0: seen(0, 7, "")}, limit=60.0, checkpoint=None)
     assert alone == (
-        "rank 0 got no further for 60 s (run.hang_timeout) after step 3, in data at zoo/engine/train/trainer.py:1; "
+        "rank 0 got no further for 60 s (run.hang_timeout) after step 3, in data at zoo/training/trainer.py:1; "
         "there is no checkpoint to resume from"
     )
 
@@ -99,5 +99,5 @@ def test_where_a_thread_stands() -> None:
         ("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
         ("/x/torch/distributed/distributed_c10d.py", 2, "barrier"),
     ]
-    assert where([*ours, *theirs]) == ("zoo/engine/train/trainer.py:5", "barrier")
-    assert where([*theirs, *ours]) == ("zoo/engine/train/trainer.py:5", "")
+    assert where([*ours, *theirs]) == ("zoo/training/trainer.py:5", "barrier")
+    assert where([*theirs, *ours]) == ("zoo/training/trainer.py:5", "")

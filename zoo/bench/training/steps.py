@@ -1,6 +1,6 @@
 """One setting of `zoo bench train` under zoo: the run that trains, with its steps timed.
 
-`LoadedRun` is `zoo.engine.train.run.Run` on the rows of a file: all of it is training's, the loader too. `BenchRun` has ready batches
+`LoadedRun` is `zoo.training.run.Run` on the rows of a file: all of it is training's, the loader too. `BenchRun` has ready batches
 in the place of the loader. They lie in pinned memory, as the loader has them one step ahead.
 """
 
@@ -23,9 +23,6 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.sample import MicroBatch
-from zoo.engine.train.resume import Rows
-from zoo.engine.train.run import Run
-from zoo.engine.train.train_step import StepResult
 from zoo.errors import UserError
 from zoo.logging.memory_use import memory
 from zoo.logging.run_log import environment
@@ -36,6 +33,9 @@ from zoo.parallel.object_group import object_group
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import World, world
 from zoo.planner.sample_costs import training_cost
+from zoo.training.resume import Rows
+from zoo.training.run import Run
+from zoo.training.train_step import StepResult
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.doctor.machine import machine
     from zoo.doctor.run_checks import KNOWN_WRONG
-    from zoo.engine.train.kernel_check.recipes import check_recipes
+    from zoo.training.kernel_check.recipes import check_recipes
 
     quiet = "--json" in flags
     if not quiet:

@@ -101,7 +101,7 @@ def launch(
     terminal.doing("importing PyTorch and Megatron-Core")
     with importing(own=here):
         import_core()
-        from zoo.engine.train.trainer import train
+        from zoo.training.trainer import train
 
     return train(planned, callbacks)
 

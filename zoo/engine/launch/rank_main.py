@@ -75,7 +75,7 @@ def _train(path: str, files: Mapping[str, str]) -> int:
     """Train; the exit code."""
     with importing(own=True):
         _import_for(files.get("--asked", path), encodes=True)
-        from zoo.engine.train.trainer import train
+        from zoo.training.trainer import train
     recipe = _planned(Path(path))
     with live_terminal():
         return train(recipe, _callbacks(files.get("--callbacks"))).code

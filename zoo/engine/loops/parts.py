@@ -9,9 +9,9 @@ from typing import Any
 
 from zoo.checkpoint import initial_weights, lora_files
 from zoo.config.schema import Recipe
-from zoo.engine.train import optimization
 from zoo.model import build, lora
 from zoo.parallel.world import World
+from zoo.training import optimization
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from zoo.engine.loops.batch import Rows
 from zoo.engine.loops.checkpoints import Counts
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.loops.passes import LossFunction, Passes
-from zoo.engine.train.bad_step_detector import step_if
 from zoo.model import lora
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
+from zoo.training.bad_step_detector import step_if
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
-from zoo.engine.train.evaluation import recipe_batches, row_sums
 from zoo.generation.answering import Answering, loaded
 from zoo.generation.sampling import Sampling
 from zoo.generation.scores.answer_scores import Score
@@ -30,6 +29,7 @@ from zoo.generation.scores.choose import Scores
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched
+from zoo.training.evaluation import recipe_batches, row_sums
 
 
 @dataclass(frozen=True)

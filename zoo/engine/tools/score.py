@@ -27,11 +27,11 @@ from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
-from zoo.engine.train.evaluation import recipe_batches, smallest_count
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, world
+from zoo.training.evaluation import recipe_batches, smallest_count
 
 
 @untouched()

@@ -20,10 +20,6 @@ from zoo.data.sources.streams import RowStream
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked
-from zoo.engine.train.distillation.teacher import top_of
-from zoo.engine.train.distillation.token_files import ROWS, RowTokens, TokenWriter
-from zoo.engine.train.evaluation import recipe_batches
-from zoo.engine.train.preference.reference import plain_digest, weights_identity
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging import terminal
@@ -33,6 +29,10 @@ from zoo.nn.head.distillation import TopK
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, world
+from zoo.training.distillation.teacher import top_of
+from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
+from zoo.training.evaluation import recipe_batches
+from zoo.training.preference.reference import plain_digest, weights_identity
 
 DATA = (
     "labels",

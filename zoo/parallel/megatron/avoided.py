@@ -134,6 +134,6 @@ AVOIDED = (
         "function that DDP has hung on each node keeps DDP: a circle that no garbage collector sees, so a model with its "
         "gradients and moments stays in memory for as long as the process lives",
         last_broken="0.19.2",
-        instead="an engine that closes takes these functions away (zoo/engine/train/optimization.py)",
+        instead="an engine that closes takes these functions away (zoo/training/optimization.py)",
     ),
 )

@@ -360,8 +360,8 @@ def test_the_worker_maps_what_happens_to_exit_codes(
 
     recipe = recipe_in(tmp_path)
     save_recipe(recipe, tmp_path / "config.yaml")
-    loop = ModuleType("zoo.engine.train.trainer")
-    monkeypatch.setitem(sys.modules, "zoo.engine.train.trainer", loop)
+    loop = ModuleType("zoo.training.trainer")
+    monkeypatch.setitem(sys.modules, "zoo.training.trainer", loop)
 
     def outcome(what: TrainResult | BaseException) -> int:
         def train(given: Recipe, callbacks: list[object]) -> TrainResult:

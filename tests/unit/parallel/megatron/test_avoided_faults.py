@@ -314,7 +314,7 @@ def test_ddp_is_never_freed() -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from zoo.engine.train.optimization import release_ddp
+    from zoo.training.optimization import release_ddp
 
     def stays(release: bool) -> bool:
         with single_process_world():

@@ -66,7 +66,7 @@ def test_a_rank_starts_without_the_compiler() -> None:
         "import torch; before = torch.compile\n"
         "from zoo.parallel.determinism import set_deterministic\n"
         "from zoo.parallel.megatron.core_import import import_core\n"
-        "import_core(); import zoo.engine.train.trainer; set_deterministic(True)\n"
+        "import_core(); import zoo.training.trainer; set_deterministic(True)\n"
         "assert torch.are_deterministic_algorithms_enabled() and torch.compile is before\n"
         "sys.exit('torch._inductor.compile_fx' in sys.modules)"
     )

@@ -21,14 +21,6 @@ from zoo.config.checks.metrics import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
-from zoo.engine.train import bad_step_records, optimization, resume
-from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
-from zoo.engine.train.completion import completion
-from zoo.engine.train.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
-from zoo.engine.train.evaluation import evaluate
-from zoo.engine.train.preference.reference import Reference
-from zoo.engine.train.step_metrics import step_record
-from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.generation.predictions import predict
 from zoo.logging import messages
 from zoo.logging.callbacks.callbacks import Callbacks
@@ -43,6 +35,14 @@ from zoo.optim import adamw, muon
 from zoo.parallel.object_group import agreed
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World, on_all_cores
+from zoo.training import bad_step_records, optimization, resume
+from zoo.training.bad_step_detector import BadStep, BadStepDetector
+from zoo.training.completion import completion
+from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
+from zoo.training.evaluation import evaluate
+from zoo.training.preference.reference import Reference
+from zoo.training.step_metrics import step_record
+from zoo.training.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.watchdog.progress import Progress
 
 

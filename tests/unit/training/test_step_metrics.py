@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
 
-from zoo.engine.train import step_metrics
-from zoo.engine.train.step_metrics import Counts, expert_shares
 from zoo.nn.decoder.experts.router import track_layers
+from zoo.training import step_metrics
+from zoo.training.step_metrics import Counts, expert_shares
 
 
 @pytest.fixture(autouse=True)

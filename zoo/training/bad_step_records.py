@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
-from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
 from zoo.parallel.world import World
 from zoo.records import Check, is_count, is_measure, is_object, is_text, list_of, read_record
+from zoo.training.bad_step_detector import BadStep, BadStepDetector
 
 FOLDER = "bad_steps"
 _LONGEST = 2**30  # bytes of a file, which has a line for each sample of a step

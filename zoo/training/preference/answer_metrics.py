@@ -32,7 +32,7 @@ class PairSums:
         self.kinds: dict[str, list[float]] = {}
 
     def add(self, kinds: Sequence[str | None], table: Sequence[Sequence[float]], batch: Any) -> None:
-        """Add one micro-batch, as `zoo.engine.train.evaluation.row_sums` has it: two rows of the table a pair."""
+        """Add one micro-batch, as `zoo.training.evaluation.row_sums` has it: two rows of the table a pair."""
         if not table:
             return
         reference = getattr(batch, "reference", None)

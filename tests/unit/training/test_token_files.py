@@ -13,9 +13,9 @@ from zoo.config.schema import DistillConfig, Recipe
 from zoo.data.errors import RowError
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import Sample, of_teacher
-from zoo.engine.train.distillation import token_files
-from zoo.engine.train.distillation.token_files import RowTokens, TokenReader, TokenWriter
 from zoo.errors import UserError
+from zoo.training.distillation import token_files
+from zoo.training.distillation.token_files import RowTokens, TokenReader, TokenWriter
 
 VOCABULARY, K = 50, 6
 LABELS = (3, 1, 4, 2, 5)

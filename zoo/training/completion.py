@@ -8,14 +8,14 @@ from typing import Any
 
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import Recipe
-from zoo.engine.train.distillation.teacher import Teacher
-from zoo.engine.train.evaluation import Complete
-from zoo.engine.train.preference.base_model import BaseModel
-from zoo.engine.train.preference.divergence import Divergence
-from zoo.engine.train.preference.reference import BASE
 from zoo.model.build import Assembly
 from zoo.model.lora import Adapters
 from zoo.parallel.world import World
+from zoo.training.distillation.teacher import Teacher
+from zoo.training.evaluation import Complete
+from zoo.training.preference.base_model import BaseModel
+from zoo.training.preference.divergence import Divergence
+from zoo.training.preference.reference import BASE
 
 
 def completion(

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode
 from zoo.model.lora import Adapters
 from zoo.parallel.world import World
+from zoo.training.evaluation import compared_logprobs, in_eval_mode
 
 
 class BaseModel:

@@ -13,11 +13,11 @@ from zoo.cli.machine.doctor import KERNELS
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.doctor import run_checks
-from zoo.engine.train.kernel_check import before_training, process
-from zoo.engine.train.kernel_check.recipes import check_recipes
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, varlen
 from zoo.packing import PackedLayout
+from zoo.training.kernel_check import before_training, process
+from zoo.training.kernel_check.recipes import check_recipes
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.train.kernel_check.before_training import check_kernels
-from zoo.engine.train.run import Run
 from zoo.logging.callbacks.callbacks import open_callbacks
 from zoo.logging.result import TrainResult
 from zoo.logging.startup_time import Startup
@@ -20,6 +18,8 @@ from zoo.parallel.object_group import refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import world
 from zoo.planner.plan import refuse_misfit
+from zoo.training.kernel_check.before_training import check_kernels
+from zoo.training.run import Run
 from zoo.watchdog.heartbeat import Watch
 from zoo.watchdog.resources import explained, memory_explained
 from zoo.watchdog.run_lock import RunLock

@@ -11,15 +11,15 @@ import torch
 
 from zoo.checkpoint.contents import Trainable
 from zoo.config.schema import Recipe
-from zoo.engine.train import optimization
-from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
-from zoo.engine.train.evaluation import Complete
-from zoo.engine.train.step_metrics import Counts, OfRank, Totals, expert_shares
 from zoo.logging.step_timer import StepTimes
 from zoo.model import lora
 from zoo.parallel.signals import Interrupts
 from zoo.parallel.world import World
 from zoo.steps.packed_step import Prepared
+from zoo.training import optimization
+from zoo.training.bad_step_detector import BadStep, BadStepDetector, step_if
+from zoo.training.evaluation import Complete
+from zoo.training.step_metrics import Counts, OfRank, Totals, expert_shares
 from zoo.watchdog.progress import Progress
 
 Sums = Sequence[dict[str, torch.Tensor]]  # of each micro-batch, as the PackedStep returned them

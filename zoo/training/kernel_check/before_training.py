@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.train.kernel_check.process import CheckProcesses
-from zoo.engine.train.kernel_check.recipes import check_recipes
 from zoo.errors import UserError
 from zoo.files import cache_folder
 from zoo.planner.plan import as_planned
+from zoo.training.kernel_check.process import CheckProcesses
+from zoo.training.kernel_check.recipes import check_recipes
 
 if TYPE_CHECKING:
     from zoo.doctor.measure import CheckResult

@@ -1,4 +1,4 @@
-"""A check of a kernel in a process of its own, beside others: `python -P -m zoo.engine.train.kernel_check.process <config.yaml> <check> <result>`.
+"""A check of a kernel in a process of its own, beside others: `python -P -m zoo.training.kernel_check.process <config.yaml> <check> <result>`.
 
 Compiling is most of the first check on a machine, and Python compiles one kernel at a time. A kernel that ends its process is a result, too.
 """
@@ -56,7 +56,7 @@ class _Process:
         paths = str(folder / "config.yaml"), check.name, str(self._result)
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                module_command("zoo.engine.train.kernel_check.process", *paths),
+                module_command("zoo.training.kernel_check.process", *paths),
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
@@ -94,7 +94,7 @@ def _main(config: str, name: str, result: str) -> None:
     leave_out_transformer_engine(recipe)
     with importing(own=True):
         import_core()
-        from zoo.engine.train.kernel_check.recipes import check_recipes
+        from zoo.training.kernel_check.recipes import check_recipes
     ((_, found),) = check_recipes([recipe], only=(name,)).results
     Path(result).write_bytes(pickle.dumps(found))
 

@@ -7,8 +7,8 @@ import pytest
 
 from zoo.checkpoint import snapshot
 from zoo.checkpoint.saver import Saver
-from zoo.engine.train import optimization
-from zoo.engine.train.run import Run
+from zoo.training import optimization
+from zoo.training.run import Run
 
 
 def test_what_was_built_before_a_failure_is_released(monkeypatch: pytest.MonkeyPatch) -> None:

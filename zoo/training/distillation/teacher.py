@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
-from zoo.engine.train.evaluation import smallest_count
 from zoo.errors import UserError
 from zoo.model import build
 from zoo.nn.head.distillation import Teaching, TopK, TopTokens
 from zoo.parallel.world import World
+from zoo.training.evaluation import smallest_count
 
 
 class Teacher:

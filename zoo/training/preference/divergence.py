@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.engine.train.evaluation import in_eval_mode, segment_logprobs
 from zoo.parallel.world import World
+from zoo.training.evaluation import in_eval_mode, segment_logprobs
 
 
 class Divergence:

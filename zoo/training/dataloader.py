@@ -26,14 +26,14 @@ from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
-from zoo.engine.train.distillation.token_files import TokenReader
-from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError, UserError
 from zoo.logging import terminal
 from zoo.model.build import Assembly
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.world import World
 from zoo.planner.sample_costs import training_cost
+from zoo.training.distillation.token_files import TokenReader
+from zoo.training.evaluation import recipe_batches
 
 LABEL_PROBES = 64  # rows one of which is to have a label before a run begins
 

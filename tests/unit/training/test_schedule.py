@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.train.dataloader import total_steps
-from zoo.engine.train.optimization import build_schedule, follow
 from zoo.errors import ConfigError
+from zoo.training.dataloader import total_steps
+from zoo.training.optimization import build_schedule, follow
 
 LR, MIN_LR, SCALE = 2e-3, 1e-4, 0.1
 

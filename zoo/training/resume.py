@@ -19,13 +19,13 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
-from zoo.engine.train.dataloader import RunData
 from zoo.errors import ConfigError
 from zoo.logging.messages import at_change
 from zoo.logging.run_log import RunLog
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 from zoo.records import reading_back
+from zoo.training.dataloader import RunData
 
 # Changes after which a place in the data means nothing.
 _ORDER = ("run.seed", "data.shuffle", "data.train")

@@ -17,10 +17,10 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.train.preference.answer_metrics import answer_sums
 from zoo.parallel.object_group import object_group
 from zoo.parallel.world import World
 from zoo.steps.losses.preference import AnswerLoss
+from zoo.training.preference.answer_metrics import answer_sums
 
 type Complete = Callable[[Sequence[Any]], list[Any]]
 """What micro-batches are given before their forward pass, from further ones; every rank calls it with as many."""

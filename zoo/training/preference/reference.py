@@ -2,7 +2,7 @@
 
 One pass over data.train and data.eval before the first step computes them, so no second model is ever in memory. They are
 kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them anew. A run of
-the same rows may read another run's. (`zoo.engine.train.preference.base_model` computes them in each step.)
+the same rows may read another run's. (`zoo.training.preference.base_model` computes them in each step.)
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
-from zoo.engine.train.dataloader import RunData
-from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode, recipe_batches
-from zoo.engine.train.resume import Rows
 from zoo.errors import UserError
 from zoo.files import expanded, replaced
 from zoo.logging import terminal
@@ -33,6 +30,9 @@ from zoo.model import build
 from zoo.model.build import Assembly, preference_loss
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
+from zoo.training.dataloader import RunData
+from zoo.training.evaluation import compared_logprobs, in_eval_mode, recipe_batches
+from zoo.training.resume import Rows
 
 FILE, SUFFIX = "reference.safetensors", ".safetensors"
 START, BASE = "start", "base"  # train.reference, where it is no path
