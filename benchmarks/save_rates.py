@@ -40,9 +40,9 @@ from zoo.checkpoint.storage.disk import THREADS
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
-from zoo.engine.launch.launcher import run_task
 from zoo.errors import UserError
 from zoo.errors import size as in_words
+from zoo.launch.launcher import run_task
 from zoo.logging.startup_time import Startup
 from zoo.parallel.signals import interrupts
 from zoo.parallel.world import world

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from zoo.engine.launch.launcher import launch as train
     from zoo.engine.loops.engine import Engine
     from zoo.engine.tools.convert import convert
     from zoo.engine.tools.evaluate import evaluate
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from zoo.engine.tools.score import score
     from zoo.engine.tools.top_tokens import top_tokens
     from zoo.engine.tools.verify import verify
+    from zoo.launch.launcher import launch as train
     from zoo.logging.callbacks.event import Event
     from zoo.logging.result import TrainResult
     from zoo.planner.plan import plan
@@ -118,7 +118,7 @@ _WHERE = {
     "report": ("zoo.runs.page", "report"),
     "score": ("zoo.engine.tools.score", "score"),
     "top_tokens": ("zoo.engine.tools.top_tokens", "top_tokens"),
-    "train": ("zoo.engine.launch.launcher", "launch"),
+    "train": ("zoo.launch.launcher", "launch"),
     "verify": ("zoo.engine.tools.verify", "verify"),
 }
 

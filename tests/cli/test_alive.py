@@ -16,7 +16,7 @@ import pytest
 from support.commands import Zoo, events, logged, metrics, summary
 
 from zoo.config.locate import checkpoints
-from zoo.engine.launch.rank_group import free_port
+from zoo.launch.rank_group import free_port
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 15.0  # in which the others leave, on a busy machine

@@ -10,7 +10,7 @@ import torch
 from support import rank_tasks
 from support.pool import Pool
 
-from zoo.engine.launch.rank_group import free_port
+from zoo.launch.rank_group import free_port
 
 LIMIT = 1e-5
 # eps above the gradients' rounding noise, which Adam would otherwise blow up to steps of size lr.

@@ -321,7 +321,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
         )  # whose imports go on beside what stands here
         ahead = ThreadPoolExecutor(1)  # makes what later cases are given while ranks work on earlier ones
         try:
-            from zoo.engine.launch.rank_group import free_port
+            from zoo.launch.rank_group import free_port
 
             everything = list(dict.fromkeys(each for case in cases for each in (*references(case), case)))
             tasks = [(case, ahead.submit(prepare, case, folder)) for case in everything]

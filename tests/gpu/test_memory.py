@@ -9,7 +9,7 @@ import torch
 
 SCRIPT = """
 import sys, torch, zoo
-from zoo.engine.launch.launcher import launch
+from zoo.launch.launcher import launch
 from zoo.errors import UserError
 torch.cuda.set_per_process_memory_fraction(0.004)
 overrides = ["size=tiny", "nproc=1", "train.steps=3", "packing.budget=65536", "data.lookahead=8", "train.eval_rows=2",

@@ -2,7 +2,7 @@
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
-everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), `mid-write`: as soon
+everything; ranks go through zoo.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), `mid-write`: as soon
 as a save has written some of its bytes and not all, which it is made to do slowly, or `mid-copy`: the same of a copy from
 run.stage. SEED (0) draws the moments. Losses and the rows that were trained on must
 be the same, and every checkpoint that is to be seen at any moment must be whole.
@@ -33,8 +33,8 @@ from zoo.checkpoint.storage import disk
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import checkpoints
 from zoo.data.loading.loader import BatchLoader
-from zoo.engine.launch import rank_main
-from zoo.engine.launch.rank_group import free_port
+from zoo.launch import rank_main
+from zoo.launch.rank_group import free_port
 from zoo.registry import families
 
 STALE = 120.0  # seconds in which a run must get further

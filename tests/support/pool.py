@@ -32,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.launch.rank_group import free_port
+from zoo.launch.rank_group import free_port
 
 CALLS = 8  # after which new ranks replace them, which costs little: what calls leave behind ends there
 START_SECONDS = 300.0  # imports of all ranks

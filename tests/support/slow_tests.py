@@ -108,7 +108,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "unit/engine/tools/test_convert_folders.py": {"test_a_tied_head_that_differs_is_refused": 3},
     "unit/inspection/test_rows.py": {"test_every_token_is_in_one_span": 4},
-    "unit/engine/launch/test_kernel_cache.py": {"test_it_is_said_before_megatron_core_is_imported": 0},
+    "unit/launch/test_kernel_cache.py": {"test_it_is_said_before_megatron_core_is_imported": 0},
     "unit/training/test_kernel_check.py": {
         "test_every_kernel_of_a_recipe_and_a_wrong_one": 4,
         "test_the_check_before_training_is_made_once": 0,
@@ -125,7 +125,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/config/test_reader.py": {"test_programs_give_values_of_the_same_bounds": 0},
     "unit/watchdog/test_run_lock.py": {"test_of_many_starts_in_one_moment_one_wins": 3},
     "unit/config/test_llava_sizes.py": {"test_parameters_of_every_size": 4},
-    "unit/engine/launch/test_launcher.py": {"test_ranks_end_when_the_launcher_is_killed": 2},
+    "unit/launch/test_launcher.py": {"test_ranks_end_when_the_launcher_is_killed": 2},
     "parity/test_accumulate.py": {"test_the_gradient_is_the_same": 6},
     "parity/test_calls.py": {
         "test_alternating_calls_give_what_a_fresh_model_gives": 4,

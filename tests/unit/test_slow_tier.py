@@ -77,7 +77,7 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     save, nothing, gone = (
         "zoo.checkpoint.sharded|save",
         "zoo.engine.nothing",
-        "zoo.engine.launch.rank_main|gone",
+        "zoo.launch.rank_main|gone",
     )
     first, last = (f"from {name.replace('|', ' import ')}" for name in (save, gone))
     path.write_text(f'def f():\n    {first}\n    import {nothing}\nPROGRAM = "\\n    {last}\\n"\n')

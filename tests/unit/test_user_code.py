@@ -11,9 +11,9 @@ import pytest
 from zoo import user_code
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.user_formats import find_format
-from zoo.engine.launch.rank_group import run_ranks
 from zoo.errors import UserError
 from zoo.generation.scores.choose import Scores
+from zoo.launch.rank_group import run_ranks
 from zoo.registry import imported
 from zoo.user_code import calling
 from zoo.watchdog.progress import Progress

@@ -94,7 +94,7 @@ def _failed(error: Exception) -> int:
     """Print a user's mistake, or that a rank has failed, and return its exit code; raises any other error."""
     if isinstance(error, UserError):
         return _refuse(str(error))
-    launcher = sys.modules.get("zoo.engine.launch.launcher")  # which starts ranks
+    launcher = sys.modules.get("zoo.launch.launcher")  # which starts ranks
     if launcher is not None and isinstance(error, launcher.WorkerError):
         if not error.reported:
             print(f"zoo: {error.line}", file=sys.stderr)

@@ -19,8 +19,8 @@ from zoo.config import compose, validate
 from zoo.config.checks import engine
 from zoo.config.files import root_recipes
 from zoo.config.schema import Recipe
-from zoo.engine.launch import launcher, prepare
 from zoo.errors import UserError
+from zoo.launch import launcher, prepare
 from zoo.logging.result import TrainResult
 
 NAME = "qwen3_omni_sft"

@@ -14,8 +14,8 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.facts import conditions
 from zoo.config.layers.keys import ALWAYS, Key, When, keys, show_value
 from zoo.config.schema import Recipe
-from zoo.engine.launch.prepare import prepare
 from zoo.errors import ConfigError
+from zoo.launch.prepare import prepare
 
 # Each condition with overrides under which it holds, and others under which it does not.
 SIDES: dict[str, tuple[list[str], list[str]]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.engine.launch.rank_group import run_ranks
+from zoo.launch.rank_group import run_ranks
 
 HEAD = """
 import os, sys

@@ -26,9 +26,9 @@ from zoo.config.devices import gpu_count
 from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
-from zoo.engine.launch.launcher import WorkerError, run_task
 from zoo.errors import UserError
 from zoo.files import write_atomically
+from zoo.launch.launcher import WorkerError, run_task
 
 SETTINGS = (
     "hf:4", "hf:2x2048", "padded:4", "padded:8", "padded:2x2048",

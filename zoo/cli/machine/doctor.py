@@ -73,7 +73,7 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
     from zoo.config.compose import load_recipe
     from zoo.config.files import root_recipes
     from zoo.config.validate import validate
-    from zoo.engine.launch.prepare import prepare
+    from zoo.launch.prepare import prepare
     from zoo.planner.plan import with_architecture
 
     if arguments:

@@ -55,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
-    from zoo.engine.launch.launcher import launch
+    from zoo.launch.launcher import launch
     from zoo.logging.startup_time import note_command
     from zoo.logging.terminal import doing
 
@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
     from zoo.config.validate import validate
-    from zoo.engine.launch.slurm import write_template
+    from zoo.launch.slurm import write_template
     from zoo.planner.plan import planned_ranks
     from zoo.planner.plan_process import planned
 

@@ -19,7 +19,6 @@ from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.loops.batch import Sparse
 from zoo.engine.loops.checkpoints import Checkpoints, Counts
 from zoo.engine.loops.memory import KINDS, Kind, Memory, Moved
@@ -28,6 +27,7 @@ from zoo.engine.loops.passes import Passes
 from zoo.engine.loops.training import Training
 from zoo.engine.loops.weights import Weights
 from zoo.errors import UserError
+from zoo.launch.slurm import join_slurm
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.process_state import untouched

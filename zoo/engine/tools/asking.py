@@ -28,10 +28,10 @@ from zoo.data.loading.defaults import evaluated_on, with_defaults
 from zoo.data.sources.formats.choose import fits
 from zoo.data.sources.streams import is_stream
 from zoo.data.sources.tables import check_entry, first_item
-from zoo.engine.launch.objects import plain_entry, write_entry
-from zoo.engine.launch.prepare import world_size
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
+from zoo.launch.objects import plain_entry, write_entry
+from zoo.launch.prepare import world_size
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import family_of
 from zoo.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of

@@ -18,14 +18,14 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.engine.launch.launcher import run_task
-from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.generation.answering import Answering, loaded
 from zoo.generation.sampling import Sampling
 from zoo.generation.scores.answer_scores import Score
 from zoo.generation.scores.choose import Scores
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched

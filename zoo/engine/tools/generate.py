@@ -24,14 +24,14 @@ from zoo.data.sources.objects import listed
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
-from zoo.engine.launch.launcher import run_task
-from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
 from zoo.engine.tools.out_file import KeptRows, out_file
 from zoo.errors import UserError
 from zoo.generation.answering import Answering, loaded
 from zoo.generation.prompts import STAND_IN, ends_with_question, with_stand_in
 from zoo.generation.sampling import Sampling
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.parallel.process_state import untouched
 

@@ -23,10 +23,10 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.sample_source import SampleSource
-from zoo.engine.launch.launcher import run_task
-from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked, check_counts
 from zoo.engine.tools.out_file import KeptRows, out_file
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched

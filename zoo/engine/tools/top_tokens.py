@@ -17,11 +17,11 @@ from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources import identity
 from zoo.data.sources.streams import RowStream
-from zoo.engine.launch.launcher import run_task
-from zoo.engine.launch.prepare import world_size
 from zoo.engine.tools.asking import Rows, asked
 from zoo.errors import UserError
 from zoo.files import expanded
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
 from zoo.logging import terminal
 from zoo.logging.result import Model
 from zoo.model import build

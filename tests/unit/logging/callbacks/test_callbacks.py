@@ -9,8 +9,8 @@ import zoo
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.launch.callback_copies import copied, read_copies
 from zoo.errors import ConfigError, UserError
+from zoo.launch.callback_copies import copied, read_copies
 from zoo.logging.callbacks import callbacks as room
 from zoo.logging.callbacks.callbacks import Callbacks, open_callbacks
 from zoo.logging.callbacks.early_stop import EarlyStop

@@ -16,8 +16,8 @@ from zoo.config.schema import Recipe
 from zoo.parallel.megatron.core_import import _at_first_call, importing
 
 STARTS = {  # what a process of zoo's does before it imports megatron-core
-    "a run": "from zoo.engine.launch.prepare import prepare; prepare(recipe)",
-    "a rank": "from zoo.engine.launch import rank_main; save_recipe(recipe, 'c.yaml'); rank_main.main(['c.yaml', 'builtins:id', 'r'])",
+    "a run": "from zoo.launch.prepare import prepare; prepare(recipe)",
+    "a rank": "from zoo.launch import rank_main; save_recipe(recipe, 'c.yaml'); rank_main.main(['c.yaml', 'builtins:id', 'r'])",
     "planning": "from zoo.planner import plan_process; save_recipe(recipe, 'c.yaml'); plan_process._main('c.yaml', '1', 'r')",
 }
 

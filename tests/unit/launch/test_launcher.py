@@ -16,11 +16,11 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.launch import launcher, prepare, rank_group, rank_main, waiting_ranks
-from zoo.engine.launch.launcher import WorkerError
-from zoo.engine.launch.prepare import world_size
-from zoo.engine.launch.rank_group import run_ranks
 from zoo.errors import ConfigError, UserError
+from zoo.launch import launcher, prepare, rank_group, rank_main, waiting_ranks
+from zoo.launch.launcher import WorkerError
+from zoo.launch.prepare import world_size
+from zoo.launch.rank_group import run_ranks
 from zoo.logging.result import TrainResult
 from zoo.planner import plan_process
 
@@ -172,9 +172,7 @@ def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: i
 
 def test_a_ctrl_c_of_the_terminal_reaches_a_rank_once(tmp_path: Path) -> None:
     """A terminal signals the whole foreground process group: the ranks must not be in it."""
-    code = (
-        "import sys; from zoo.engine.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
-    )
+    code = "import sys; from zoo.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
     parent = subprocess.Popen(
         [sys.executable, "-c", code, *program(COUNTING), str(tmp_path)], start_new_session=True
     )
@@ -248,7 +246,7 @@ def test_launch_when_ranks_are_interrupted_or_fail(monkeypatch: pytest.MonkeyPat
 RANK = """
 import json, os, sys
 from pathlib import Path
-from zoo.engine.launch.rank_main import _planned
+from zoo.launch.rank_main import _planned
 folder, config, asked = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[sys.argv.index("--asked") + 1]
 (folder / f"began{os.environ['RANK']}").write_text(str(os.getpid()))
 recipe = _planned(config)
@@ -262,7 +260,7 @@ def began(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[
     start = waiting_ranks.module_command
 
     def command(module: str, *arguments: str) -> list[str]:
-        assert start(module)[-1] == "zoo.engine.launch.rank_main"
+        assert start(module)[-1] == "zoo.launch.rank_main"
         return [sys.executable, "-c", RANK, str(tmp_path), *arguments]
 
     def pids() -> list[int]:
@@ -400,9 +398,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> No
                 TCPStore("127.0.0.1", 9, is_master=False, timeout=timedelta(seconds=60))
             time.sleep(60)
     """
-    code = (
-        "import sys; from zoo.engine.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
-    )
+    code = "import sys; from zoo.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
     parent = subprocess.Popen([sys.executable, "-c", code, *program(text), str(tmp_path), str(deaf)])
     while len([path for path in tmp_path.glob("ready*") if path.read_text()]) < 2:
         time.sleep(0.02)
@@ -437,7 +433,7 @@ def test_ranks_whose_launcher_dies_as_they_start_end(tmp_path: Path, delay: floa
         open(sys.argv[1] + "/survived", "w").close()
     """
     code = (
-        "import subprocess, sys; from zoo.engine.launch.rank_group import run_ranks; start = subprocess.Popen.__init__\n"
+        "import subprocess, sys; from zoo.launch.rank_group import run_ranks; start = subprocess.Popen.__init__\n"
         "def note(*a, **k):\n    start(*a, **k); open(sys.argv[-1] + '/started', 'a').write('x')\n"
         "subprocess.Popen.__init__ = note; sys.exit(run_ranks(sys.argv[1:], 2))"
     )

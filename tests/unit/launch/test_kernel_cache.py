@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.engine.launch import kernel_cache
+from zoo.launch import kernel_cache
 
 ENABLED, DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -89,8 +89,8 @@ def test_it_is_said_before_megatron_core_is_imported(task: bool, tmp_path: Path)
     code = (
         "import os, sys\n"
         "from zoo.config.compose import load_recipe\n"
-        "from zoo.engine.launch import kernel_cache\n"
-        "from zoo.engine.launch.launcher import launch, run_task\n"
+        "from zoo.launch import kernel_cache\n"
+        "from zoo.launch.launcher import launch, run_task\n"
         "kernel_cache.gpu_capabilities = lambda: {(9, 0)}\n"
         "assert 'megatron.core' not in sys.modules\n"
         "class Watch:\n"

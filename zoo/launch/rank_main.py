@@ -1,7 +1,7 @@
-"""One rank of a run: `python -P -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
+"""One rank of a run: `python -P -m zoo.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
 or `... <resolved config.yaml> [--asked <config.yaml that is being planned>] [--callbacks <file>]`.
 
-Started by :mod:`zoo.engine.launch.launcher`; without a task it trains. With `--asked` it imports what that recipe needs, and then
+Started by :mod:`zoo.launch.launcher`; without a task it trains. With `--asked` it imports what that recipe needs, and then
 waits for the resolved one.
 
 Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
@@ -106,7 +106,7 @@ def _callbacks(path: str | None) -> list[Any]:
     """The callbacks in a file; rank 0 alone has them."""
     if path is None or os.environ.get("RANK", "0") != "0":
         return []
-    from zoo.engine.launch.callback_copies import read_copies
+    from zoo.launch.callback_copies import read_copies
 
     return read_copies(path)
 

@@ -11,10 +11,10 @@ from zoo.config.derived import run_folder
 from zoo.config.entries import DataEntry, entries_of, has_objects
 from zoo.config.schema import Recipe
 from zoo.data.sources.objects import SUFFIX, write_objects
-from zoo.engine.launch.prepare import under_torchrun
-from zoo.engine.launch.slurm import join_slurm
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
+from zoo.launch.prepare import under_torchrun
+from zoo.launch.slurm import join_slurm
 from zoo.watchdog.run_lock import refuse_second
 
 

@@ -12,8 +12,8 @@ import pytest
 from zoo.checkpoint.integrity import write_manifest
 from zoo.config import compose, hub
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.engine.launch import prepare
 from zoo.errors import UserError
+from zoo.launch import prepare
 
 TURNS = '"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
 

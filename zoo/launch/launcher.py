@@ -16,12 +16,12 @@ from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
-from zoo.engine.launch.kernel_cache import keep_kernels
-from zoo.engine.launch.objects import with_files
-from zoo.engine.launch.prepare import prepare, under_torchrun
-from zoo.engine.launch.rank_group import MISTAKE, run_ranks
-from zoo.engine.launch.waiting_ranks import WaitingRanks, waiting_ranks
 from zoo.errors import UserError
+from zoo.launch.kernel_cache import keep_kernels
+from zoo.launch.objects import with_files
+from zoo.launch.prepare import prepare, under_torchrun
+from zoo.launch.rank_group import MISTAKE, run_ranks
+from zoo.launch.waiting_ranks import WaitingRanks, waiting_ranks
 from zoo.logging import terminal
 from zoo.logging.result import TrainResult
 from zoo.parallel.megatron.core_import import import_core, importing
@@ -133,7 +133,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
-        command = module_command("zoo.engine.launch.rank_main", str(config), task, str(result))
+        command = module_command("zoo.launch.rank_main", str(config), task, str(result))
         command += [json.dumps(value) for value in further]
         messages: list[str] = []
         code = run_ranks(command, ranks, threads=recipe.engine.threads, messages=messages)

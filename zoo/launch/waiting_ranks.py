@@ -10,8 +10,8 @@ from typing import Any
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.launch.callback_copies import copied
-from zoo.engine.launch.rank_group import RankGroup, rank_group
+from zoo.launch.callback_copies import copied
+from zoo.launch.rank_group import RankGroup, rank_group
 from zoo.subprocesses import module_command
 
 
@@ -41,7 +41,7 @@ def waiting_ranks(recipe: Recipe, ranks: int, callbacks: Sequence[Any] = ()) -> 
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         asked, config, copies = (Path(folder) / name for name in ("asked.yaml", "config.yaml", "callbacks"))
         save_recipe(recipe, asked)
-        command = module_command("zoo.engine.launch.rank_main", str(config), "--asked", str(asked))
+        command = module_command("zoo.launch.rank_main", str(config), "--asked", str(asked))
         if callbacks:
             copies.write_bytes(copied(callbacks))
             command += ["--callbacks", str(copies)]

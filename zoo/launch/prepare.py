@@ -20,9 +20,9 @@ from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
-from zoo.engine.launch.kernel_cache import keep_kernels
-from zoo.engine.launch.slurm import join_slurm
 from zoo.errors import ConfigError, UserError
+from zoo.launch.kernel_cache import keep_kernels
+from zoo.launch.slurm import join_slurm
 from zoo.parallel.megatron.core_import import leave_out_transformer_engine
 from zoo.planner.plan_process import planned
 from zoo.registry import families

@@ -14,8 +14,8 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.entries import DataEntry, entries_of
 from zoo.config.schema import DataConfig, Recipe
 from zoo.data.sources.row_set import open_rows
-from zoo.engine.launch.objects import with_files
 from zoo.errors import ConfigError, UserError
+from zoo.launch.objects import with_files
 
 
 def said(number: int, **media: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.launch import prepare
-from zoo.engine.launch.slurm import first_host, join_slurm, write_template
 from zoo.errors import ConfigError, UserError
+from zoo.launch import prepare
+from zoo.launch.slurm import first_host, join_slurm, write_template
 
 
 @pytest.mark.parametrize(
