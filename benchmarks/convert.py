@@ -148,7 +148,7 @@ def _peak() -> int:
 
 def measure_conversion() -> None:
     """Convert as this process's arguments say, and print seconds and memory in a line of JSON."""
-    from zoo.engine.tools.convert import convert
+    from zoo.tools.convert import convert
 
     source, target, shard_mb = sys.argv[1:]
     start, began = _peak(), time.monotonic()

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from zoo.engine.loops.engine import Engine
-    from zoo.engine.tools.convert import convert
-    from zoo.engine.tools.evaluate import evaluate
-    from zoo.engine.tools.generate import generate
-    from zoo.engine.tools.score import score
-    from zoo.engine.tools.top_tokens import top_tokens
-    from zoo.engine.tools.verify import verify
     from zoo.launch.launcher import launch as train
     from zoo.logging.callbacks.event import Event
     from zoo.logging.result import TrainResult
     from zoo.planner.plan import plan
-    from zoo.runs.page import report
+    from zoo.tools.convert import convert
+    from zoo.tools.evaluate import evaluate
+    from zoo.tools.generate import generate
+    from zoo.tools.runs.page import report
+    from zoo.tools.score import score
+    from zoo.tools.top_tokens import top_tokens
+    from zoo.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -110,16 +110,16 @@ _WHERE = {
     "Event": ("zoo.logging.callbacks.event", "Event"),
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.logging.result", "TrainResult"),
-    "convert": ("zoo.engine.tools.convert", "convert"),
-    "evaluate": ("zoo.engine.tools.evaluate", "evaluate"),
-    "generate": ("zoo.engine.tools.generate", "generate"),
+    "convert": ("zoo.tools.convert", "convert"),
+    "evaluate": ("zoo.tools.evaluate", "evaluate"),
+    "generate": ("zoo.tools.generate", "generate"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
     "plan": ("zoo.planner.plan", "plan"),
-    "report": ("zoo.runs.page", "report"),
-    "score": ("zoo.engine.tools.score", "score"),
-    "top_tokens": ("zoo.engine.tools.top_tokens", "top_tokens"),
+    "report": ("zoo.tools.runs.page", "report"),
+    "score": ("zoo.tools.score", "score"),
+    "top_tokens": ("zoo.tools.top_tokens", "top_tokens"),
     "train": ("zoo.launch.launcher", "launch"),
-    "verify": ("zoo.engine.tools.verify", "verify"),
+    "verify": ("zoo.tools.verify", "verify"),
 }
 
 

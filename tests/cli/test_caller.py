@@ -18,7 +18,7 @@ import torch.distributed
 import megatron.core.dist_checkpointing.serialization, megatron.core.optimizer.distrib_optimizer
 import megatron.core.tensor_parallel.random, megatron.core.transformer.moe.token_dispatcher
 from torch.overrides import _get_current_function_mode_stack
-import zoo, zoo.training.trainer, zoo.engine.tools.score, zoo.engine.tools.convert, zoo.launch.launcher
+import zoo, zoo.training.trainer, zoo.tools.score, zoo.tools.convert, zoo.launch.launcher
 
 ARGUMENTS = json.loads(sys.argv[1])
 FOLDER = sys.argv[2]

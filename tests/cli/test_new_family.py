@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zoo.cli.main import main
-from zoo.engine.tools.new_family import lay_out
 from zoo.errors import UserError
+from zoo.tools.new_family import lay_out
 
 REPO = Path(__file__).parents[2]
 TOY = REPO / "examples" / "toy_lm"

@@ -33,7 +33,7 @@ def write_tokens(rank: int, size: int, recipe: str, overrides: tuple[str, ...], 
     """What a teacher says of data.eval, written by these ranks."""
     from support.recipes import load_effective
 
-    from zoo.engine.tools.top_tokens import top_tokens_here
+    from zoo.tools.top_tokens import top_tokens_here
 
     made = load_effective(recipe, ["hardware=cpu", "engine.threads=1", *overrides])
     asked = {key: value for key, _, value in (one.partition("=") for one in overrides)}

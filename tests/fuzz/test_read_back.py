@@ -22,17 +22,17 @@ from zoo.checkpoint.storage.index import Index
 from zoo.config.locate import Place, check_side_files, checkpoints, read_origin, read_state, step_of
 from zoo.config.schema import DataConfig, DistillConfig, TrainConfig
 from zoo.data.loading.bad_rows import BadRows
-from zoo.engine.tools.status import describe, read_status
 from zoo.errors import UserError, file_error
 from zoo.files import read_object
-from zoo.inspection.replay import Step, table
 from zoo.logging.result import TrainResult, losses_by_step, was_completed
 from zoo.logging.run_log import RunLog, has_ended
 from zoo.model import run_settings
-from zoo.runs.history import read_run
-from zoo.runs.listing import find_runs
-from zoo.runs.listing import table as table_of_runs
-from zoo.runs.page import page
+from zoo.tools.inspection.replay import Step, table
+from zoo.tools.runs.history import read_run
+from zoo.tools.runs.listing import find_runs
+from zoo.tools.runs.listing import table as table_of_runs
+from zoo.tools.runs.page import page
+from zoo.tools.runs.status import describe, read_status
 from zoo.training.bad_step_detector import BadStepDetector
 from zoo.training.distillation.token_files import RowTokens, TokenReader, TokenWriter
 from zoo.watchdog.run_lock import refuse_second

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 from zoo.bridge import SafetensorsFolder
 from zoo.config.locate import look
-from zoo.engine.tools import convert
 from zoo.model import meta_model
+from zoo.tools import convert
 
 
 def whole(folder: Path, wanted: dict[str, int]) -> bool:

@@ -32,9 +32,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_bytes_grow_with_the_tokens": 0,
         "test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select": 0,
     },
-    "unit/engine/tools/test_convert_layouts.py": {
-        "test_names_and_bytes_come_back_in_every_published_layout": 2
-    },
+    "unit/tools/test_convert_layouts.py": {"test_names_and_bytes_come_back_in_every_published_layout": 2},
     "parity/test_vocabulary.py": {"test_new_rows_are_the_mean_and_are_exported": 2},
     "unit/bridge/test_qwen3_asr.py": {"test_names_and_shapes_are_those_of_transformers": 2},
     "unit/bridge/test_qwen25_omni.py": {"test_the_table_covers_names_and_shapes": 0},
@@ -102,12 +100,12 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_save_that_gets_on_is_seen_to": 5,
         "test_one_that_hangs_shows_no_sign": 3,
     },
-    "unit/engine/tools/test_verify.py": {
+    "unit/tools/test_verify.py": {
         "test_transformers_model_is_that_of_the_model_type": 4,
         "test_a_tied_head_that_differs_is_found": 0,
     },
-    "unit/engine/tools/test_convert_folders.py": {"test_a_tied_head_that_differs_is_refused": 3},
-    "unit/inspection/test_rows.py": {"test_every_token_is_in_one_span": 4},
+    "unit/tools/test_convert_folders.py": {"test_a_tied_head_that_differs_is_refused": 3},
+    "unit/tools/inspection/test_rows.py": {"test_every_token_is_in_one_span": 4},
     "unit/launch/test_kernel_cache.py": {"test_it_is_said_before_megatron_core_is_imported": 0},
     "unit/training/test_kernel_check.py": {
         "test_every_kernel_of_a_recipe_and_a_wrong_one": 4,

@@ -29,8 +29,8 @@ from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe
 from zoo.data.sources.formats.row_keys import ROW_KEYS
 from zoo.data.sources.rows import MEDIA, PLACEHOLDER
-from zoo.planner.fit_table import find_kind, sizes_of
 from zoo.registry import families
+from zoo.tools.fit_table import find_kind, sizes_of
 
 FLAGS = {
     "show": ("--schema", "--json"),

@@ -22,10 +22,10 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import Place, look
 from zoo.config.schema import Recipe
 from zoo.errors import printable
-from zoo.inspection.lengths import Filling, Lengths
-from zoo.inspection.page import write_page
-from zoo.inspection.rows import KINDS, PackedRow, Segment, Span
 from zoo.pages import escape_markdown, render
+from zoo.tools.inspection.lengths import Filling, Lengths
+from zoo.tools.inspection.page import write_page
+from zoo.tools.inspection.rows import KINDS, PackedRow, Segment, Span
 
 HOSTILE = "\"'><img src=x onerror=\"document.title='taken'\"></title></style></pre><script>document.title='taken'</script>{{ 7*7 }}"
 MARKDOWN = "<script>alert(1)</script> &lt;b&gt; | **x** __y__ ~~z~~ `c` ``` [a](javascript:alert(2)) ![i](x.png) [r][1] <https://evil.test> https://evil.test \\ \\| $$x$$ {{ 7*7 }} #\n---\n# title\n\n[1]: x\x1b[2J"
@@ -164,8 +164,8 @@ def test_texts_of_runs_stay_texts(count: int, tmp_path: Path) -> None:
 
 def test_templates_escape_and_name_what_they_lack() -> None:
     with pytest.raises(Exception, match="undefined"):
-        render("zoo.runs", "table.html.jinja")
-    assert "<b>" not in render("zoo.runs", "table.html.jinja", head=["<b>"], rows=[["<b>"]], text=1)
+        render("zoo.tools.runs", "table.html.jinja")
+    assert "<b>" not in render("zoo.tools.runs", "table.html.jinja", head=["<b>"], rows=[["<b>"]], text=1)
 
 
 class Cells(HTMLParser):

@@ -19,9 +19,9 @@ from zoo.checkpoint.selection import best_of, check_beside_weights, choose, repa
 from zoo.checkpoint.storage import disk
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
-from zoo.engine.tools.status import describe, read_status
 from zoo.errors import UserError
 from zoo.logging.messages import late_save
+from zoo.tools.runs.status import describe, read_status
 
 
 def make(run_dir: Path, *steps: int) -> list[Path]:

@@ -3,9 +3,9 @@
 import pytest
 
 from zoo.cli.answers.eval import run, split, table, wrong
-from zoo.engine.tools.evaluate import summed
 from zoo.errors import UserError
 from zoo.generation.scores.choose import Scores
+from zoo.tools.evaluate import summed
 
 
 def test_places_overrides_and_options() -> None:

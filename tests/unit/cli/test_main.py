@@ -232,9 +232,9 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
 @pytest.mark.parametrize(
     ("module", "name", "arguments"),
     [
-        ("zoo.engine.tools.score", "score", ["score", "there", "rows.jsonl"]),
-        ("zoo.engine.tools.evaluate", "evaluate", ["eval", "there", "rows.jsonl"]),
-        ("zoo.engine.tools.generate", "generate", ["generate", "there", "rows.jsonl"]),
+        ("zoo.tools.score", "score", ["score", "there", "rows.jsonl"]),
+        ("zoo.tools.evaluate", "evaluate", ["eval", "there", "rows.jsonl"]),
+        ("zoo.tools.generate", "generate", ["generate", "there", "rows.jsonl"]),
     ],
 )
 def test_a_rank_that_fails_is_a_line_and_its_exit_code(
@@ -278,7 +278,7 @@ def test_an_answer_without_an_end_is_said(
 ) -> None:
     answer = {"text": "00", "token_ids": tokens, "finish": finish}
     monkeypatch.setattr(
-        importlib.import_module("zoo.engine.tools.generate"), "generate", lambda *_, **options: [answer]
+        importlib.import_module("zoo.tools.generate"), "generate", lambda *_, **options: [answer]
     )
     assert main(["generate", "there", "What?"]) == 0
     printed = capsys.readouterr()

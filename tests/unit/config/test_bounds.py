@@ -17,9 +17,9 @@ from zoo.config.entries import MEDIA_KEYS, DataEntry, parse_entry
 from zoo.config.layers.keys import keys, show_value
 from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
-from zoo.engine.tools.convert import size_in_bytes
-from zoo.engine.tools.verify import verify
 from zoo.errors import ConfigError, UserError
+from zoo.tools.convert import size_in_bytes
+from zoo.tools.verify import verify
 
 NUMBERS = [key for key, entry in keys(Recipe).items() if "int" in entry.type or "float" in entry.type]
 SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(10**400)]

@@ -16,9 +16,9 @@ from zoo.config.compose import load_recipe, resolve, save_recipe
 from zoo.config.files import read_size
 from zoo.config.recipes.published import published_size
 from zoo.config.schema import Recipe
-from zoo.engine.tools.new_recipe import draft, look_at_data, look_at_model
 from zoo.errors import ConfigError
 from zoo.planner.plan import as_planned
+from zoo.tools.new_recipe import draft, look_at_data, look_at_model
 
 PUBLISHED = "Qwen/Qwen3-VL-2B-Instruct"
 TRAINING = ("epochs", "steps", "lr", "min_lr", "warmup_steps", "global_batch", "weight_decay", "optimizer")

@@ -146,7 +146,7 @@ def family_config(family: str, size: str) -> Any:
 def test_parameters_of_every_size(family: str, size: str) -> None:
     import torch
 
-    from zoo.engine.tools.hf_score import transformers_class
+    from zoo.tools.hf_score import transformers_class
 
     assert set(PARAMETERS[family]) == set(size_names(family))
     config = family_config(family, size)

@@ -20,13 +20,13 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.bench.training.steps import kernels
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, Sample, collate_padded
-from zoo.engine.tools.hf_score import transformers_class
 from zoo.logging.memory_use import memory
 from zoo.logging.run_log import environment
 from zoo.logging.startup_time import Startup
 from zoo.model import build
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.flops import model_cost
+from zoo.tools.hf_score import transformers_class
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:

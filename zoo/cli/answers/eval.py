@@ -24,7 +24,7 @@ from zoo.cli.arguments import is_entry, split_flags
 from zoo.errors import UserError
 
 if TYPE_CHECKING:
-    from zoo.engine.tools.evaluate import Evaluation
+    from zoo.tools.evaluate import Evaluation
 
 USAGE = "zoo eval CHECKPOINT [ROWS] [metrics=...] [out=FILE] [key=value ...]"
 WHOLE = ("max_new_tokens", "batch", "max_rows")
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     path, *rows = places
     out = values.pop("out", None)
 
-    from zoo.engine.tools.evaluate import evaluate
+    from zoo.tools.evaluate import evaluate
 
     found = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
     if as_json:

@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
     if rows is not None and (prompt is not None or any(files.values())):
         raise UserError(f"rows={rows} has prompts and files of its own; leave the others out: {USAGE}")
 
-    from zoo.engine.tools.generate import generate
-    from zoo.engine.tools.out_file import line_of
+    from zoo.tools.generate import generate
+    from zoo.tools.out_file import line_of
 
     options: dict[str, Any] = {**files, **values}
     answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
@@ -159,8 +159,8 @@ def _for_terminal(answer: str) -> str:
 
 def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int:
     """Questions from the terminal until an empty line, the end of input or Ctrl-C."""
-    from zoo.engine.tools.generate import chat
     from zoo.generation.sampling import Sampling
+    from zoo.tools.generate import chat
 
     taken = ("max_new_tokens", "temperature", "top_p", "seed")
     sampling = Sampling(**{key: value for key, value in values.items() if key in taken})

@@ -50,8 +50,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
-    from zoo.engine.tools.out_file import line_of
-    from zoo.engine.tools.score import score
+    from zoo.tools.out_file import line_of
+    from zoo.tools.score import score
 
     if "temperature" in own:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
@@ -65,7 +65,7 @@ def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: l
 
 
 def _write_tokens(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
-    from zoo.engine.tools.top_tokens import top_tokens
+    from zoo.tools.top_tokens import top_tokens
 
     if not own.get("out"):
         raise UserError("top_k= without out=: wanted out=FOLDER, which distill.teacher can name")

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     (source, target), given = split_values(rest, KEYS, "zoo convert SOURCE TARGET", ("SOURCE", "TARGET"))
     options: dict[str, Any] = dict(given)
 
-    from zoo.engine.tools.convert import convert
+    from zoo.tools.convert import convert
 
     made = convert(source, target, quiet="--quiet" in flags, **options)
     print(f"converted {source} to {made}")

@@ -24,7 +24,7 @@ from zoo.cli.arguments import split_flags
 from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from zoo.engine.tools.verify import Verification
+    from zoo.tools.verify import Verification
 
 _SHOWN = 20
 
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     }
     overrides = [text for text in given if text.partition("=")[0] not in own]
 
-    from zoo.engine.tools.verify import LOGPROBS, verify
+    from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
     tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
 
     if "out" in given or not asks:
         free(given.get("out", _OUT))  # before the seconds that data and model take
-    from zoo.engine.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters
+    from zoo.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters
 
     data = wanted("data", "rows to train on: a file, a folder, a hub id", "digits", look_at_data)
     print(f"data: {data}")

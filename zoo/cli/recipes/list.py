@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _runs(folder: str, as_json: bool) -> int:
-    from zoo.runs.listing import find_runs, table
+    from zoo.tools.runs.listing import find_runs, table
 
     found = find_runs(folder)
     if as_json:

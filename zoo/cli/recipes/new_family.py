@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     """Write the files, list them, and say what to run next."""
     flags, rest = split_flags(arguments, ("--package", "--vision"))
     (name,), given = split_values(rest, KEYS, "zoo new-family NAME [--package] [out=FOLDER]", ("NAME",))
-    from zoo.engine.tools.new_family import checkout, lay_out
+    from zoo.tools.new_family import checkout, lay_out
 
     package = "--package" in flags
     root = expanded(given["out"]) if "out" in given else expanded(name) if package else checkout()

@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(_schema_entries(), indent=2) if "--json" in flags else _schema())
         return 0
     if len(rest) == 1 and ("=" not in rest[0] or Path(rest[0]).is_dir()) and _may_be_a_folder(rest[0]):
-        from zoo.engine.tools.status import describe, read_status
+        from zoo.tools.runs.status import describe, read_status
 
         status = read_status(rest[0])
         print(json.dumps(status.to_json(), indent=2) if "--json" in flags else describe(status))

@@ -27,8 +27,8 @@ from zoo.cli.arguments import split_flags, split_recipe
 from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from zoo.inspection.lengths import Lengths
-    from zoo.inspection.replay import Step
+    from zoo.tools.inspection.lengths import Lengths
+    from zoo.tools.inspection.replay import Step
 
 KEYS = ("out", "rows", "samples", "budgets")
 
@@ -53,13 +53,13 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.config.compose import load_recipe
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
-    from zoo.inspection.lengths import default_budgets, lengths_of
-    from zoo.inspection.page import write_page
-    from zoo.inspection.picture import draw
-    from zoo.inspection.replay import replayed
-    from zoo.inspection.replay import table as table_of_step
-    from zoo.inspection.rows import packed_rows
     from zoo.model.build import assemble
+    from zoo.tools.inspection.lengths import default_budgets, lengths_of
+    from zoo.tools.inspection.page import write_page
+    from zoo.tools.inspection.picture import draw
+    from zoo.tools.inspection.replay import replayed
+    from zoo.tools.inspection.replay import table as table_of_step
+    from zoo.tools.inspection.rows import packed_rows
 
     recipe = load_recipe(name, overrides)
     align = recipe.packing.align or alignment(recipe)
@@ -107,7 +107,7 @@ def _step(arguments: Sequence[str]) -> Step | None:
             f"{over[0] if over else number}: a step is shown by zoo inspect RUN step=N, and as it was"
         )
 
-    from zoo.inspection.replay import Step
+    from zoo.tools.inspection.replay import Step
 
     path = Path(places[0])
     return Step.read(path, None if number is None else _number("step", number.partition("=")[2]))

@@ -17,7 +17,7 @@ from zoo.errors import UserError
 
 def run(arguments: Sequence[str]) -> int:
     """Write the page and say where it is."""
-    from zoo.runs.page import report
+    from zoo.tools.runs.page import report
 
     _, rest = split_flags(arguments, ())
     out = [text.partition("=")[2] for text in rest if text.startswith("out=")]

@@ -1,0 +1,187 @@
+"""Loss, and scores of greedy answers, of a checkpoint on some rows; `zoo.evaluate`.
+
+The loss is that of an evaluation while training; the answers are those of `zoo.generate`. Both under any parallel layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.layers.layer import Overrides
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.formats.tags import plain
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.rows import Row
+from zoo.generation.answering import Answering, loaded
+from zoo.generation.sampling import Sampling
+from zoo.generation.scores.answer_scores import Score
+from zoo.generation.scores.choose import Scores
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
+from zoo.logging.result import Model
+from zoo.model import build
+from zoo.parallel.process_state import untouched
+from zoo.tools.asking import Rows, asked, check_counts
+from zoo.tools.out_file import KeptRows, out_file
+from zoo.training.evaluation import recipe_batches, row_sums
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of :func:`evaluate`.
+
+    Attributes:
+        rows: how many were evaluated.
+        loss: mean over labels by their weights, in nats; as evaluations while training have it.
+        scores: by name, over the rows that have the score.
+        by_kind: the same of each kind of row: `rows`, `loss` and its scores.
+        predictions: of each row, in order: `source`, `kind`, `task`, `prompt`, `answer` (None: plain text), `answers`, `prediction`,
+            `finish`, `scores`, `loss` (mean over its labels).
+    """
+
+    rows: int
+    loss: float
+    scores: dict[str, float]
+    by_kind: dict[str, dict[str, float]]
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+
+
+@untouched()
+def evaluate(
+    path: Model,
+    rows: Rows = None,
+    overrides: Overrides = (),
+    *,
+    metrics: str | Sequence[str] = (),
+    max_new_tokens: int = 256,
+    batch: int = 16,
+    max_rows: int | None = None,
+    out: str | Path | None = None,
+    here: bool = False,
+) -> Evaluation:
+    """Evaluate a checkpoint on rows with answers, in separate processes.
+
+    Args:
+        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
+            recipe, or recipe's name or file (adapters included).
+        rows: a file or folder, a bundled set ("digits:heldout"), an entry as data.train takes it, a list of these, or rows as
+            dicts, a datasets.Dataset or a pandas DataFrame. None: those that the run held out.
+        overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`; or as a dict.
+        metrics: names of scores, a list or separated by commas: exact_match, accuracy, anls, wer, cer, entry points of the group `zoo.scores`, or
+            `module:function` of (prediction, answers) -> number or (total, weight). None: by each row's task or media.
+        max_new_tokens: most tokens of an answer.
+        batch: most prompts that are answered at once.
+        max_rows: the first so many rows only.
+        out: a file to write the predictions to, one JSON object a line; a failed call leaves the former file, and says where rows are
+            that were done.
+        here: a single rank runs in this process, as in the command `zoo eval`.
+
+    Raises:
+        UserError: no such checkpoint, file or score, an override that can't run, or a bad row (under data.on_error=raise).
+    """
+    names = metrics.split(",") if isinstance(metrics, str) else metrics
+    scores = Scores.named([name.strip() for name in names if name.strip()])
+    sampling = Sampling(max_new_tokens)
+    check_counts(batch=batch, max_rows=max_rows)
+    with out_file(out) as file, asked(path, rows, overrides) as recipe:
+        most = max_rows or recipe.train.eval_rows or None
+        options: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "batch": batch,
+            "max_rows": most,
+        }
+        options["kept"] = file.kept and str(file.kept)
+        task = "zoo.tools.evaluate:evaluate_here"
+        found = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)
+        file.write(found.predictions)
+        return found
+
+
+def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`evaluate` on this rank, without scores: each row's sums and answer, on every rank."""
+    with loaded(recipe, Sampling(options["max_new_tokens"]), options["batch"]) as answering:
+        recipe, assembly = answering.decoding.recipe, answering.decoding.assembly
+        source = SampleSource.open(
+            recipe.data.eval,
+            assembly.processor,
+            recipe.data,
+            max_rows=options["max_rows"],
+            evaluation=True,
+            budget=recipe.packing.budget,
+            align=recipe.packing.align or 1,
+        )
+        sums = _losses(answering, source)
+        rows = {number: source.rows.row(SampleId(number)) for number in sums}
+        asked = [number for number, row in rows.items() if row.text is None]
+        kept = KeptRows(options.get("kept"), answering.decoding.here)
+        said = answering.all(source.rows, asked, keep=kept.add) if asked else {}
+        if source.counts and answering.decoding.here.is_main:
+            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        return [_of_row(rows[number], sums[number], said.get(number)) for number in sums]
+
+
+def _losses(answering: Answering, source: SampleSource) -> dict[int, list[float]]:
+    """Row number -> its negative log likelihood, weight, labels and right labels, of all ranks."""
+    decoding = answering.decoding
+    recipe, here = decoding.recipe, decoding.here
+    batches = recipe_batches(recipe, source, here)
+    step = build.build_step(decoding.assembly, recipe, here)
+    mine: dict[int, list[float]] = {}
+    found = row_sums(step, decoding.chunks, batches, here, batches.spare)
+    for numbers, (_, table) in zip(batches.bins, found, strict=True):
+        mine |= dict(zip(numbers, table, strict=True)) if table else {}
+    everyone: list[dict[int, list[float]]] = [{} for _ in range(here.size)]
+    dist.all_gather_object(everyone, mine)
+    return dict(sorted((int(number), sums) for one in everyone for number, sums in one.items()))
+
+
+def _of_row(row: Row, sums: Sequence[float], said: Mapping[str, Any] | None) -> dict[str, Any]:
+    asked = row.messages[:-1] if row.messages and row.messages[-1].role == "assistant" else row.messages
+    answer = said["reference"] if said else None
+    single = len(asked) == 1
+    return {
+        "source": row.source,
+        "kind": row.kind,
+        "task": row.task,
+        "media": sorted(row.media),
+        "prompt": row.text or plain("\n".join(text if single else f"{role}: {text}" for role, text in asked)),
+        "answer": answer,
+        "answers": list(row.answers) or ([] if answer is None else [answer]),
+        "prediction": said["text"] if said else None,
+        "finish": said["finish"] if said else None,
+        "loss": sums[0] / (sums[1] or 1.0),
+        "loss_weight": sums[1],
+    }
+
+
+def summed(found: Sequence[Mapping[str, Any]], scores: Scores) -> Evaluation:
+    """The scores of rows, and their sums over all rows and by kind."""
+    tables: dict[str | None, dict[str, list[float]]] = {None: {}}  # None: all rows
+    counts: dict[str | None, int] = {None: 0}
+    predictions = []
+    for row in found:
+        parts = {"loss": Score(row["loss"] * row["loss_weight"], row["loss_weight"])}
+        own: dict[str, Score] = {}
+        if row["answer"] is not None:
+            own = scores.of_row(row["prediction"], row["answers"], row["task"], row["media"])
+        for kind in (None, row["kind"] or "row"):
+            counts[kind] = counts.get(kind, 0) + 1
+            table = tables.setdefault(kind, {})
+            for name, (total, weight) in (parts | own).items():
+                sums = table.setdefault(name, [0.0, 0.0])
+                table[name] = [sums[0] + total, sums[1] + weight]
+        predictions.append({**row, "scores": {name: score.value for name, score in own.items()}})
+    means: dict[str | None, dict[str, float]] = {
+        kind: {name: total / (weight or 1.0) for name, (total, weight) in table.items()}
+        for kind, table in tables.items()
+    }
+    kinds = sorted(kind for kind in counts if kind is not None)
+    loss = means[None].pop("loss", 0.0)
+    by_kind = {kind: {"rows": counts[kind], **means[kind]} for kind in kinds}
+    return Evaluation(counts[None], loss, means[None], by_kind, predictions)

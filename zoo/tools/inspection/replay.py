@@ -1,0 +1,95 @@
+"""The rows of a bad step, packed again from where the data stood before it and compared with the run's record."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.errors import UserError
+from zoo.model.build import Assembly
+from zoo.tools.inspection.rows import PackedRow, packed_rows
+from zoo.training import bad_step_records
+
+
+@dataclass(frozen=True)
+class Step:
+    """A bad step, as `bad_steps/step_N.json` has it."""
+
+    file: Path
+    record: dict[str, Any]  # what the file holds
+
+    @classmethod
+    def read(cls, path: Path, number: int | None = None) -> Step:
+        """A step's file, or step `number` of a run folder; raises UserError where there is none."""
+        file = path if number is None else path / bad_step_records.FOLDER / f"step_{number}.json"
+        return cls(file, bad_step_records.read(file))
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return self.file.parent.parent
+
+    @property
+    def number(self) -> int:
+        """The step."""
+        number: int = self.record["step"]
+        return number
+
+    @property
+    def title(self) -> str:
+        """What was wrong, in a line."""
+        return f"step {self.number} was not applied: {self.record['why']}"
+
+
+def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
+    """The step's rows, in the order of its file, each with its rank and loss as a note.
+
+    Raises:
+        UserError: the data don't give the rows any more that the step had.
+    """
+    wanted = _wanted(step, recipe)
+    found: dict[tuple[str, ...], list[PackedRow]] = defaultdict(list)
+    for row in packed_rows(recipe, assembly, len(wanted), step.record["data"]):
+        found[tuple(segment.source for segment in row.segments)].append(row)
+    rows = []
+    for sources, note in wanted:
+        if not found[sources]:
+            raise UserError(
+                f"{step.file}: the data are not those of the run any more: no packed row has {', '.join(sources[:3])}"
+                f"{' ...' if len(sources) > 3 else ''}; put the files of data.train back as they were"
+            )
+        rows.append(replace(found[sources].pop(), note=note))
+    return rows
+
+
+def _wanted(step: Step, recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
+    """(sources of its samples, note) of each row; samples side by side are a row each."""
+    wanted = []
+    for row in step.record["rows"]:
+        sources = tuple(sample["source"] for sample in row["samples"])
+        note = f"rank {row['rank']}, loss {_number(row['loss'])}"
+        parts: Sequence[tuple[str, ...]] = (
+            [sources] if recipe.packing.mode == "thd" else [(s,) for s in sources]
+        )
+        wanted += [(part, note) for part in parts]
+    return wanted
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def table(step: Step) -> str:
+    """What was wrong, and each row with its samples."""
+    lines = [step.title, "", "rank  loss        tokens  samples"]
+    for row in step.record["rows"]:
+        sources = [sample["source"] for sample in row["samples"]]
+        more = f" and {len(sources) - 6} more" if len(sources) > 6 else ""
+        lines.append(
+            f"{row['rank']:>4}  {_number(row['loss']):<10} {row['tokens']:>7}  {', '.join(sources[:6])}{more}"
+        )
+    return "\n".join(lines)

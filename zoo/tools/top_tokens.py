@@ -1,0 +1,175 @@
+"""A teacher's most likely tokens of the answers of some rows, written to a folder that students learn from; `zoo.top_tokens`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zoo.checkpoint import initial_weights
+from zoo.config.layers.layer import Overrides
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources import identity
+from zoo.data.sources.streams import RowStream
+from zoo.errors import UserError
+from zoo.files import expanded
+from zoo.launch.launcher import run_task
+from zoo.launch.prepare import world_size
+from zoo.logging import terminal
+from zoo.logging.result import Model
+from zoo.model import build
+from zoo.nn.head.distillation import TopK
+from zoo.parallel.object_group import agreed, object_group
+from zoo.parallel.process_state import untouched
+from zoo.parallel.world import World, world
+from zoo.tools.asking import Rows, asked
+from zoo.training.distillation.teacher import top_of
+from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
+from zoo.training.evaluation import recipe_batches
+from zoo.training.preference.reference import plain_digest, weights_identity
+
+DATA = (
+    "labels",
+    "template",
+    "literal_tags",
+    "special_tokens",
+    "video_fps",
+    "max_frames",
+    "min_pixels",
+    "max_pixels",
+    "video_max_pixels",
+    "overlong",
+)
+
+
+@untouched()
+def top_tokens(
+    path: Model,
+    rows: Rows,
+    out: str | Path,
+    overrides: Overrides = (),
+    *,
+    top_k: int = 64,
+    temperature: float = 1.0,
+    here: bool = False,
+) -> dict[str, int]:
+    """Write the tokens that a teacher finds most likely at each label of some rows, for `distill.teacher`.
+
+    The same call goes on with a folder that an earlier one has left half-way.
+
+    Args:
+        path: the teacher, as `zoo.score` takes a model.
+        rows: as `zoo.score` takes them.
+        out: the folder.
+        overrides: recipe keys, as `zoo.score` takes them; neither the layout nor packing changes the result.
+        top_k: tokens of each label; the others are one outcome.
+        temperature: divides the teacher's logits.
+        here: in this process, as `zoo.score` takes it.
+
+    Returns:
+        `rows` (those that were left out as bad ones not counted), `labels`, and the `files` written by this call.
+
+    Raises:
+        UserError: as `zoo.score`; a folder of other tokens.
+    """
+    with asked(path, rows, overrides) as recipe:
+        recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
+        task, folder = "zoo.tools.top_tokens:top_tokens_here", str(expanded(out).absolute())
+        done: dict[str, int] = run_task(task, recipe, world_size(recipe), folder, fresh=not here)
+        return done
+
+
+@torch.no_grad()
+def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
+    """`top_tokens` on this rank, for the rows of data.eval."""
+    with world(recipe) as here:
+        recipe = validate(recipe, here.size)
+        assembly = build.assemble(recipe)
+        source = SampleSource.open(
+            recipe.data.eval,
+            assembly.processor,
+            recipe.data,
+            evaluation=True,
+            budget=recipe.packing.budget,
+            align=recipe.packing.align or 1,
+        )
+        if source.rows.has_stream:
+            raise UserError("a stream has no end to write a teacher's tokens up to; read the rows as a table")
+        settings = _made_by(recipe, assembly, source)
+        writer = agreed(lambda: TokenWriter(Path(out), settings))
+        chunks = build.build_model(assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
+        for chunk in chunks:
+            chunk.eval()
+        parts = (recipe, source, build.build_step(assembly, recipe, here), chunks, here)
+        written = 0
+        for number in range(writer.count):
+            if writer.has(number):
+                continue
+            first = number * ROWS
+            rows = _tokens(*parts, range(first, min(first + ROWS, len(source))))
+            if here.is_main:
+                writer.write(number, rows)
+            written += 1
+            terminal.detail(f"{number + 1} of {writer.count} files")
+        if source.counts and here.is_main:
+            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        totals = {name: sum(one[name] for one in writer.files.values()) for name in ("rows", "labels")}
+        return {**totals, "files": written}
+
+
+def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> dict[str, Any]:
+    """What the tokens follow from."""
+    vocabulary = assembly.config.text.vocab_size
+    known = [identity.of_part("", part) for part in source.rows.parts if not isinstance(part, RowStream)]
+    rows = [(one.rows, one.digests) for one in known]
+    data: dict[str, Any] = {name: getattr(recipe.data, name) for name in DATA}
+    return {
+        "top_k": min(recipe.distill.top_k, vocabulary),
+        "temperature": recipe.distill.temperature,
+        "vocabulary": vocabulary,
+        "model": plain_digest(weights_identity(recipe, assembly)),
+        "data": plain_digest([data, recipe.packing.budget, rows]),
+        "rows": len(source),
+    }
+
+
+def _tokens(
+    recipe: Recipe, source: SampleSource, step: Any, chunks: Sequence[Any], here: World, rows: range
+) -> list[RowTokens]:
+    """Of these rows, in their order; the same on all ranks."""
+    batches, wanted = (
+        recipe_batches(recipe, source, here, rows=rows),
+        TopK(recipe.distill.top_k, recipe.distill.temperature),
+    )
+    mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
+    for numbers, batch in zip(batches.bins, batches, strict=True):
+        found = top_of(step, chunks, batches.spare() if batch is None else batch, here, wanted)
+        if batch is None or found is None or not here.counts_loss:
+            continue
+        tokens, places = found
+        bounds = torch.tensor([*batch.starts, batch.input_ids.numel()])
+        owner = torch.searchsorted(bounds, places, right=True) - 1
+        arrays = [places, *(one.cpu() for one in tokens)]
+        for segment, number in enumerate(numbers):
+            chosen = owner == segment
+            mine[number] = (source.digest(number), [one[chosen].numpy() for one in arrays])
+    everyone: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {}
+    for of_rank in object_group().gather(mine):
+        for place, one in of_rank.items():
+            everyone.setdefault(place, []).append(one)
+    return [_joined(everyone[place]) for place in sorted(everyone)]
+
+
+def _joined(parts: Sequence[tuple[bytes, list[np.ndarray]]]) -> RowTokens:
+    """A row's labels in order, which context-parallel ranks have parts of."""
+    places, *arrays = (np.concatenate(one) for one in zip(*(part[1] for part in parts), strict=True))
+    order = np.argsort(places)
+    ids, logprobs, rest = (one[order] for one in arrays)
+    return RowTokens(parts[0][0], ids, logprobs, rest)
