@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from zoo.engine.loops.engine import Engine
     from zoo.launch.launcher import launch as train
     from zoo.logging.callbacks.event import Event
     from zoo.logging.result import TrainResult
     from zoo.planner.plan import plan
+    from zoo.rl.engine import Engine
     from zoo.tools.convert import convert
     from zoo.tools.evaluate import evaluate
     from zoo.tools.generate import generate
@@ -106,7 +106,7 @@ _SECTIONS = (
 )
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
-    "Engine": ("zoo.engine.loops.engine", "Engine"),
+    "Engine": ("zoo.rl.engine", "Engine"),
     "Event": ("zoo.logging.callbacks.event", "Event"),
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.logging.result", "TrainResult"),

@@ -27,9 +27,9 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine.loops.engine import Engine
 from zoo.errors import UserError
 from zoo.model.meta_model import family_of
+from zoo.rl.engine import Engine
 
 REFUSED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
@@ -53,7 +53,7 @@ class ZooEngineConfig(EngineConfig):
 
 @dataclass
 class ZooActorConfig(ActorConfig):
-    """verl's settings of an actor or a reference that zoo computes: `_target_: zoo.integrations.verl.ZooActorConfig`."""
+    """verl's settings of an actor or a reference that zoo computes: `_target_: zoo.rl.integrations.verl.ZooActorConfig`."""
 
     strategy: str = "zoo"
     zoo: ZooEngineConfig = field(default_factory=ZooEngineConfig)

@@ -8,7 +8,7 @@ from support.matrix import MODELS
 from support.weights import tensors
 
 from zoo.errors import UserError
-from zoo.integrations.auto_bridge import AutoBridge
+from zoo.rl.integrations.auto_bridge import AutoBridge
 
 
 def test_weights_in_and_out(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.engine.loops.batch import Rows, Sparse, bins_of, spread
+from zoo.rl.batch import Rows, Sparse, bins_of, spread
 
 PROCESSOR = SimpleNamespace(media_tensors=lambda features: {"patches": features["pixel_values"]})
 

@@ -97,7 +97,7 @@ class Case:
         from verl.workers.config import HFModelConfig, OptimizerConfig
         from verl.workers.engine.base import EngineRegistry
 
-        from zoo.integrations.verl import ZooEngineConfig
+        from zoo.rl.integrations.verl import ZooEngineConfig
 
         budget = max(example.length for example in self.examples) + 8
         config = ZooEngineConfig(
@@ -215,7 +215,7 @@ def test_every_call_of_verls_engine_is_there() -> None:
     from verl.workers.engine.base import BaseEngine
 
     from zoo.errors import UserError
-    from zoo.integrations.verl import ZooEngine, ZooEngineConfig, recipe_of
+    from zoo.rl.integrations.verl import ZooEngine, ZooEngineConfig, recipe_of
 
     assert [name for name in REQUIRED if getattr(ZooEngine, name) is getattr(BaseEngine, name)] == []
     with pytest.raises(UserError, match="dtype=float16"):
@@ -236,7 +236,7 @@ def test_verls_own_worker_makes_actor_and_reference_of_the_pages_command(
     from verl.utils.config import validate_config
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from zoo.integrations import verl as integration
+    from zoo.rl.integrations import verl as integration
 
     case = Case.make(tmp_path / "model")
     page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()

@@ -11,10 +11,10 @@ from torch import Tensor
 from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine.loops.engine import Engine
 from zoo.errors import UserError
 from zoo.model.meta_model import family_of
 from zoo.model.run_settings import settings_of
+from zoo.rl.engine import Engine
 
 
 class HFWeightTuple(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zoo.engine.loops.parts import EngineParts
 from zoo.errors import UserError
 from zoo.optim.adamw import forget, optimizers
+from zoo.rl.parts import EngineParts
 
 type Kind = Literal["model", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = ("model", "optimizer", "gradients")

@@ -16,12 +16,12 @@ from zoo.checkpoint.writer import Channel, Order, write
 from zoo.config.compose import save_recipe
 from zoo.config.locate import locate, read_state
 from zoo.config.schema import Recipe
-from zoo.engine.loops.parts import EngineParts
 from zoo.errors import UserError
 from zoo.nn.adamw.state import MASTER
 from zoo.optim.adamw import allocate_state, optimizers
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
+from zoo.rl.parts import EngineParts
 
 
 @dataclass

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
-from zoo.engine.loops.batch import Rows
-from zoo.engine.loops.checkpoints import Counts
-from zoo.engine.loops.parts import EngineParts
-from zoo.engine.loops.passes import LossFunction, Passes
 from zoo.model import lora
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
+from zoo.rl.batch import Rows
+from zoo.rl.checkpoints import Counts
+from zoo.rl.parts import EngineParts
+from zoo.rl.passes import LossFunction, Passes
 from zoo.training.bad_step_detector import step_if
 
 

@@ -16,11 +16,11 @@ from zoo.bridge.weight_shards import WeightShard, weight_shards
 from zoo.bridge.weight_stream import BUCKET
 from zoo.checkpoint import lora_files, sharded
 from zoo.config.schema import Recipe
-from zoo.engine.loops.parts import EngineParts
 from zoo.errors import UserError
 from zoo.model import build, lora
 from zoo.nn.decoder import frozen_fp8
 from zoo.parallel.world import World
+from zoo.rl.parts import EngineParts
 
 
 class Weights:

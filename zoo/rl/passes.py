@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.engine.loops.batch import Bin, Rows, Sparse, bins_of, spread
 from zoo.nn.decoder.experts.router import Routing
 from zoo.parallel.world import World
+from zoo.rl.batch import Bin, Rows, Sparse, bins_of, spread
 
 type LossFunction = Callable[..., Any]  # what `zoo.Engine.train_step` says
 

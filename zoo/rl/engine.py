@@ -11,16 +11,16 @@ from torch import Tensor
 from zoo.bridge.weight_shards import WeightShard
 from zoo.bridge.weight_stream import BUCKET
 from zoo.data.sources.rows import Row
-from zoo.engine.loops.batch import Rows
-from zoo.engine.loops.generation import Generated, generate
-from zoo.engine.loops.lifecycle import OpenModel
-from zoo.engine.loops.memory import KINDS
-from zoo.engine.loops.passes import LossFunction
-from zoo.engine.loops.training import StepOutcome
 from zoo.errors import UserError
 from zoo.generation.sampling import Sampling
 from zoo.parallel.determinism import plain_fp32
 from zoo.parallel.world import settings
+from zoo.rl.batch import Rows
+from zoo.rl.generation import Generated, generate
+from zoo.rl.lifecycle import OpenModel
+from zoo.rl.memory import KINDS
+from zoo.rl.passes import LossFunction
+from zoo.rl.training import StepOutcome
 
 
 class Engine(OpenModel):

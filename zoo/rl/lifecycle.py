@@ -19,13 +19,6 @@ from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.loops.batch import Sparse
-from zoo.engine.loops.checkpoints import Checkpoints, Counts
-from zoo.engine.loops.memory import KINDS, Kind, Memory, Moved
-from zoo.engine.loops.parts import EngineParts, build_parts
-from zoo.engine.loops.passes import Passes
-from zoo.engine.loops.training import Training
-from zoo.engine.loops.weights import Weights
 from zoo.errors import UserError
 from zoo.launch.slurm import join_slurm
 from zoo.parallel.megatron.core_import import import_core
@@ -33,6 +26,13 @@ from zoo.parallel.object_group import refuse_different
 from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, groups, settings
 from zoo.planner.plan_process import planned
+from zoo.rl.batch import Sparse
+from zoo.rl.checkpoints import Checkpoints, Counts
+from zoo.rl.memory import KINDS, Kind, Memory, Moved
+from zoo.rl.parts import EngineParts, build_parts
+from zoo.rl.passes import Passes
+from zoo.rl.training import Training
+from zoo.rl.weights import Weights
 
 
 @dataclass

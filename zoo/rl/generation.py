@@ -16,13 +16,13 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
-from zoo.engine.loops.batch import Prepared
-from zoo.engine.loops.parts import EngineParts
 from zoo.generation.answering import Answering
 from zoo.generation.decoding import Decoding
 from zoo.generation.prompts import Prompt, ends_with_question, with_stand_in
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.parallel.world import World
+from zoo.rl.batch import Prepared
+from zoo.rl.parts import EngineParts
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Groups of verl's settings that Hydra finds by `hydra.searchpath=[pkg://zoo.integrations.verl_config]`: `model_engine=zoo`."""
