@@ -88,7 +88,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_plan_says_what_each_measure_saves": 0,
         "test_layers_that_stages_do_not_divide": 0,
     },
-    "unit/planner/test_fit_table.py": {"test_a_line_of_the_table": 12},
+    "unit/tools/test_fit_table.py": {"test_a_line_of_the_table": 12},
     "unit/planner/test_speed.py": {"*": 0},
     "unit/logging/test_startup_time.py": {"test_a_run_says_where_its_first_seconds_went": 0},
     "unit/parallel/test_object_group.py": {

@@ -76,7 +76,7 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
     save, nothing, gone = (
         "zoo.checkpoint.sharded|save",
-        "zoo.engine.nothing",
+        "zoo.training.nothing",
         "zoo.launch.rank_main|gone",
     )
     first, last = (f"from {name.replace('|', ' import ')}" for name in (save, gone))

@@ -15,7 +15,7 @@ import zoo
 from zoo.errors import UserError
 from zoo.optim.adamw import optimizers
 
-PAGE = Path(__file__).parents[4] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[3] / "docs" / "engine.md"
 TINY = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.lr=1e-3"]
 
 

@@ -200,7 +200,7 @@ def test_rows_without_a_question_are_found(tmp_path: Path) -> None:
 
 
 def test_speech_for_a_model_that_is_asked_nothing(tmp_path: Path) -> None:
-    sound = Path(__file__).parents[4] / "zoo" / "data" / "digits"
+    sound = Path(__file__).parents[3] / "zoo" / "data" / "digits"
     name = str(
         next(file for file in sorted(sound.rglob("*")) if file.suffix in (".flac", ".ogg", ".wav", ".opus"))
     )

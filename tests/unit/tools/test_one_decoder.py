@@ -31,7 +31,7 @@ from zoo.generation.prompts import Prompt, make_prompt
 from zoo.models.qwen3_omni.processor import build_processor
 from zoo.tools.hf_score import hf_logprobs
 
-REPO = Path(__file__).parents[4]
+REPO = Path(__file__).parents[3]
 # Calls that decode a file, or open it for that, by the names that they are imported under.
 DECODERS = {
     "PIL.Image.open", "PIL.ImageFile.Parser", "av.open", "soundfile.SoundFile", "soundfile.read", "soundfile.blocks", "soundfile.info", "wave.open",

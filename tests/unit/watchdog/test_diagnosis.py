@@ -92,8 +92,8 @@ def test_where_a_thread_stands() -> None:
 
     home = str(Path(zoo.__file__).parent)
     ours = [
-        (f"{home}/engine/train/trainer.py", 5, "run"),
-        (f"{home}/engine/megatron/cpu_host.py", 9, "gather"),
+        (f"{home}/training/trainer.py", 5, "run"),
+        (f"{home}/parallel/megatron/cpu_host.py", 9, "gather"),
     ]
     theirs = [
         ("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),

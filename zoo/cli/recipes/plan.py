@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_json: bool) -> int:
     """Print which sizes fit which GPUs, a line as soon as it is planned."""
-    from zoo.planner import fit_table
+    from zoo.tools import fit_table
 
     recipe, rest = None, list(arguments)
     if any("=" not in text or text.removeprefix("--").startswith(("recipe=", "family=")) for text in rest):

@@ -239,7 +239,7 @@ def test_verls_own_worker_makes_actor_and_reference_of_the_pages_command(
     from zoo.rl.integrations import verl as integration
 
     case = Case.make(tmp_path / "model")
-    page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "verl.md").read_text()
     command = page.partition("python -m verl.trainer.main_ppo ")[2].partition("```")[0]
     here = (
         f"actor_rollout_ref.model.path={case.folder}", "actor_rollout_ref.actor.zoo.overrides=['engine.threads=1','train.beta2=0.98']",
