@@ -43,8 +43,8 @@ def export(
 ) -> Path:
     """Write this rank's share of the folder; `source` and `options` are those of `zoo.bridge.export_hf`.
 
-    Of a source that is a run's checkpoint, what that run started from is the source, but for parameters that are frozen now: the run
-    may have trained them.
+    Where the source is a run's checkpoint, tensors that are not trained are copied from the weights that the run started from.
+    Parameters that are frozen now are written from the model: that run may have trained them.
     """
     source_has_frozen = source is None or source.kind != "run"
     source = _beginning(source, here)

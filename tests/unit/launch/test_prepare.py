@@ -1,4 +1,4 @@
-"""What is wrong with data and weights is told before any rank is started."""
+"""Mistakes in data and weights are reported before any rank starts."""
 
 import io
 import sys
