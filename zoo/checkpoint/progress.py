@@ -66,6 +66,6 @@ def saving(run_dir: Path) -> Saving | None:
             return Saving(
                 content["step"], min(written, content["bytes"]), content["bytes"], seconds, bool(into)
             )
-        except (OSError, UserError):  # it has just ended, or somebody else wrote there
+        except (OSError, ValueError, UserError):  # it has just ended, or somebody else wrote there
             continue
     return None
