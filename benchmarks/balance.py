@@ -88,9 +88,7 @@ def run(options: Options) -> Report:
 def _set(name: str, options: Options, cost: Callable[[SampleSize], int], rows_per_token: float) -> list[Way]:
     rows = length_sets.draw(name, options.count, options.seed)
     lengths = [row.length for row in rows]
-    sizes = [
-        SampleSize(row.length, {"vision": [tokens * rows_per_token for tokens in row.items]}) for row in rows
-    ]
+    sizes = [SampleSize(row.length, {"vision": [tokens * rows_per_token for tokens in row.items]}) for row in rows]
     costs = [cost(size) for size in sizes]
     budget = BUDGETS[name]
     ways = []
@@ -132,9 +130,7 @@ def _over(work: Sequence[int], ranks: int, each: int, balanced: bool) -> list[fl
     over = []
     for start in range(0, len(work) - ranks * each + 1, ranks * each):
         step = work[start : start + ranks * each]
-        shared = (
-            deal_bins(step, ranks) if balanced else [range(rank, len(step), ranks) for rank in range(ranks)]
-        )
+        shared = deal_bins(step, ranks) if balanced else [range(rank, len(step), ranks) for rank in range(ranks)]
         sums = [sum(step[place] for place in places) for places in shared]
         over.append(max(sums) / mean(sums) - 1)
     return over

@@ -95,9 +95,7 @@ def make(folder: Path, options: Options) -> int:
     ]
     need, free = 2 * sum(tensor.nbytes for tensor in planned), shutil.disk_usage(folder.parent).free
     if need > free:
-        raise UserError(
-            f"{folder.parent}: {in_words(free)} are free, {in_words(need)} are needed; give folder=..."
-        )
+        raise UserError(f"{folder.parent}: {in_words(free)} are free, {in_words(need)} are needed; give folder=...")
     writer = ExportWriter(folder)
     writer.begin()
     shards = ShardWriter(writer.partial, planned, shard_bytes=options.shard_mb * 10**6)

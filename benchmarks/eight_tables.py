@@ -35,8 +35,7 @@ def scaling(folder: Path) -> str:
     if one and eight and "ms" in one and "ms" in eight:
         linear = f"{eight['real_tokens_per_s'] / (8 * one['real_tokens_per_s']):.1%}"
     return table(
-        ("rows of 16,384 tokens", *RATES, "of linear"),
-        [["1 GPU", *rates(one), ""], ["DP 8", *rates(eight), linear]],
+        ("rows of 16,384 tokens", *RATES, "of linear"), [["1 GPU", *rates(one), ""], ["DP 8", *rates(eight), linear]]
     )
 
 
@@ -50,9 +49,7 @@ def experts(folder: Path) -> str:
             stages = json.loads(plan.read_text())["memory_bytes"]
             planned = f"{max(stage['total'] for stage in stages) / 2**30:.1f}"
         rows.append([title, *rates(found), planned, cell(found, lambda one: f"{one['host_gib']:.1f}")])
-    return table(
-        ("EP 8, rows of 8,192 tokens, selective recompute", *RATES, "planned GiB", "host GiB a rank"), rows
-    )
+    return table(("EP 8, rows of 8,192 tokens, selective recompute", *RATES, "planned GiB", "host GiB a rank"), rows)
 
 
 def layouts(folder: Path) -> str:
@@ -74,12 +71,7 @@ def layouts(folder: Path) -> str:
 def checkpoints(folder: Path) -> str:
     """A save, a killed rank, a resume under another layout, an export."""
     killed, resumed = log(folder / "killed.jsonl"), log(folder / "resumed.jsonl")
-    rows = [
-        ["save under EP 8", NOT],
-        ["SIGKILL of one rank", NOT],
-        ["resume under EP 4 x DP 2", NOT],
-        ["export", NOT],
-    ]
+    rows = [["save under EP 8", NOT], ["SIGKILL of one rank", NOT], ["resume under EP 4 x DP 2", NOT], ["export", NOT]]
     if killed:
         saved = next(one for one in killed if one.get("event") == "save")
         rate, disk = saved["bytes"] / saved["write_ms"] * 1e3, json.loads((folder / "disk.json").read_text())

@@ -90,9 +90,7 @@ def write(folder: Path, counts: dict[str, int]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as workers:
         found = [
-            row
-            for name, count in counts.items()
-            for row in workers.map(partial(KINDS[name], folder), range(count))
+            row for name, count in counts.items() for row in workers.map(partial(KINDS[name], folder), range(count))
         ]
     rows = [found[index] for index in np.random.default_rng(0).permutation(len(found))]
     held = rows[::50]
@@ -107,10 +105,7 @@ def _tone(pitch: float, samples: np.ndarray) -> np.ndarray:
 
 def _row(kind: str, path: Path, question: str, answer: str) -> Row:
     asked = [{"type": kind, kind: path.name}, {"type": "text", "text": question}]
-    turns = [
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-    ]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
     return {"messages": turns}
 
 

@@ -54,11 +54,7 @@ class Batch:
     @property
     def rows(self) -> list[tuple[str, Tensor, int, int]]:
         """Name, tensor, dimension of the batch, and value of padding."""
-        return [
-            ("ids", self.ids, 0, 0),
-            ("labels", self.labels, 0, -100),
-            ("positions", self.positions, 1, 0),
-        ]
+        return [("ids", self.ids, 0, 0), ("labels", self.labels, 0, -100), ("positions", self.positions, 1, 0)]
 
 
 def run(options: Options) -> Report:
@@ -71,9 +67,7 @@ def run(options: Options) -> Report:
     finally:
         torch.set_num_threads(threads)
     growth = Growth(
-        [case.tokens for case in grown],
-        [case.together.ms for case in grown],
-        [case.together.flat_ms for case in grown],
+        [case.tokens for case in grown], [case.together.ms for case in grown], [case.together.flat_ms for case in grown]
     )
     return Report(options, cases, growth)
 
@@ -167,9 +161,7 @@ def _references(
     return lambda: flat.index_select(0, index), lambda: data.index_select(len(shape) - 1, tokens)
 
 
-def operations(
-    batch: Batch, layout: PackedLayout, cp: int
-) -> list[tuple[str, Callable[[PackedLayout], Tensor]]]:
+def operations(batch: Batch, layout: PackedLayout, cp: int) -> list[tuple[str, Callable[[PackedLayout], Tensor]]]:
     """Name and call, on a layout equal to `layout`, of packing, slicing (rank 0 of `cp`) and unpacking."""
     packing, slicing, unpacking = [], [], []
     for name, x, dim, fill in batch.rows:

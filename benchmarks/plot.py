@@ -69,9 +69,7 @@ def draw(options: Options) -> Path:
     shown = [("ms", "ms a step"), ("real_tokens_per_s", "real tokens / s")]
     if any(line["peak_gib"] for line in lines):
         shown.append(("peak_gib", "peak memory, GiB"))
-    figure, panels = pyplot.subplots(
-        1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False
-    )
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), layout="constrained", squeeze=False)
     for panel, (key, title) in zip(panels[0], shown, strict=True):
         for name, points in series(lines).items():
             way = name.partition(", ")[0].removesuffix(" to a width")
@@ -84,9 +82,7 @@ def draw(options: Options) -> Path:
         panel.grid(alpha=0.3)
     panels[0, 0].legend(fontsize="small")
     gpus = (report["environment"] or {}).get("gpus") or ["CPU"]
-    figure.suptitle(
-        f"{report['recipe']} size={report['size']}, {gpus[0]}, {report['date']}", fontsize="medium"
-    )
+    figure.suptitle(f"{report['recipe']} size={report['size']}, {gpus[0]}, {report['date']}", fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
         figure.savefig(partial, dpi=120)

@@ -110,9 +110,7 @@ def disk_rates(folder: Path, count: int) -> dict[str, float]:
     if shutil.disk_usage(folder).free < 2 * each * BLOCK * THREADS:
         raise UserError(f"{folder.parent}: too little room for disk_mb={count // 10**6}; give folder=...")
     source = [f"bs={BLOCK}", f"count={each}"]
-    written = _timed(
-        [["if=/dev/zero", f"of={file}", *source, "conv=fsync"] for file in files], "oflag=direct"
-    )
+    written = _timed([["if=/dev/zero", f"of={file}", *source, "conv=fsync"] for file in files], "oflag=direct")
     read = _timed([[f"if={file}", "of=/dev/null", *source] for file in files], "iflag=direct")
     for file in files:
         file.unlink()
@@ -132,10 +130,7 @@ def _timed(commands: Sequence[Sequence[str]], direct: str) -> float:
     """Seconds of several `dd` at once; without the page cache where the file system does that."""
     for more in ([direct], []):
         began = time.monotonic()
-        running = [
-            subprocess.Popen(["dd", *one, *more, "status=none"], stderr=subprocess.DEVNULL)
-            for one in commands
-        ]
+        running = [subprocess.Popen(["dd", *one, *more, "status=none"], stderr=subprocess.DEVNULL) for one in commands]
         if not any([process.wait() for process in running]):
             return time.monotonic() - began
     raise UserError("dd can't write to that folder")
@@ -179,13 +174,7 @@ class SavesRun(BenchRun):
         self.saver.close()
         copies = _copy_rate()
         parameters = sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters())
-        return {
-            "parameters_of_rank": parameters,
-            "step_ms": plain,
-            "copy": copies,
-            "saves": saves,
-            "load": loading,
-        }
+        return {"parameters_of_rank": parameters, "step_ms": plain, "copy": copies, "saves": saves, "load": loading}
 
     def _plain_step_ms(self, lines: Lines, beside: int) -> float:
         """The median step that nothing is written beside, of as many as there were beside a save (`beside`), within bounds.

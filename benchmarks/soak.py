@@ -150,9 +150,7 @@ def _watch(command: list[str], folder: Path) -> list[Mark]:
             process.kill()
             process.wait()
     if process.returncode:
-        raise UserError(
-            f"the run has ended with exit code {process.returncode}; {folder / 'out.txt'} says why"
-        )
+        raise UserError(f"the run has ended with exit code {process.returncode}; {folder / 'out.txt'} says why")
     return marks
 
 

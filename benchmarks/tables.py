@@ -76,9 +76,7 @@ def cited() -> set[str]:
 
 def rate(name: str, setting: str, backend: str | None = None) -> float:
     """Real tokens a second and GPU of a setting."""
-    line = next(
-        line for line in read(name)["lines"] if line["name"] == setting and backend in (None, line["backend"])
-    )
+    line = next(line for line in read(name)["lines"] if line["name"] == setting and backend in (None, line["backend"]))
     return float(line["real_tokens_per_s"]) / int(line["ranks"])
 
 

@@ -29,10 +29,7 @@ _MODULES = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-_MEMORY = {
-    **{module: published for published, module in _MODULES.items()},
-    "lm_head.": "language_model.lm_head.",
-}
+_MEMORY = {**{module: published for published, module in _MODULES.items()}, "lm_head.": "language_model.lm_head."}
 
 
 def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -43,10 +43,7 @@ BRIDGE = Bridge(
         ),
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
         rule("vision.{rest}", f"{_TOWER}{{rest}}"),
-        *(
-            rule(f"projector.linear_{i}.{{rest}}", f"multi_modal_projector.linear_{i}.{{rest}}")
-            for i in (1, 2)
-        ),
+        *(rule(f"projector.linear_{i}.{{rest}}", f"multi_modal_projector.linear_{i}.{{rest}}") for i in (1, 2)),
         rule("projector.image_newline", "image_newline"),
     ),
     dialects=(_OTHER,),

@@ -12,13 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from zoo.bridge.mapping.gated_delta_net import (
-    QKV_Z_B_A,
-    gated_delta_net,
-    gated_layer,
-    in_fp32,
-    multi_token,
-)
+from zoo.bridge.mapping.gated_delta_net import QKV_Z_B_A, gated_delta_net, gated_layer, in_fp32, multi_token
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
 from zoo.bridge.mapping.table import Bridge

@@ -8,14 +8,7 @@ code2wav are not trained and are carried through.
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import (
-    attention_layer,
-    decoder_ends,
-    dense_mlp,
-    routed_experts,
-    singles,
-    stacks,
-)
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
 

@@ -14,8 +14,7 @@ ROWS = [
 
 # A run exports a Hugging Face folder at its end. Published weights in such a folder, or a hub id, do as well.
 recipe = zoo.load_recipe(
-    "qwen3_vl_sft",
-    overrides=["size=tiny", "nproc=1", "packing.budget=256", f"run.dir={FOLDER / 'run'}"],
+    "qwen3_vl_sft", overrides=["size=tiny", "nproc=1", "packing.budget=256", f"run.dir={FOLDER / 'run'}"]
 ).replace(train={"steps": 2, "warmup_steps": 0, "global_batch": 2, "eval_rows": 2})
 published = Path(zoo.train(recipe).run_dir) / "export"
 

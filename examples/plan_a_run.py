@@ -18,7 +18,9 @@ def plan(recompute: str, budget: int) -> str:
     sizes = ", ".join(f"{name}={getattr(parallel, name)}" for name in ("tp", "pp", "cp", "ep"))
     needs, flops = found.worst.total / 1e9, sum(found.step.values()) / 1e15
     verb = "fits" if found.fits else "DOES NOT FIT"
-    return f"{sizes}, recompute {found.recipe.engine.recompute}: {needs:.0f} GB a rank ({verb}), {flops:.0f} PFLOPs a step"
+    return (
+        f"{sizes}, recompute {found.recipe.engine.recompute}: {needs:.0f} GB a rank ({verb}), {flops:.0f} PFLOPs a step"
+    )
 
 
 for recompute, budget in (("", 8192), ("", 65536), ("none", 131072)):

@@ -28,10 +28,7 @@ def git(*arguments: str) -> list[str]:
 def changed(base: str) -> list[str]:
     """Files, relative to the root, that differ from the common ancestor with `base`."""
     (ancestor,) = git("merge-base", base, "HEAD")
-    found = {
-        *git("diff", "--name-only", "-z", ancestor),
-        *git("ls-files", "--others", "--exclude-standard", "-z"),
-    }
+    found = {*git("diff", "--name-only", "-z", ancestor), *git("ls-files", "--others", "--exclude-standard", "-z")}
     return sorted(name for name in found if (ROOT / name).exists())
 
 
@@ -61,9 +58,7 @@ def touched(files: Iterable[str], tests: Iterable[Path]) -> list[str]:
     modules = {module(name) for name in sources} | {
         f"support.{Path(name).stem}" for name in files if name.startswith("tests/support/")
     }
-    mirrored = {
-        f"{Path(name).parent}/test_{Path(name).stem}.py".replace("zoo/", "tests/unit/", 1) for name in sources
-    }
+    mirrored = {f"{Path(name).parent}/test_{Path(name).stem}.py".replace("zoo/", "tests/unit/", 1) for name in sources}
     for path in tests:
         name = path.relative_to(ROOT).as_posix()
         if name in mirrored or modules & imports(path):
@@ -74,9 +69,7 @@ def touched(files: Iterable[str], tests: Iterable[Path]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="main")
     options, arguments = parser.parse_known_args()
     files = changed(options.base)
@@ -84,18 +77,12 @@ def main() -> int:
     began, python = time.monotonic(), sys.executable
     print(f"{len(files)} files changed; tests: {' '.join(selected)}", flush=True)
     types = subprocess.Popen(
-        ["sh", "scripts/typecheck.sh", python],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        ["sh", "scripts/typecheck.sh", python], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     codes = {
         "ruff": subprocess.call([python, "-m", "ruff", "check", "."], cwd=ROOT),
         "ruff format": subprocess.call([python, "-m", "ruff", "format", "--check", "."], cwd=ROOT),
-        "tests": subprocess.call(
-            [python, "-m", "pytest", "-q", *dict.fromkeys(selected), *arguments], cwd=ROOT
-        ),
+        "tests": subprocess.call([python, "-m", "pytest", "-q", *dict.fromkeys(selected), *arguments], cwd=ROOT),
     }
     print(types.communicate()[0], end="")
     codes["types"] = types.returncode

@@ -46,9 +46,7 @@ def faults(message: str) -> list[str]:
     word = subject.partition(" ")[0]
     faults = []
     if not _is_imperative(word):
-        faults.append(
-            f"begin with a capitalised verb in the imperative (Add, Read, Refuse), not with {word!r}"
-        )
+        faults.append(f"begin with a capitalised verb in the imperative (Add, Read, Refuse), not with {word!r}")
     if len(subject) > LONGEST:
         faults.append(f"keep the subject under {LONGEST + 1} characters: it has {len(subject)}")
     if subject.endswith("."):

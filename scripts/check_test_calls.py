@@ -13,21 +13,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = re.compile(
-    r'^tests/.*\[(call-arg|name-defined|import-not-found)\]|^tests/.*Module "[^"]+" has no attribute'
-)
+KEPT = re.compile(r'^tests/.*\[(call-arg|name-defined|import-not-found)\]|^tests/.*Module "[^"]+" has no attribute')
 STARRED = "Too many arguments"  # mypy's guess at f(*values, more)
 
 
 def main() -> int:
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--explicit-package-bases",
-        "--namespace-packages",
-        "--check-untyped-defs",
-    ]
+    command = [sys.executable, "-m", "mypy", "--explicit-package-bases", "--namespace-packages", "--check-untyped-defs"]
     command += ["--ignore-missing-imports", "--implicit-reexport", "--no-error-summary", "tests"]
     env = {**os.environ, "MYPYPATH": ".typecheck:tests"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -49,9 +49,7 @@ def recipes(names: Iterable[str]) -> str:
     stems: dict[tuple[str, ...], list[str]] = {}
     for stem, own in tasks.items():
         stems.setdefault(tuple(own), []).append(stem)
-    return (
-        "; ".join(code(names) + (f": {code(own)}" if own else "") for own, names in stems.items()) or "none"
-    )
+    return "; ".join(code(names) + (f": {code(own)}" if own else "") for own, names in stems.items()) or "none"
 
 
 def about_size(family: str, size: str) -> str:

@@ -44,9 +44,7 @@ ADAMW = (
 EVERY = 100  # steps of a point of a curve
 
 
-def run(
-    recipe: str, size: str, form: str, seed: int, steps: int, more: list[str], gpu: int | None
-) -> dict[str, Any]:
+def run(recipe: str, size: str, form: str, seed: int, steps: int, more: list[str], gpu: int | None) -> dict[str, Any]:
     """One run: held-out metrics at its end, and the curve of its training loss. gpu: the one to take, None for what there is."""
     environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
     with tempfile.TemporaryDirectory() as folder:
@@ -91,9 +89,7 @@ def _cell(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--forms", default=";".join(FORMS), help="separated by ;")
@@ -107,17 +103,13 @@ def main() -> None:
     done = {(one["seed"], one["recipe"], one["size"], one["form"], one["steps"]) for one in found}
     wanted = (
         (seed, recipe, given.size or RECIPES[recipe], form)
-        for seed, recipe, form in product(
-            range(given.seeds), given.recipes.split(","), given.forms.split(";")
-        )
+        for seed, recipe, form in product(range(given.seeds), given.recipes.split(","), given.forms.split(";"))
     )
     left = [one for one in wanted if (*one, given.steps) not in done]
     gpus = gpu_count()
     with ThreadPoolExecutor(given.jobs) as pool:
         runs = [
-            pool.submit(
-                run, recipe, size, form, seed, given.steps, given.keys, number % gpus if gpus > 1 else None
-            )
+            pool.submit(run, recipe, size, form, seed, given.steps, given.keys, number % gpus if gpus > 1 else None)
             for number, (seed, recipe, size, form) in enumerate(left)
         ]
         for one in as_completed(runs):

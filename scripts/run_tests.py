@@ -45,9 +45,7 @@ def counts(output: str) -> Counter[str]:
 
 def summed(total: Mapping[str, int], seconds: float) -> str:
     """A line as pytest's own."""
-    parts = [
-        f"{total[kind]} {kind}" for kind in KINDS if total.get(kind) and kind not in ("deselected", "warning")
-    ]
+    parts = [f"{total[kind]} {kind}" for kind in KINDS if total.get(kind) and kind not in ("deselected", "warning")]
     return f"==== {', '.join(parts) or 'no tests ran'} in {seconds:.2f}s ===="
 
 
@@ -62,9 +60,7 @@ def chosen_turn(environ: Mapping[str, str], root: Path = ROOT) -> tuple[int, str
             return int(environ[name]) % TURNS + 1, f"{name}={environ[name]}"
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     head = git("rev-parse", "HEAD")
     if git("rev-parse", "--is-shallow-repository") == "true":
@@ -151,9 +147,7 @@ def turns(runs: Runs, first: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("fast", "all", "turn", "ci"))
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turn", type=int, choices=range(1, TURNS + 1))

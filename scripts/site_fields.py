@@ -20,9 +20,7 @@ class FieldComments(griffe.Extension):
         lines = attr.lines_collection[attr.filepath][attr.lineno - 1 : attr.endlineno]
         source = io.StringIO(textwrap.dedent("\n".join(lines)) + "\n")
         comments = [
-            t.string.lstrip("# ")
-            for t in tokenize.generate_tokens(source.readline)
-            if t.type == tokenize.COMMENT
+            t.string.lstrip("# ") for t in tokenize.generate_tokens(source.readline) if t.type == tokenize.COMMENT
         ]
         if comments:
             attr.docstring = griffe.Docstring(" ".join(comments), parent=attr, lineno=attr.lineno)

@@ -33,9 +33,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 def origin(page: str) -> str:
     """Path in the repository of a page of the site."""
-    return ORIGINS.get(page) or (
-        page.removeprefix("source/") if page.startswith("source/") else f"docs/{page}"
-    )
+    return ORIGINS.get(page) or (page.removeprefix("source/") if page.startswith("source/") else f"docs/{page}")
 
 
 def target(path: str) -> str:
@@ -107,7 +105,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links by paths in the repository become links of the site."""
     path = origin(page.file.src_uri)
     return (
-        rewritten(markdown, path, page.file.src_uri)
-        if (ROOT / path).is_file() and path.endswith(".md")
-        else markdown
+        rewritten(markdown, path, page.file.src_uri) if (ROOT / path).is_file() and path.endswith(".md") else markdown
     )

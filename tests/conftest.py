@@ -12,9 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the package `support`
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing a test needs lies on the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # several workers run side by side, and tiny tensors gain nothing
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers run side by side, and tiny tensors gain nothing
 
 from support import slow_tests, turns
 

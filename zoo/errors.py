@@ -75,9 +75,7 @@ def file_error(error: OSError, place: str | Path | None = None, hint: str = "") 
     if code in ("ENOSPC", "EDQUOT", "EFBIG"):
         return UserError(f"{name}: can't be written: {_no_space(code, Path(os.fsdecode(name)))}{hint}")
     if code == "EROFS":
-        return UserError(
-            f"{name}: can't be written: its file system is read-only; give a place that can be written to"
-        )
+        return UserError(f"{name}: can't be written: its file system is read-only; give a place that can be written to")
     if code in LOST:
         return UserError(
             f"{name}: its file system does not answer ({error.strerror}): the disk or its server is lost; what was "

@@ -68,9 +68,7 @@ def reading_back(name: str | Path, hint: str) -> Iterator[None]:
         raise UserError(f"{name} is not what zoo writes there ({said}); {hint}") from error
 
 
-def conforms(
-    record: Any, fields: Mapping[str, Check], required: tuple[str, ...] = ()
-) -> TypeGuard[dict[str, Any]]:
+def conforms(record: Any, fields: Mapping[str, Check], required: tuple[str, ...] = ()) -> TypeGuard[dict[str, Any]]:
     """Whether it is a mapping that has the `required` keys, and whose `fields` are what their checks want, where they are there."""
     return (
         isinstance(record, dict)

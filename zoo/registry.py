@@ -38,9 +38,7 @@ class ModelFamily:
     step: str  # PackedStep subclass
     bridge: str  # zoo.bridge.Bridge: mapping table to Hugging Face names
     processor: str  # (config, source folder or None) -> zoo.data.Processor
-    proved: tuple[
-        str, ...
-    ] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
+    proved: tuple[str, ...] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
     inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts within others, which include them unless a recipe names them: name -> prefixes of their parameters' names."""
     mtp: tuple[str, int] = (

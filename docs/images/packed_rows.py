@@ -78,11 +78,9 @@ def draw_packed(axis: Any, step: Any, batch: Any, first: int, y: float) -> None:
     for number, (kind, piece) in enumerate(zip(batch.kinds, pieces, strict=True), start=first):
         draw_tokens(axis, piece.tolist(), start, y, BAR)
         end, middle = start + len(piece), start + len(piece) / 2
-        name = {
-            "multi_image": "images",
-            "multi_audio": "sounds",
-            "audio_in_video": "video with its sound",
-        }.get(kind, kind)
+        name = {"multi_image": "images", "multi_audio": "sounds", "audio_in_video": "video with its sound"}.get(
+            kind, kind
+        )
         axis.text(middle, y - 0.5, number, ha="center", va="center", weight="bold")
         axis.text(middle, y - 0.2, name, ha="center", va="center", fontsize=7.5, color=QUIET)
         x = np.arange(start, end) + 0.5
@@ -109,9 +107,7 @@ def draw_padded(axis: Any, step: Any, batch: Any, first: int, x: float, y: float
 def draw_legend(axis: Any, x: float, y: float) -> None:
     """What the colours mean, its upper left corner at (x, y)."""
     pairs = zip(COLOURS, NAMES, strict=True)
-    handles: list[Any] = [
-        patches.Patch(facecolor=c, label=n, edgecolor="#c3c6ce", linewidth=0) for c, n in pairs
-    ]
+    handles: list[Any] = [patches.Patch(facecolor=c, label=n, edgecolor="#c3c6ce", linewidth=0) for c, n in pairs]
     handles[PADDING].set_hatch("////")
     for colour, name in ((TIME, "position: time"), (SPACE, "position: height, width")):
         handles.append(plt.Line2D([], [], color=colour, linewidth=1.1, label=name))
@@ -130,9 +126,7 @@ def main() -> None:
         width = draw_padded(axis, step, batch, first, x, lower + 0.6)
         first, x, slots = first + counts[number], x + width + 9, slots + width * counts[number]
     real, total = (sum(getattr(batch, name) for batch in batches) for name in ("real_tokens", "total"))
-    axis.text(
-        0, 0, f"Packed: {sum(counts)} samples in {ROWS} rows, {1 - real / total:.0%} padding", **HEADING
-    )
+    axis.text(0, 0, f"Packed: {sum(counts)} samples in {ROWS} rows, {1 - real / total:.0%} padding", **HEADING)
     axis.text(BUDGET, 0, "attention and position ids start anew in every sample", **NOTE)
     padded = f"Padded: the same samples in {ROWS} batches, {1 - real / slots:.0%} padding"
     axis.text(0, lower, padded, **HEADING)

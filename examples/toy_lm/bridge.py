@@ -7,9 +7,5 @@ ZOO, HF = "decoder.layers.{layer}", "model.layers.{layer}"
 
 BRIDGE = Bridge(
     name="toy_lm",
-    rules=(
-        *decoder_ends("model", "lm_head.weight"),
-        *attention_layer(ZOO, HF),
-        *dense_mlp(f"{ZOO}.mlp", f"{HF}.mlp"),
-    ),
+    rules=(*decoder_ends("model", "lm_head.weight"), *attention_layer(ZOO, HF), *dense_mlp(f"{ZOO}.mlp", f"{HF}.mlp")),
 )

@@ -16,7 +16,7 @@ class Gemma3Config(WindowedConfig):
     title = "Gemma 3"
     kinds = ("gemma3",)
     not_built: ClassVar[dict[str, str]] = {
-        "gemma3n": "streams that are predicted and corrected, embeddings for each layer, and keys and values that layers share",
+        "gemma3n": "streams that are predicted and corrected, embeddings for each layer, and keys and values that layers share"
     }
 
     def check(self) -> None:

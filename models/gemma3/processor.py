@@ -27,11 +27,7 @@ from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.models.gemma3.config import Gemma3Config
 
 # The bundled tokenizer's tokens for the beginning, the placeholders and the end of an image.
-TINY_TOKENS = {
-    "boi_token": "<|vision_start|>",
-    "image_token": "<|image_pad|>",
-    "eoi_token": "<|vision_end|>",
-}
+TINY_TOKENS = {"boi_token": "<|vision_start|>", "image_token": "<|image_pad|>", "eoi_token": "<|vision_end|>"}
 # What transformers writes before an image that has crops, and between the two.
 ORIGINAL, CROPS = "Here is the original image ", " and here are some crops to help you see better "
 
@@ -78,10 +74,7 @@ class Gemma3Processor(Processor):
         if "pixel_values" not in features:
             return {}
         pixels = as_tensor(features["pixel_values"], torch.float32)
-        return {
-            "pixel_values": pixels,
-            "image_tokens": torch.full((len(pixels),), self.hf.image_seq_length),
-        }
+        return {"pixel_values": pixels, "image_tokens": torch.full((len(pixels),), self.hf.image_seq_length)}
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that images and crops give."""
@@ -142,10 +135,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Gemma3Proces
     side, tokens = config.vision.image_size, config.hf.mm_tokens_per_image
     if source is None:
         return Gemma3Processor(_make(side, tokens))
-    wanted = {
-        "image_processor.size": {"height": side, "width": side},
-        "image_processor.image_seq_length": tokens,
-    }
+    wanted = {"image_processor.size": {"height": side, "width": side}, "image_processor.image_seq_length": tokens}
     return Gemma3Processor(load_processor(source, "Gemma3Processor", wanted))
 
 

@@ -25,7 +25,7 @@ class Gemma4Config(WindowedConfig):
     title = "Gemma 4"
     kinds = ("gemma4",)
     not_built: ClassVar[dict[str, str]] = {
-        "gemma4_unified": "patches of 48 pixels and pieces of sound that no tower encodes",
+        "gemma4_unified": "patches of 48 pixels and pieces of sound that no tower encodes"
     }
     traits = ("qk_norm", "value_norm", "unscaled", "sandwich_norms", "layer_scale", "two_way_in_windows")
     further_angles: ClassVar[tuple[str, ...]] = ("proportional",)
@@ -92,9 +92,7 @@ class Gemma4Config(WindowedConfig):
         kept = vision.num_hidden_layers * (12.0 * width + 4.0 * inner + 4.0 * (queries + keys))
         attended = float(vision.num_hidden_layers * queries)
         return {
-            "vision": TowerCost(
-                row, pair, float(pooled), kept=kept, attended=attended, layers=vision.num_hidden_layers
-            )
+            "vision": TowerCost(row, pair, float(pooled), kept=kept, attended=attended, layers=vision.num_hidden_layers)
         }
 
 

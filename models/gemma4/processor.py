@@ -67,10 +67,7 @@ class Gemma4Processor(Processor):
             return {}
         places = as_tensor(features["image_position_ids"], torch.int64)  # (N, P, 2), x and y, -1 on padding
         pixels = as_tensor(features["pixel_values"], torch.float32)  # (N, P, 3 p^2)
-        return {
-            "pixel_values": pixels[places[..., 0] >= 0],
-            "image_grids": places.amax(dim=1).flip(-1) + 1,
-        }
+        return {"pixel_values": pixels[places[..., 0] >= 0], "image_grids": places.amax(dim=1).flip(-1) + 1}
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that images give."""
@@ -120,12 +117,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Gemma4Proces
 
 def _make(vision: Any) -> Any:
     """A processor of the bundled tokenizer, for patches of that tower."""
-    from transformers import (
-        AutoTokenizer,
-        Gemma4AudioFeatureExtractor,
-        Gemma4ImageProcessor,
-        Gemma4VideoProcessor,
-    )
+    from transformers import AutoTokenizer, Gemma4AudioFeatureExtractor, Gemma4ImageProcessor, Gemma4VideoProcessor
     from transformers import Gemma4Processor as Processor
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=TINY_TOKENS)

@@ -77,10 +77,7 @@ class GLM45VConfig(FamilyConfig):
             per_row=2.0 * patch * width + layers + merger / square,
             per_pair=4.0 * width * vision.depth,
             rows_per_token=float(square),
-            kept=vision.depth * (6.0 * width + 4.0 * out)
-            + patch
-            + 8.0 * width
-            + (5.0 * out + 4.0 * inner) / square,
+            kept=vision.depth * (6.0 * width + 4.0 * out) + patch + 8.0 * width + (5.0 * out + 4.0 * inner) / square,
             attended=width * vision.depth,
             layers=vision.depth,
         )

@@ -104,9 +104,7 @@ class GLM45VProcessor(vision.PatchProcessor):
         area = self.hf.image_processor.patch_size**2
         return (
             max((h * w * area for _, h, w in self.image_grids(headers, pixels)), default=0),
-            max(
-                (t * self._counted * h * w * area for t, h, w in self.video_grids(headers, pixels)), default=0
-            ),
+            max((t * self._counted * h * w * area for t, h, w in self.video_grids(headers, pixels)), default=0),
         )
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
@@ -174,9 +172,7 @@ class GLM45VProcessor(vision.PatchProcessor):
 
     def _as_counted(self, pixels: PixelLimits) -> PixelLimits:
         """Limits of an image's pixels as transformers' processor counts them."""
-        least, most = (
-            limit if limit is None else limit * self._counted for limit in (pixels.least, pixels.most)
-        )
+        least, most = (limit if limit is None else limit * self._counted for limit in (pixels.least, pixels.most))
         return replace(pixels, least=least, most=most)
 
     def _resized(self, size: Sequence[int], limits: Mapping[str, int]) -> tuple[int, int]:

@@ -23,9 +23,7 @@ class GLM45VStep(VisionStep):
         """
         root, marked = self.config.root, []
         for part in ids.split(list(layout.padded_lengths), dim=1):  # an open video ends with its sample
-            begun, ended = (
-                (part == token).cumsum(1) for token in (root.video_start_token_id, root.video_end_token_id)
-            )
+            begun, ended = ((part == token).cumsum(1) for token in (root.video_start_token_id, root.video_end_token_id))
             marked.append((part == root.image_token_id) & (begun > ended))
         return layout, ids.masked_fill(torch.cat(marked, dim=1), root.video_token_id), labels, source
 

@@ -93,6 +93,4 @@ class InternVLConfig(FamilyConfig):
         kept = seen * depth * ((6.0 + norms) * width + 2.0 * vision.intermediate_size) + patches * patch
         kept += self.tile_tokens * (2.0 * merged + 2.0 * hidden)
         attended = float(seen * depth * width)
-        return {
-            "vision": TowerCost(tile, 0.0, 1.0 / self.tile_tokens, kept=kept, attended=attended, layers=depth)
-        }
+        return {"vision": TowerCost(tile, 0.0, 1.0 / self.tile_tokens, kept=kept, attended=attended, layers=depth)}

@@ -84,9 +84,7 @@ class InternVLProcessor(Processor):
 
         def written(match: re.Match[str]) -> str:
             if match.lastgroup == "image":
-                tiles = hf.image_processor.get_number_of_image_patches(
-                    *next(images), {"crop_to_patches": True}
-                )
+                tiles = hf.image_processor.get_number_of_image_patches(*next(images), {"crop_to_patches": True})
                 return str(hf.replace_image_token({"num_patches": [tiles]}, 0))
             frames = torch.empty(1, next(videos)[0])
             return str(hf.replace_video_token({"pixel_values_videos": frames}, 0))

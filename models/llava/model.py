@@ -60,14 +60,9 @@ class LlavaModel(TileModel):
 
     def _frames(self, features: Tensor, ends: list[int]) -> list[Tensor]:
         """(F, side * side, hidden) of frames -> each one's embeddings, at the end of a video with one more."""
-        pooled = _resize(
-            features.unflatten(1, (self.tiling.side,) * 2), self.tiling.pooled, self.tiling.pooled
-        )
+        pooled = _resize(features.unflatten(1, (self.tiling.side,) * 2), self.tiling.pooled, self.tiling.pooled)
         frames = pooled.flatten(1, 2).unbind()
-        return [
-            torch.cat((frame, self._newline)) if last else frame
-            for frame, last in zip(frames, ends, strict=True)
-        ]
+        return [torch.cat((frame, self._newline)) if last else frame for frame, last in zip(frames, ends, strict=True)]
 
     @property
     def _newline(self) -> Tensor:

@@ -27,11 +27,7 @@ from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError
 from zoo.models.llava.config import LlavaConfig
 
-KINDS = {
-    "llava": "LlavaProcessor",
-    "llava_next": "LlavaNextProcessor",
-    "llava_onevision": "LlavaOnevisionProcessor",
-}
+KINDS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "llava_onevision": "LlavaOnevisionProcessor"}
 # Vicuna's, of LLaVA 1.5 and part of 1.6 (conv_vicuna_v1 of the LLaVA authors), for folders without a template.
 VICUNA = """\
 {%- for message in messages -%}
@@ -100,9 +96,7 @@ class LlavaProcessor(Processor):
         if "pixel_values_videos" in features:
             videos = list(features["pixel_values_videos"])
             found["pixel_values_videos"] = torch.cat([as_tensor(video, torch.float32) for video in videos])
-            found["video_ends"] = torch.tensor(
-                [int(n == len(v)) for v in videos for n in range(1, len(v) + 1)]
-            )
+            found["video_ends"] = torch.tensor([int(n == len(v)) for v in videos for n in range(1, len(v) + 1)])
         return found
 
     def _sizes(self, features: Mapping[str, Any]) -> list[tuple[int, int, int]]:
@@ -112,9 +106,7 @@ class LlavaProcessor(Processor):
         sizes = [(int(height), int(width)) for height, width in features["image_sizes"]]
         together = [int(count) for count in features.get("batch_num_images", [1] * len(sizes))]
         alone = [count == 1 for count in together for _ in range(count)]
-        return [
-            (*size, self.tiling.tiles(*size) if cut else 1) for size, cut in zip(sizes, alone, strict=True)
-        ]
+        return [(*size, self.tiling.tiles(*size) if cut else 1) for size, cut in zip(sizes, alone, strict=True)]
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that images and videos give."""

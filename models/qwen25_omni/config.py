@@ -42,9 +42,7 @@ class Qwen25OmniConfig(OmniConfig):
         """The vision tower, a row of which is a patch, and the audio tower, a row of which is a mel frame."""
         audio = self.thinker.audio_config
         width, layers, mel = audio.d_model, audio.encoder_layers, audio.num_mel_bins
-        convolutions = (
-            6.0 * mel * width + 3.0 * width**2
-        )  # of a frame; the second has a state for two of them
+        convolutions = 6.0 * mel * width + 3.0 * width**2  # of a frame; the second has a state for two of them
         state = layers * (8.0 * width**2 + 4.0 * width * audio.encoder_ffn_dim) + width * audio.output_dim
         kept = layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width
         cost = TowerCost(

@@ -13,8 +13,6 @@ class Qwen25VLModel(VisionLanguageModel):
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision tower, with weights as transformers initialises them."""
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
         return {"vision": Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision)}

@@ -46,9 +46,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen25VLProc
     geometry = vision.vision_geometry(vision.config_field(arch_config, "vision_config"))
     if source is None:
         return Qwen25VLProcessor(_make(geometry))
-    return Qwen25VLProcessor(
-        vision.load_processor(source, "Qwen2_5_VLProcessor", vision.wanted_geometry(geometry))
-    )
+    return Qwen25VLProcessor(vision.load_processor(source, "Qwen2_5_VLProcessor", vision.wanted_geometry(geometry)))
 
 
 class Qwen25VLProcessor(vision.PatchProcessor):
@@ -100,8 +98,6 @@ def _make(geometry: dict[str, int]) -> Any:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
     video = Qwen2VLVideoProcessor(
-        do_sample_frames=False,
-        cap_pixels_per_frame=False,
-        **vision.tiny_settings(geometry, TINY_FRAME_TOKENS),
+        do_sample_frames=False, cap_pixels_per_frame=False, **vision.tiny_settings(geometry, TINY_FRAME_TOKENS)
     )
     return Qwen2_5_VLProcessor(video_processor=video, **vision.tiny_parts(geometry))

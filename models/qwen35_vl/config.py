@@ -32,9 +32,7 @@ class Qwen35VLConfig(FamilyConfig):
         # Qwen3.8 states the gate; transformers' Qwen3_5 models read `hidden_act` in its place.
         gate = getattr(self.root.text_config, "output_gate_type", None)
         if gate not in (None, "swish", "silu"):
-            raise UserError(
-                f"text_config.output_gate_type is {gate!r}; linear attention here gates with SiLU (swish)"
-            )
+            raise UserError(f"text_config.output_gate_type is {gate!r}; linear attention here gates with SiLU (swish)")
         if getattr(self.text, "mtp_use_dedicated_embeddings", False):
             raise UserError(
                 "text_config.mtp_use_dedicated_embeddings is true; MTP layers here share the decoder's embedding"

@@ -37,9 +37,7 @@ class Qwen3ASRConfig(FamilyConfig):
             ("audio_config", self.audio, "qwen3_asr_encoder"),
         ):
             if part.model_type != built:
-                raise UserError(
-                    f"{key}.model_type is {part.model_type!r}; {self.title} here has {built!r} only"
-                )
+                raise UserError(f"{key}.model_type is {part.model_type!r}; {self.title} here has {built!r} only")
         check_audio(self.audio, "max_position_embeddings")
 
     @property

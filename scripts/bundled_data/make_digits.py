@@ -324,8 +324,7 @@ def read_rows(path: Path) -> list[dict]:
 def check_row(out: Path, item: dict) -> None:
     """Decodes a row's media and compares them with its placeholders and its answer's length."""
     content, answer = (
-        " ".join(turn["content"] for turn in item["messages"] if turn["role"] == role)
-        for role in ("user", "assistant")
+        " ".join(turn["content"] for turn in item["messages"] if turn["role"] == role) for role in ("user", "assistant")
     )
     parts = answer.split()
     assert all(part.isdecimal() and part.isascii() for part in parts), item
@@ -334,18 +333,10 @@ def check_row(out: Path, item: dict) -> None:
     for path, part in zip(item.get("images", ()), parts, strict="images" in item):
         height, width = digit_media.read_image(out / path).shape
         digits = len(part)
-        pages = {
-            (1, digits),
-            (2, digits // 2),
-            (2, 2 * digits),
-        }  # cells: one line, two, or big ones
+        pages = {(1, digits), (2, digits // 2), (2, 2 * digits)}  # cells: one line, two, or big ones
         assert (height / CELL, width / CELL) in pages, item
     for path in item.get("videos", ()):
-        assert digit_media.read_video(out / path).shape == (
-            len(parts[0]) * digit_media.FPS,
-            CELL,
-            2 * CELL,
-        ), item
+        assert digit_media.read_video(out / path).shape == (len(parts[0]) * digit_media.FPS, CELL, 2 * CELL), item
         if item.get("use_audio_in_video"):
             assert abs(len(digit_media.read_audio(out / path)) / RATE - len(parts[0])) < 0.05, item
     for path, _ in zip(item.get("audios", ()), parts, strict="audios" in item):
@@ -359,9 +350,7 @@ def check_voices(splits: dict[str, Split]) -> None:
     variants = [{v for names in VARIANTS[name].values() for v in names} for name in VARIANTS]
     assert not set.intersection(*variants)
     voices = [voice for name in VOICES for voice in VOICES[name]]
-    prints = [
-        np.stack([digit_media.spectrum(digit_media.speak(d, v, 210, 50)) for d in range(10)]) for v in voices
-    ]
+    prints = [np.stack([digit_media.spectrum(digit_media.speak(d, v, 210, 50)) for d in range(10)]) for v in voices]
     for i, one in enumerate(prints):
         for j, other in enumerate(prints[:i]):
             apart = np.abs(one - other).mean()

@@ -67,16 +67,7 @@ def corpus() -> list[str]:
 def train() -> str:
     """The tokenizer as the text of tokenizer.json."""
     try:
-        from tokenizers import (
-            AddedToken,
-            Regex,
-            Tokenizer,
-            decoders,
-            models,
-            normalizers,
-            pre_tokenizers,
-            trainers,
-        )
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     except ImportError as error:
         raise SystemExit("tokenizers learns the merges: install it with `pip install tokenizers`.") from error
     tokenizer = Tokenizer(models.BPE())
@@ -91,9 +82,7 @@ def train() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    tokenizer.add_tokens(
-        [AddedToken(token, special=token not in PLAIN, normalized=False) for token in SPECIAL]
-    )
+    tokenizer.add_tokens([AddedToken(token, special=token not in PLAIN, normalized=False) for token in SPECIAL])
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")) + "\n"
 

@@ -25,9 +25,7 @@ SECONDS = 15.0  # in which the others leave, on a busy machine
 class Launched:
     """A process of its own that runs `zoo train`, and what it has said."""
 
-    def __init__(
-        self, command: list[str], folder: Path, fault: str = "", cwd: Path | None = None, **env: str
-    ) -> None:
+    def __init__(self, command: list[str], folder: Path, fault: str = "", cwd: Path | None = None, **env: str) -> None:
         dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
@@ -70,13 +68,7 @@ def command(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
 
 def arguments(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
     return zoo.train_arguments(
-        folder,
-        "nproc=2",
-        "train.steps=400",
-        "log.tensorboard=false",
-        "log.predictions=0",
-        "export=false",
-        *overrides,
+        folder, "nproc=2", "train.steps=400", "log.tensorboard=false", "log.predictions=0", "export=false", *overrides
     )
 
 
@@ -102,16 +94,12 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     since = time.monotonic()
     got, _, err = run.ended()
     assert got == code, err
-    patience = (
-        2 * SECONDS if reason == "silent" else SECONDS
-    )  # the launcher lets a frozen rank have its time to end
+    patience = 2 * SECONDS if reason == "silent" else SECONDS  # the launcher lets a frozen rank have its time to end
     assert time.monotonic() - since < 3 + patience
     lines = [line for line in err.splitlines() if said in line]
     assert len(lines) == 1, err
     other = 1 - int(fault[0])
-    assert re.search(rf"; rank {other} was waiting in (all_|gather_object|coalescing_manager)", lines[0]), (
-        lines[0]
-    )
+    assert re.search(rf"; rank {other} was waiting in (all_|gather_object|coalescing_manager)", lines[0]), lines[0]
     saved = re.search(rf"; the same command resumes from {folder}/checkpoints/iter_(\d+)$", lines[0])
     assert saved is not None, lines
     assert err.count("Traceback") <= (reason == "failed")
@@ -142,11 +130,7 @@ def test_a_slow_but_living_run_is_left_alone(
     assert (code, err) == (0, ""), out
     assert {*log.read_text().split()} == {*fault.split()[2].split(",")}
     if "slow-data" in fault:
-        slow = [
-            json.loads(line)
-            for line in (folder / "train.jsonl").read_text().splitlines()
-            if "slow_step" in line
-        ]
+        slow = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines() if "slow_step" in line]
         assert "data" in [s["cause"] for s in slow], slow
     assert last_event(folder)["reason"] == "finished"
     assert not (folder / "health.json").exists()
@@ -197,9 +181,7 @@ def test_a_run_that_was_paused_goes_on(zoo: Zoo, tmp_path: Path) -> None:
         (signal.SIGQUIT, "rank"),
     ],
 )
-def test_a_signal_saves_and_asks_to_be_started_again(
-    zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str
-) -> None:
+def test_a_signal_saves_and_asks_to_be_started_again(zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str) -> None:
     folder = tmp_path / "run"
     run = Launched(command(zoo, folder, "train.steps=2000"), folder)
     run.until_step(3)
@@ -270,9 +252,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo:
 
 def start_nodes(zoo: Zoo, folder: Path, options: list[str], **env: str) -> list[Launched]:
     """Two launchers of two ranks each. One name in `run.stage` is another folder for each: that in its working directory."""
-    given = [
-        a for a in arguments(zoo, folder, *options, "run.stage=/proc/self/cwd/stage") if "nproc" not in a
-    ]
+    given = [a for a in arguments(zoo, folder, *options, "run.stage=/proc/self/cwd/stage") if "nproc" not in a]
     rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     port, nodes = str(free_port()), []
     for node in range(2):

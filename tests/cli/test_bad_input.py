@@ -70,16 +70,12 @@ def test_mistakes_found_before_anything_starts(zoo: Zoo, arguments: list[str], m
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_wandb_that_is_not_installed(zoo: Zoo) -> None:
     message = zoo.refused("train", RECIPE, "log.wandb=zoo")
-    assert message.startswith(
-        "log.wandb=zoo: Weights & Biases is not installed; pip install 'zoo-train[wandb]'"
-    )
+    assert message.startswith("log.wandb=zoo: Weights & Biases is not installed; pip install 'zoo-train[wandb]'")
 
 
 def test_a_recipe_file_that_is_no_yaml(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: qwen3_omni_sft\ntrain:\n  steps: [1\n")
-    assert zoo.refused("train", f"recipe={tmp_path}/r.yaml").startswith(
-        f"{tmp_path}/r.yaml:4: no valid YAML: "
-    )
+    assert zoo.refused("train", f"recipe={tmp_path}/r.yaml").startswith(f"{tmp_path}/r.yaml:4: no valid YAML: ")
 
 
 def test_a_folder_that_is_no_run_folder_keeps_its_config(zoo: Zoo, tmp_path: Path) -> None:
@@ -98,9 +94,7 @@ def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     message = zoo.refused("convert", str(tmp_path / "adapter"), str(tmp_path / "out"))
     assert message.startswith(f"{tmp_path / 'adapter'}: an adapter, without the weights it belongs to")
-    message = zoo.refused(
-        *zoo.train_arguments(tmp_path / "run", "lora.rank=4", f"lora.init={tmp_path / 'adapter'}")
-    )
+    message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "lora.rank=4", f"lora.init={tmp_path / 'adapter'}"))
     assert "peft_type is None there and 'LORA' here" in message
 
 

@@ -34,9 +34,7 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
     step = bad[0]["step"]
     assert summary(folder)["skipped_steps"] == {"spike": 1}
     file = folder / "bad_steps" / f"step_{step}.json"
-    assert (
-        f"step {step} is not applied: the loss is " in done.out and f"`zoo inspect {file}` shows" in done.out
-    )
+    assert f"step {step} is not applied: the loss is " in done.out and f"`zoo inspect {file}` shows" in done.out
     assert "steps not applied: 1 (spike); " in done.out
 
     details: dict[str, Any] = json.loads(file.read_text())
@@ -53,9 +51,7 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
     page = (folder / "inspect" / f"step_{step}" / "rows.html").read_text()
     assert SURPRISE in page and f"{data}:301" in page and "rank 1, loss " in page
     found = json.loads(zoo("inspect", str(file), "samples=20", "--json", f"out={tmp_path / 'out'}").out)
-    assert (
-        found["step"]["rows"] == details["rows"] and (tmp_path / "out" / "rows.png").stat().st_size > 10_000
-    )
+    assert found["step"]["rows"] == details["rows"] and (tmp_path / "out" / "rows.png").stat().st_size > 10_000
 
     missing = zoo.refused("inspect", str(folder), "step=999")
     assert missing.endswith(f"step_999.json: no such file; {folder}/bad_steps has step_{step}.json")
@@ -68,11 +64,7 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
 
 def test_a_spike_can_be_switched_off(zoo: Zoo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    given = [
-        one
-        for one in spiky(surprising(tmp_path), "train.spike=0", "train.steps=110")
-        if "spike_after" not in one
-    ]
+    given = [one for one in spiky(surprising(tmp_path), "train.spike=0", "train.steps=110") if "spike_after" not in one]
     assert zoo.train(folder, *given).code == 0
     assert summary(folder)["skipped_steps"] == {} and not (folder / "bad_steps").exists()
 
@@ -80,12 +72,7 @@ def test_a_spike_can_be_switched_off(zoo: Zoo, tmp_path: Path) -> None:
 def test_numbers_that_overflow_stop_the_run_which_is_saved(zoo: Zoo, tmp_path: Path) -> None:
     """The first update takes the decoder's weights to 1e8; what follows is not finite."""
     folder = tmp_path / "run"
-    overrides = [
-        "train.lr=100",
-        "train.lr_scale={language: 1e6}",
-        "train.warmup_steps=0",
-        "train.bad_steps=2",
-    ]
+    overrides = ["train.lr=100", "train.lr_scale={language: 1e6}", "train.warmup_steps=0", "train.bad_steps=2"]
     message = zoo.refused(*zoo.train_arguments(folder, "nproc=2", *overrides))
     assert message.startswith("2 bad steps in a row, the last one step 3: the loss is ")
     assert f"saved in {folder}/checkpoints/iter_3; " in message and "train.on_bad_step=skip" in message
@@ -109,10 +96,7 @@ def test_a_level_that_shifts_is_left_out_no_longer_than_the_recipe_says(zoo: Zoo
     data, folder = write_rows(tmp_path / "rows.jsonl", [text_row(7)] * 300 + [other] * 300), tmp_path / "run"
     overrides = spiky(data, "train.on_bad_step=skip", "train.skip_limit=6", "train.steps=100")
     message = zoo.refused(*zoo.train_arguments(folder, *overrides))
-    assert (
-        message.startswith("6 bad steps in a row, the last one step ")
-        and "train.on_new_level=take" in message
-    )
+    assert message.startswith("6 bad steps in a row, the last one step ") and "train.on_new_level=take" in message
     done = zoo.train(folder, *overrides, "train.on_new_level=take")
     assert (done.code, done.err) == (0, ""), done
     assert "6 spikes in a row up to step " in done.out

@@ -60,10 +60,7 @@ def test_one_that_stops(zoo: Zoo, module: Path, tmp_path: Path) -> None:
 def test_one_that_ends_the_process_is_named(nproc: int, zoo: Zoo, module: Path, tmp_path: Path) -> None:
     """With exit code 0 or not: a run that has not come to its end has failed."""
     done = zoo.train(tmp_path / "run", f"run.callbacks=[{module}:Exits]", f"nproc={nproc}")
-    assert (
-        done.code == 2
-        and "Exits: on_step failed at step 2 (UserCodeError: it raised SystemExit(0)" in done.err
-    )
+    assert done.code == 2 and "Exits: on_step failed at step 2 (UserCodeError: it raised SystemExit(0)" in done.err
     done = zoo.train(tmp_path / "other", f"run.callbacks=[{module}:Quits]", f"nproc={nproc}")
     assert done.code == 1 and "exit code 0, while it called" in done.err and "Quits: on_step" in done.err
 
@@ -109,9 +106,7 @@ def test_the_example_of_the_page_as_a_script(ranks: int, tmp_path: Path) -> None
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("(StopBelow)")
     run = tmp_path / "runs" / "callbacks"

@@ -140,9 +140,7 @@ def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.endswith("all well\n"), done
 
 
-def test_a_run_that_hangs_and_one_that_is_interrupted_leave_the_caller_alive(
-    zoo: Zoo, tmp_path: Path
-) -> None:
+def test_a_run_that_hangs_and_one_that_is_interrupted_leave_the_caller_alive(zoo: Zoo, tmp_path: Path) -> None:
     program = """
         found = unchanged("hang", lambda: zoo.train(recipe("run.hang_timeout=0.05", "train.steps=30")))
         assert type(found).__name__ == "WorkerError" and "got no further for 3 s" in str(found), repr(found)

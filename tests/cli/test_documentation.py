@@ -102,12 +102,7 @@ class Page:
         if why_not_run(command):
             return
         arguments = small(command)
-        if (
-            arguments[0] == "train"
-            and code == 0
-            and "run.dir=" not in command
-            and "recipe=demo" not in command
-        ):
+        if arguments[0] == "train" and code == 0 and "run.dir=" not in command and "recipe=demo" not in command:
             arguments.append(f"run.dir=runs/command{self.zoo.count}")  # two lines of a page are two runs
         done = self.zoo(*arguments)
         self.printed += done.out + done.err

@@ -32,10 +32,7 @@ def test_a_tuned_base_model_stops(zoo: Zoo, tmp_path: Path, lora: bool) -> None:
 
     weights, run, merged = text_base(tmp_path / "base"), tmp_path / "run", tmp_path / "merged"
     turns = [("What colour?", "red"), ("And the sky?", "blue")]
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in turns * 4
-    ]
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 4]
     keys = ["lora.rank=4", "train.lr=2e-2"] if lora else ["train.lr=3e-3"]
     done = zoo(
         "train", f"recipe=qwen3_{'lora' if lora else 'sft'}", f"model.init={weights}", "nproc=1", f"run.dir={run}",
@@ -69,10 +66,7 @@ def seen(folder: Path) -> Path:
     for number in range(8):
         pixels = torch.randint(0, 256, (96, 128, 3), dtype=torch.uint8, generator=rng)
         Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
-        turns = [
-            {"role": "user", "content": "<image>which?"},
-            {"role": "assistant", "content": f"it is {number}"},
-        ]
+        turns = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "content": f"it is {number}"}]
         rows.append({"chat": turns, "pictures": [f"{number}.png"]})
     import datasets
 
@@ -143,10 +137,7 @@ def test_transformers_scores_an_export_as_the_run_did(zoo: Zoo, tmp_path: Path) 
     for row, kind in zip(rows, ("image", "video"), strict=True):
         question, answer = ({"type": "text", "text": turn["content"]} for turn in row["messages"])
         question["text"] = "what?"
-        chat = [
-            {"role": "user", "content": [{"type": kind}, question]},
-            {"role": "assistant", "content": [answer]},
-        ]
+        chat = [{"role": "user", "content": [{"type": kind}, question]}, {"role": "assistant", "content": [answer]}]
         text = processor.apply_chat_template(chat, tokenize=False)
         if kind == "image":
             media: dict[str, Any] = {"images": [Image.open(tmp_path / "a.png")]}

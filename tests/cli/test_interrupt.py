@@ -78,10 +78,7 @@ def test_after_the_last_step_only_the_rest_is_left_to_do(
     assert done.code == 0 and "step 1/1" not in done.out
     assert (folder / "export" / "config.json").is_file()
     assert len(logged(folder)) == 1
-    assert (summary(folder)["interrupted"], summary(folder)["final_loss"]) == (
-        False,
-        logged(folder)[0]["loss"],
-    )
+    assert (summary(folder)["interrupted"], summary(folder)["final_loss"]) == (False, logged(folder)[0]["loss"])
 
 
 def test_a_second_one_stops_at_once(zoo: Zoo, tmp_path: Path) -> None:
@@ -152,6 +149,4 @@ def in_own_process(zoo: Zoo, folder: Path, *overrides: str) -> subprocess.Comple
     """A command beside another one that runs: the server of commands has one at a time."""
     command = [sys.executable, "-m", "zoo", *zoo.train_arguments(folder, *overrides)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=zoo.folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, cwd=zoo.folder, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -18,9 +18,7 @@ def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
             answer,
         ]
     }
-    plain = {
-        "messages": [*silent["messages"][:1], {"role": "assistant", "content": "no"}, *light["messages"]]
-    }
+    plain = {"messages": [*silent["messages"][:1], {"role": "assistant", "content": "no"}, *light["messages"]]}
     runs: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         "weighted": ([{**heavy, "weight": 3}, silent], ["data.labels=assistant"]),
         "repeated": ([heavy, heavy, heavy, plain], []),

@@ -95,9 +95,7 @@ def test_modules_of_the_current_folder_hide_none_of_what_is_installed(zoo: Zoo, 
 
 
 def test_a_clone_that_is_not_installed_says_so(tmp_path: Path) -> None:
-    shutil.copytree(
-        NOTEBOOK.parents[1] / "zoo", tmp_path / "zoo", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(NOTEBOOK.parents[1] / "zoo", tmp_path / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
         [sys.executable, "-S", "-c", "import zoo"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )

@@ -90,9 +90,7 @@ def checkout(tmp_path: Path) -> Path:
         (root / "zoo" / name).symlink_to(root / name)
     for name in ("support", "parity"):
         shutil.copytree(
-            REPO / "tests" / name,
-            root / "tests" / name,
-            ignore=shutil.ignore_patterns("test_*", "__pycache__"),
+            REPO / "tests" / name, root / "tests" / name, ignore=shutil.ignore_patterns("test_*", "__pycache__")
         )
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(REPO / name, root / name)
@@ -117,9 +115,7 @@ def test_within_a_checkout(checkout: Path) -> None:
     done = ran(checkout, *test)
     assert done.returncode == 0 and " failed" not in done.stdout, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20
-    fill_in(
-        checkout / "recipes" / "sizes" / "my_lm" / "tiny.yaml", ("model_type: my_lm", "model_type: qwen3")
-    )
+    fill_in(checkout / "recipes" / "sizes" / "my_lm" / "tiny.yaml", ("model_type: my_lm", "model_type: qwen3"))
     done = ran(checkout, "zoo", "show", "recipe=my_lm_sft", "size=tiny")
     assert done.returncode == 0 and "family: my_lm" in done.stdout, done.stderr
 
@@ -150,14 +146,6 @@ def test_files_are_as_this_repository_has_them(package: bool, vision: bool, tmp_
     for path in lay_out("my_lm", tmp_path, package=package, vision=vision):
         assert "$" not in path.read_text(), path
     for check in (("check",), ("format", "--check")):
-        command = [
-            sys.executable,
-            "-m",
-            "ruff",
-            *check,
-            "--config",
-            str(REPO / "pyproject.toml"),
-            str(tmp_path),
-        ]
+        command = [sys.executable, "-m", "ruff", *check, "--config", str(REPO / "pyproject.toml"), str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout

@@ -26,9 +26,7 @@ def straight(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_interrupt_ends_all_ranks_and_the_run_goes_on_to_the_bit(
-    zoo: Zoo, straight: Path, tmp_path: Path
-) -> None:
+def test_an_interrupt_ends_all_ranks_and_the_run_goes_on_to_the_bit(zoo: Zoo, straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     running = zoo.start_training(folder, "nproc=2")
     running.until(lambda: "step" in events(folder))
@@ -65,9 +63,7 @@ def test_a_bad_row_on_one_rank_ends_both_with_one_sentence(zoo: Zoo, tmp_path: P
     assert message.startswith(f"{data}:41: image {tmp_path}/half.png can't be used: ")
 
 
-def test_a_picture_that_is_cut_off_is_found_out_on_one_rank_and_left_out_on_both(
-    zoo: Zoo, tmp_path: Path
-) -> None:
+def test_a_picture_that_is_cut_off_is_found_out_on_one_rank_and_left_out_on_both(zoo: Zoo, tmp_path: Path) -> None:
     """Its header is whole, so it is planned; both ranks plan anew, as one rank alone does."""
     whole = tmp_path / "whole.png"
     Image.effect_noise((64, 64), 80).save(whole)

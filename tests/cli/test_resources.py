@@ -17,9 +17,7 @@ def test_a_disk_that_is_too_small_for_what_is_kept(zoo: Zoo, tmp_path: Path) -> 
     """Said before anything is built: three checkpoints are there while the third is written."""
     with mounted(tmp_path / "disk", "size=32m") as disk:
         folder = disk / "run"
-        arguments = zoo.train_arguments(
-            folder, "train.save_every=1", "log.tensorboard=false", "log.predictions=0"
-        )
+        arguments = zoo.train_arguments(folder, "train.save_every=1", "log.tensorboard=false", "log.predictions=0")
         message = zoo.refused(*arguments)
         assert message.startswith(f"{folder}: a checkpoint takes about 21.1 MB, 3 of them are there at once")
         assert "the disk has 33.6 MB left" in message, message
@@ -90,9 +88,7 @@ def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> Non
         disk.lose()
         done = running.ended()
         assert done.code == 2 and done.err.count("\n") == 1, done
-        assert (
-            "its file system does not answer (Input/output error): the disk or its server is lost" in done.err
-        )
+        assert "its file system does not answer (Input/output error): the disk or its server is lost" in done.err
         disk.go()
         disk.come_back()
         newest = checkpoints(folder)[-1]
@@ -131,9 +127,7 @@ def test_used_up_host_memory_is_reported_with_the_planners_estimates(zoo: Zoo, t
     message = zoo.refusal(running.ended())
     assert message.startswith("the host's memory is used up"), message
     assert "a rank was estimated to need " in message and "activations" in message
-    assert (
-        "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
-    )
+    assert "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
     assert not checkpoints(folder) and not (folder / "summary.json").exists()
 
 

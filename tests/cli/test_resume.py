@@ -47,9 +47,9 @@ def test_another_recipe_is_refused_or_accepted_and_said(zoo: Zoo, folder: Path) 
         "there, last here; train.lr: 0.0012 there, 0.0001 here); take the old values, allow the new ones with "
         "run.accept_changes=[model.freeze,data.labels,train.lr], or use another run.dir"
     )
-    assert zoo.refused(
-        *zoo.train_arguments(run, *common, "lora.rank=4", "run.accept_changes=[lora,model]")
-    ).endswith(f"start from its weights with model.init={checkpoint} in another run.dir")
+    assert zoo.refused(*zoo.train_arguments(run, *common, "lora.rank=4", "run.accept_changes=[lora,model]")).endswith(
+        f"start from its weights with model.init={checkpoint} in another run.dir"
+    )
     arch = "model.arch.thinker_config.text_config.moe_intermediate_size"
     other = [*common, FROZEN, f"{arch}=64", "run.accept_changes=[model.arch]"]
     message = zoo.refused(*zoo.train_arguments(run, *other))

@@ -4,18 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import (
-    STEPS,
-    Ended,
-    Zoo,
-    events,
-    logged,
-    metrics,
-    summary,
-    text_row,
-    weights,
-    write_rows,
-)
+from support.commands import STEPS, Ended, Zoo, events, logged, metrics, summary, text_row, weights, write_rows
 
 ERASE = "\r\x1b[2K"
 
@@ -29,19 +18,14 @@ def test_what_a_run_prints(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
     printed, _, following = done.out.partition("\n\nNext:\n")
     assert f"  open {folder}/plots/predictions.png " in following and f" eval {folder} " in following
     lines = printed.splitlines()
-    assert (
-        lines.pop(0)
-        == "zoo: qwen3_omni tiny, random weights | trains on train.jsonl | numbers: zoo train --help"
-    )
+    assert lines.pop(0) == "zoo: qwen3_omni tiny, random weights | trains on train.jsonl | numbers: zoo train --help"
     assert lines[0] == (
         "zoo: recipe qwen3_omni_sft | size tiny (given) | weights random | "
         f"evaluates on {zoo.data / 'heldout.jsonl'} | 1 rank (dp=1) | {folder}"
     )
     assert "trains on 11 rows of train.jsonl, evaluates on 2 of heldout.jsonl | 6 steps" in lines[1]
     assert " s from the command to the end of the first step: imports " in lines.pop(3)
-    assert [line.split("  ")[0] for line in lines[2 : 2 + STEPS]] == [
-        f"step {n}/{STEPS}" for n in range(1, 7)
-    ]
+    assert [line.split("  ")[0] for line in lines[2 : 2 + STEPS]] == [f"step {n}/{STEPS}" for n in range(1, 7)]
     assert lines[8].startswith("eval at step 6: loss ") and "image " in lines[8] and "text " in lines[8]
     assert lines.pop(9).startswith("answers to 2 held-out rows at step 6, ")
     assert [line.split()[0] in ("right", "wrong") for line in (lines.pop(9), lines.pop(9))] == [True, True]
@@ -105,16 +89,12 @@ def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
     assert done.code == 0, done
     assert f"resuming {copied}/checkpoints/iter_6 at step 6 of 8" in done.out
     assert [record["step"] for record in logged(copied)] == list(range(1, STEPS + 3))
-    assert (
-        logged(copied)[-1]["lr"] < logged(copied)[-2]["lr"] < 1e-3
-    )  # the schedule is that of the recipe as it is now
+    assert logged(copied)[-1]["lr"] < logged(copied)[-2]["lr"] < 1e-3  # the schedule is that of the recipe as it is now
     assert summary(copied)["steps"] == STEPS + 2
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["best", "iter_6", "iter_8"]
 
 
-def test_the_saved_config_repeats_the_run_to_the_bit(
-    zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path
-) -> None:
+def test_the_saved_config_repeats_the_run_to_the_bit(zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path) -> None:
     folder, _ = finished
     done = zoo(
         "train",
@@ -135,15 +115,12 @@ def test_another_models_run_folder_is_refused(zoo: Zoo, copied: Path) -> None:
     key = "thinker_config.text_config.moe_intermediate_size"
     message = zoo.refused(*zoo.train_arguments(copied, f"model.arch.{key}=64"))
     assert (
-        f"{copied}/checkpoints/iter_6 was saved under another recipe (model.arch.{key}: 96 there, 64 here)"
-        in message
+        f"{copied}/checkpoints/iter_6 was saved under another recipe (model.arch.{key}: 96 there, 64 here)" in message
     )
     message = zoo.refused(*zoo.train_arguments(copied, "run.seed=1", "train.steps=9"))
     assert "run.seed: 1234 there, 1 here" in message and "use another run.dir" in message
     message = zoo.refused(*zoo.train_arguments(copied, "run.resume=false"))
-    assert message.startswith(
-        f"run.resume=false: {copied} holds iter_6 of an earlier run; give another run.dir"
-    )
+    assert message.startswith(f"run.resume=false: {copied} holds iter_6 of an earlier run; give another run.dir")
     assert times(copied) == before
 
 
@@ -165,14 +142,7 @@ def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
         "drawing",
         "first step",
     ]
-    wanted = [
-        *starts,
-        "step 1/3  |",
-        "step 2/3  |",
-        "saving ...",
-        "evaluating on 2 rows",
-        "answering held-out",
-    ]
+    wanted = [*starts, "step 1/3  |", "step 2/3  |", "saving ...", "evaluating on 2 rows", "answering held-out"]
     seen = iter(gone)
     assert all(any(text.startswith(part) for text in seen) for part in wanted), gone  # in this order
     assert all(len(text) < 100 for text in gone)  # the terminal's width
@@ -191,9 +161,7 @@ def test_ctrl_c_leaves_a_clean_line(zoo: Zoo, tmp_path: Path) -> None:
     assert any(line.startswith("zoo: ending this step and saving") for line in stays)
 
 
-@pytest.mark.parametrize(
-    "verb", [[], ["--help"], ["train", "--help"], ["list"], ["show", "recipe=qwen3_omni_sft"]]
-)
+@pytest.mark.parametrize("verb", [[], ["--help"], ["train", "--help"], ["list"], ["show", "recipe=qwen3_omni_sft"]])
 def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
     done = zoo(*verb)
     assert (done.code, done.err) == (0, "") and done.out
@@ -202,18 +170,12 @@ def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "headline", "rows"),
     [
-        (
-            (),
-            "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)",
-            0,
-        ),
+        ((), "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)", 0),
         (("data.eval=none",), "no evaluation (data.eval=none)", 0),
         (("train.eval_every=2", "data.train[0].held_out=0.4"), "evaluates on 0.4 of ", None),
     ],
 )
-def test_own_data_alone(
-    zoo: Zoo, tmp_path: Path, overrides: tuple[str, ...], headline: str, rows: int | None
-) -> None:
+def test_own_data_alone(zoo: Zoo, tmp_path: Path, overrides: tuple[str, ...], headline: str, rows: int | None) -> None:
     """It is evaluated on nothing else: no metrics, no best checkpoint, no row of the bundled set."""
     folder = tmp_path / "run"
     mine = write_rows(tmp_path / "mine.jsonl", [text_row(number) for number in range(8)])

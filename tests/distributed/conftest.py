@@ -29,9 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--write-table", action="store_true", help="write what the matrix measures to docs/parallelism.md"
-    )
+    parser.addoption("--write-table", action="store_true", help="write what the matrix measures to docs/parallelism.md")
     parser.addoption("--write-golden", action="store_true", help="write the losses of tests/golden anew")
 
 

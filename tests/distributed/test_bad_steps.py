@@ -41,9 +41,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(
-    layout: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(layout: str, pool: Pool, tmp_path: Path) -> None:
     size, overrides = LAYOUTS[layout]
     counted = 0 if layout == "tp2" else 1  # the loss of the other tensor-parallel rank is not looked at
     poison = {1: (1, "gradient"), 3: (1, "gradient"), 4: (counted, "loss")}
@@ -167,8 +165,7 @@ def test_rows_without_any_label_are_refused_before_the_first_step(pool: Pool, tm
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = (f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=none", f"run.dir={tmp_path / 'run'}")
     with pytest.raises(
-        PoolError,
-        match=r"data\.train: 9 rows have been looked at \(.*rows.jsonl:1, .*and none has a token to learn",
+        PoolError, match=r"data\.train: 9 rows have been looked at \(.*rows.jsonl:1, .*and none has a token to learn"
     ):
         pool.run(2, rank_tasks.train, [*UNEVALUATED, *data], timeout=300.0)
     assert not (tmp_path / "run" / "train.jsonl").exists()

@@ -76,9 +76,7 @@ def call(pool: Pool) -> Callable[..., Any]:
     def run(name: str, *arguments: Any, ranks: int = 1, **options: Any) -> Any:
         from functools import partial
 
-        return pool.run(
-            ranks, partial(rank_tasks.call, **options), name, *map(_plain, arguments), timeout=300.0
-        )[0]
+        return pool.run(ranks, partial(rank_tasks.call, **options), name, *map(_plain, arguments), timeout=300.0)[0]
 
     return run
 
@@ -107,9 +105,7 @@ def published(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_there_and_back(
-    name: str, checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_there_and_back(name: str, checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path) -> None:
     import transformers
 
     source = checkpoint(name)
@@ -120,9 +116,7 @@ def test_there_and_back(
     files = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}
     assert files <= {path.name for path in (tmp_path / "hf").iterdir()}
     card = (tmp_path / "hf" / "README.md").read_text()
-    assert (
-        card.startswith("---\n") and "from_pretrained" in card and (tmp_path / "zoo" / "README.md").is_file()
-    )
+    assert card.startswith("---\n") and "from_pretrained" in card and (tmp_path / "zoo" / "README.md").is_file()
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config == published(json.loads((source / "config.json").read_text()))
     (kind,) = config["architectures"]
@@ -131,9 +125,7 @@ def test_there_and_back(
     text = name in ("gemma3_text", "qwen3 experts", "qwen3_next")
     made = transformers.AutoProcessor.from_pretrained(tmp_path / "hf")
     assert ("Tokenizer" if text else "Processor") in type(made).__name__
-    found = call(
-        "verify", source, tmp_path / "zoo", rows="digits:heldout", overrides=("packing.budget=2048",)
-    )
+    found = call("verify", source, tmp_path / "zoo", rows="digits:heldout", overrides=("packing.budget=2048",))
     assert found["equal"] and set(found["counts"]) == {"equal"}
     compared = [row["max_difference"] for row in found["rows"] if row["skipped"] is None]
     assert len(compared) > (10 if text else 70) and max(compared) < LOGPROBS
@@ -160,11 +152,7 @@ def scored() -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", SCORED)
 def test_scores_do_not_depend_on_the_layout(
-    layout: str,
-    checkpoint: Callable[[str], Path],
-    call: Callable[..., Any],
-    scored: dict[str, Any],
-    tmp_path: Path,
+    layout: str, checkpoint: Callable[[str], Path], call: Callable[..., Any], scored: dict[str, Any], tmp_path: Path
 ) -> None:
     ranks, overrides = SCORED[layout]
     source = checkpoint("qwen3_vl experts")
@@ -201,9 +189,7 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
         *rank_tasks.ADAMW, f"model.init={tmp_path / 'zoo'}", "model.freeze=vision", "train.steps=1", "train.global_batch=2", "train.eval_rows=2",
         "packing.budget=512", "data.lookahead=4", "data.augment=0", "train.lr=1e-2", "train.warmup_steps=0", f"run.dir={run}", "train.mtp_loss=0",
     ]  # fmt: skip
-    pool.run(
-        2, rank_tasks.train, [*overrides, "parallel.pp=2"], "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0
-    )
+    pool.run(2, rank_tasks.train, [*overrides, "parallel.pp=2"], "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0)
     before, after = tensors(source), tensors(run / "export")
     assert before.keys() == after.keys()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
@@ -213,13 +199,7 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     found = call("verify", run / "checkpoints" / "iter_1", source)
     assert not found["equal"] and found["counts"]["differs"] and "missing in A" not in found["counts"]
     further = tmp_path / "further"
-    overrides += [
-        f"model.init={run}",
-        f"run.dir={further}",
-        "train.lr=1e-30",
-        "train.min_lr=0",
-        "parallel.tp=2",
-    ]
+    overrides += [f"model.init={run}", f"run.dir={further}", "train.lr=1e-30", "train.min_lr=0", "parallel.tp=2"]
     pool.run(2, rank_tasks.train, overrides, "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0)
     same(tensors(further / "export"), after)
 
@@ -283,9 +263,7 @@ def test_what_does_not_fit_is_one_report_and_nothing_is_written(
     assert len(json.loads((tmp_path / "back" / "zoo_conversion.json").read_text())["allowed"]) == 4
 
 
-def test_a_wrong_shape_is_refused(
-    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_wrong_shape_is_refused(checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path) -> None:
     def change(found: dict[str, torch.Tensor]) -> None:
         found[UP] = found[UP][:-1]
 
@@ -295,9 +273,7 @@ def test_a_wrong_shape_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_finds_what_differs(
-    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_verify_finds_what_differs(checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path) -> None:
     source = checkpoint("qwen3_vl experts")
     experts = "model.language_model.layers.1.mlp.experts.down_proj"
 
@@ -343,9 +319,7 @@ def test_a_cast_is_written_and_said(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_speaks_is_carried_through_with_its_file_of_speakers(
-    call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_speaks_is_carried_through_with_its_file_of_speakers(call: Callable[..., Any], tmp_path: Path) -> None:
     """transformers' class of the whole model loads from that file what it has no tensors for; zoo does not open it."""
 
     def add_talker(found: dict[str, torch.Tensor]) -> None:
@@ -360,9 +334,7 @@ def test_what_speaks_is_carried_through_with_its_file_of_speakers(
     same(tensors(tmp_path / "hf"), tensors(source))
     assert (tmp_path / "hf" / "spk_dict.pt").read_bytes() == b"not a pickle"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["enable_audio_output"] and config["architectures"] == [
-        "Qwen2_5OmniForConditionalGeneration"
-    ]
+    assert config["enable_audio_output"] and config["architectures"] == ["Qwen2_5OmniForConditionalGeneration"]
     model = load_thinker(tmp_path / "hf")
     wanted = tensors(written)
     for name, x in model.state_dict().items():

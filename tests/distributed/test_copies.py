@@ -73,9 +73,7 @@ def test_copies_stay_equal(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["predicts ahead", "tied", "tied, predicts ahead"])
-def test_copies_stay_equal_under_every_layout(
-    kind: str, layout: str, dtype: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_copies_stay_equal_under_every_layout(kind: str, layout: str, dtype: str, pool: Pool, tmp_path: Path) -> None:
     run(pool, kind, layout, ("engine.precision=bf16", *moments(dtype)), tmp_path)
 
 
@@ -108,16 +106,7 @@ def test_a_run_resumes_to_the_bit_and_its_export_is_what_it_trained(
     ranks, sizes = LAYOUTS[layout]
     more, recipe, size = model("tied", tmp_path / "model")
     formats = (f"train.exp_avg_dtype={dtype}", f"train.exp_avg_sq_dtype={dtype}")
-    keys = [
-        *COMMON,
-        *more,
-        *sizes,
-        *formats,
-        "train.steps=6",
-        "train.save_every=3",
-        "train.eval_rows=5",
-        "export=true",
-    ]
+    keys = [*COMMON, *more, *sizes, *formats, "train.steps=6", "train.save_every=3", "train.eval_rows=5", "export=true"]
     keys += [*(MUON if optimizer == "muon" else ()), "engine.precision=fp32", f"run.dir={tmp_path / 'run'}"]
 
     def train() -> tuple[Any, dict[str, bytes]]:

@@ -45,9 +45,7 @@ def write_tokens(rank: int, size: int, recipe: str, overrides: tuple[str, ...], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "name"), CASES)
-def test_a_layout_learns_from_a_teacher_as_one_rank(
-    parallel: str, name: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_layout_learns_from_a_teacher_as_one_rank(parallel: str, name: str, pool: Pool, tmp_path: Path) -> None:
     model, setting = MODELS[name], PARALLEL[parallel]
     folder, teacher = model.write(tmp_path / "model"), tmp_path / "taught"
     kinds = OF_MODELS.get(name, ("image", "text"))
@@ -57,38 +55,17 @@ def test_a_layout_learns_from_a_teacher_as_one_rank(
     )  # fmt: skip
     # The teacher is a run that has learnt something else.
     pool.run(1, taught_run, model.recipe, (*common, f"run.dir={teacher}", "train.mtp_loss=0"), timeout=300.0)
-    common = (
-        *common,
-        f"distill.teacher={teacher}",
-        "distill.top_k=7",
-        "distill.temperature=1.5",
-        "data.eval=none",
-    )
+    common = (*common, f"distill.teacher={teacher}", "distill.top_k=7", "distill.temperature=1.5", "data.eval=none")
     alone, spread = (f"run.dir={tmp_path / one}" for one in ("alone", "spread"))
     wanted = pool.run(1, taught_run, model.recipe, (*common, alone), timeout=300.0)[0]
-    found = pool.run(
-        setting.ranks, taught_run, model.recipe, (*common, *setting.overrides, spread), timeout=300.0
-    )[0]
+    found = pool.run(setting.ranks, taught_run, model.recipe, (*common, *setting.overrides, spread), timeout=300.0)[0]
     as_one(found, wanted)
     if name == "dense":
-        speak = (
-            *common,
-            *setting.overrides,
-            f"model.init={teacher}",
-            "distill.teacher=null",
-            "packing.budget=256",
-        )
+        speak = (*common, *setting.overrides, f"model.init={teacher}", "distill.teacher=null", "packing.budget=256")
         speak = (*speak, next(one.replace("train", "eval") for one in common if one.startswith("data.train")))
-        done = pool.run(
-            setting.ranks, write_tokens, model.recipe, speak, str(tmp_path / "spoken"), timeout=300.0
-        )
+        done = pool.run(setting.ranks, write_tokens, model.recipe, speak, str(tmp_path / "spoken"), timeout=300.0)
         assert done[0]["rows"] == 7 and done[0]["files"] == 1
-        disk = (
-            *common,
-            *setting.overrides,
-            f"distill.teacher={tmp_path / 'spoken'}",
-            f"run.dir={tmp_path / 'disk'}",
-        )
+        disk = (*common, *setting.overrides, f"distill.teacher={tmp_path / 'spoken'}", f"run.dir={tmp_path / 'disk'}")
         as_one(pool.run(setting.ranks, taught_run, model.recipe, disk, timeout=300.0)[0], wanted)
 
 

@@ -24,9 +24,7 @@ def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Plain:
             examples = loop_examples(folder, model)
             torch.save(loop_batch(examples), root / "batch.pt")
             longest = max(example.length for example in examples)
-            plan = LoopPlan(
-                str(folder), name, str(root / "batch.pt"), (f"packing.budget={longest + 40}",), 0.8
-            )
+            plan = LoopPlan(str(folder), name, str(root / "batch.pt"), (f"packing.budget={longest + 40}",), 0.8)
             whole = LoopPlan(plan.folder, name, plan.batch, ("packing.budget=8192",), plan.temperature)
             done[name] = plan, pool.run(1, run_loop, whole, timeout=300.0)[0]
         return done[name]
@@ -55,9 +53,7 @@ CASES = [
     ("parallel", "model", "joined"),
     [pytest.param(*case, marks=[] if case == FAST else pytest.mark.slow) for case in CASES],
 )
-def test_a_layout_gives_what_one_rank_gives(
-    parallel: str, model: str, joined: bool, pool: Pool, plain: Plain
-) -> None:
+def test_a_layout_gives_what_one_rank_gives(parallel: str, model: str, joined: bool, pool: Pool, plain: Plain) -> None:
     plan, alone = plain(model)
     setting = PARALLEL[parallel]
     spread = LoopPlan(**{**vars(plan), "overrides": (*plan.overrides, *setting.overrides), "joined": joined})

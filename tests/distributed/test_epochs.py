@@ -35,11 +35,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {  # ranks, model, override
 }
 FAST = ("packed", "kto")
 ROWS = 9
-BUDGETS = {
-    "kto": 88,
-    "dpo": 176,
-    "reward": 176,
-}  # so that there are 5 packed rows in two steps; else 32: 9 in three
+BUDGETS = {"kto": 88, "dpo": 176, "reward": 176}  # so that there are 5 packed rows in two steps; else 32: 9 in three
 
 
 def write_rows(file: Path, count: int) -> tuple[str, ...]:
@@ -66,9 +62,7 @@ def train(pool: Pool, tmp_path: Path) -> Callable[..., Path]:
         if not source.exists():
             chosen.write(source)
         write = write_labelled if "train.loss=kto" in overrides else write_pairs
-        loss = next(
-            (one.removeprefix("train.loss=") for one in overrides if one.startswith("train.loss=")), ""
-        )
+        loss = next((one.removeprefix("train.loss=") for one in overrides if one.startswith("train.loss=")), "")
         data = (write if loss else write_rows)(tmp_path / "rows.jsonl", ROWS)
         given = [
             f"packing.budget={BUDGETS.get(loss, 32)}",
@@ -85,9 +79,7 @@ def train(pool: Pool, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES])
 def test_a_short_last_step_is_that_of_one_rank(name: str, train: Callable[..., Path]) -> None:
     ranks, model, overrides = CASES[name]
     layout = tuple(one for one in overrides if one.startswith("parallel."))
@@ -108,17 +100,9 @@ def test_a_short_last_step_is_that_of_one_rank(name: str, train: Callable[..., P
 
 def test_a_run_whose_length_is_estimated_resumes_alike(train: Callable[..., Path], tmp_path: Path) -> None:
     """Random changes give rows other lengths in later epochs: the estimate, and the rate that follows it, are in the checkpoint."""
-    overrides = (
-        "train.epochs=3",
-        "data.augment=0.5",
-        "train.save_every=2",
-        "train.keep=9",
-        "packing.budget=64",
-    )
+    overrides = ("train.epochs=3", "data.augment=0.5", "train.save_every=2", "train.keep=9", "packing.budget=64")
     whole = train("whole", 1, "dense", *overrides)
-    events = [
-        line for line in map(json.loads, (whole / "train.jsonl").read_text().splitlines()) if "event" in line
-    ]
+    events = [line for line in map(json.loads, (whole / "train.jsonl").read_text().splitlines()) if "event" in line]
     steps = steps_of(whole)
     totals = [event["total_steps"] for event in events if "total_steps" in event]
     assert totals[-1] == len(steps) == json.loads((whole / "summary.json").read_text())["total_steps"]

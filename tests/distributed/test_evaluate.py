@@ -14,9 +14,7 @@ TRAIN = (
 
 
 @pytest.mark.slow(minutes=5)
-def test_every_layout_gives_the_loss_of_training_and_the_answers_of_generate(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_every_layout_gives_the_loss_of_training_and_the_answers_of_generate(pool: Pool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (trained,) = pool.run(1, rank_tasks.train, [*TRAIN, f"run.dir={run}"], "qwen3_omni_sft", timeout=300.0)
     options = {"max_rows": 5, "max_new_tokens": 6, "batch": 3}

@@ -33,8 +33,7 @@ def test_tokens_of_all_ranks(
         torch.testing.assert_close(found["weights"], inputs[1].grad)
         wanted_factors += inputs[2].grad
         ranks = [
-            size if to_all else len({expert // of_rank for expert in experts}) * shares
-            for experts in chosen.tolist()
+            size if to_all else len({expert // of_rank for expert in experts}) * shares for experts in chosen.tolist()
         ]
         assert found["sent"] == dict(enumerate(ranks))
         assert found["planned"] == ["exchange"] * (most is None), "ranks that are told ask nobody"

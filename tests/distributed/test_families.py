@@ -39,9 +39,7 @@ COMMON = (
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        k: v for file in sorted((folder / "export").glob("*.safetensors")) for k, v in load_file(file).items()
-    }
+    return {k: v for file in sorted((folder / "export").glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *SLOW])

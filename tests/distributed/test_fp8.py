@@ -53,9 +53,7 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return (apart / sum(float(want.float().square().sum()) for want in wanted.values())) ** 0.5
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LAYOUTS])
 def test_it_is_one_rank_in_fp8(name: str, step: Step) -> None:
     ranks, overrides = LAYOUTS[name]
     near, plain, found = step(1, FP8[:1]), step(1, FP8), step(ranks, (*FP8, *overrides))

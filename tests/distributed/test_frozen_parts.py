@@ -20,12 +20,7 @@ def test_a_part_that_the_first_run_has_trained(part: str, pool: Pool, tmp_path: 
     model, frozen = MODELS["dense"], "visual.merger" if part == "merger" else "visual"
     start = model.write(tmp_path / "model")
     first = (*COMMON, f"model.init={start}", f"run.dir={tmp_path / 'first'}")
-    then = (
-        *COMMON,
-        f"model.init={tmp_path / 'first'}",
-        f"model.freeze=[{part}]",
-        f"run.dir={tmp_path / 'then'}",
-    )
+    then = (*COMMON, f"model.init={tmp_path / 'first'}", f"model.freeze=[{part}]", f"run.dir={tmp_path / 'then'}")
     for overrides in (first, then):
         pool.run(1, rank_tasks.train, [*overrides], model.recipe, timeout=300.0)
     before, trained, found = (

@@ -23,9 +23,7 @@ def test_every_layout_and_every_kind_of_folder_gives_the_same_answers(pool: Pool
 
     def answers(folder: Path, ranks: int, *overrides: str, **options: object) -> list[dict]:
         call = partial(rank_tasks.call, **{**OPTIONS, **options})
-        found = pool.run(
-            ranks, call, "generate", str(folder), "digits:heldout", list(overrides), timeout=300.0
-        )
+        found = pool.run(ranks, call, "generate", str(folder), "digits:heldout", list(overrides), timeout=300.0)
         assert all(one == found[0] for one in found)
         return found[0]
 

@@ -32,12 +32,7 @@ def test_captured_layers_have_the_gradients_of_one_rank(
     labels = sum(one.num_labels for one in [*samples, *samples[:2]])
     layout = Layout(str(path))
     plan = Plan(
-        folder=folder,
-        batches=str(path),
-        labels=labels,
-        overrides=given,
-        recipe=stack.recipe,
-        layouts=(layout, layout),
+        folder=folder, batches=str(path), labels=labels, overrides=given, recipe=stack.recipe, layouts=(layout, layout)
     )
     (whole,) = (rank[0] for rank in pool.run(1, run_layouts, plan, timeout=300.0))
     plan = Plan(**{**plan.__dict__, "overrides": (*given, *overrides)})

@@ -32,17 +32,7 @@ def test_killed_at_any_moment_a_run_goes_on_to_the_bit(
     ranks: int, kills: int, steps: int, when: str, tmp_path: Path
 ) -> None:
     script = Path(rank_tasks.__file__).with_name("kill_train.py")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(script),
-        str(tmp_path),
-        str(ranks),
-        str(kills),
-        str(steps),
-        when,
-    ]
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(ranks), str(kills), str(steps), when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180 + 90 * kills, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])

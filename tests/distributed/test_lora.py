@@ -37,9 +37,7 @@ def parts_of(model: Model) -> tuple[str, ...]:
 
 
 def overrides(model: Model) -> tuple[str, ...]:
-    experts = (
-        ",experts.gate_up_proj,experts.down_proj" if "moe" in model.recipe or "omni" in model.recipe else ""
-    )
+    experts = ",experts.gate_up_proj,experts.down_proj" if "moe" in model.recipe or "omni" in model.recipe else ""
     return (
         *model.overrides,
         "lora.rank=3",
@@ -102,10 +100,7 @@ def _prepare(pool: Pool, model: Model, root: Path, more: tuple[str, ...]) -> Pre
     made = [padded, packed]
     laid_out = tuple(Layout(store(str(i), batches), keys) for i, (batches, keys) in enumerate(made))
     return Prepared(
-        replace(plan, layouts=laid_out),
-        [batches for batches, _ in made],
-        total_loss([held]),
-        full_gradients([held]),
+        replace(plan, layouts=laid_out), [batches for batches, _ in made], total_loss([held]), full_gradients([held])
     )
 
 
@@ -161,9 +156,7 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("parallel", DROPPED)
-def test_dropout_under_tensor_parallel(
-    parallel: str, pool: Pool, prepared: Callable[[str], Prepared]
-) -> None:
+def test_dropout_under_tensor_parallel(parallel: str, pool: Pool, prepared: Callable[[str], Prepared]) -> None:
     """Ranks with the same input drop the same of it: what they hold twice has the same gradient to the bit."""
     plain, setting = prepared("dense"), DROPPED[parallel]
     more = ("lora.dropout=0.3", "lora.parts=[language]", *setting.overrides)

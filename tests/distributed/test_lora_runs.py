@@ -63,14 +63,11 @@ def relative(found: float, wanted: float) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in PARALLEL if name not in ("serial", "dp2")])
-def test_same_steps_and_same_adapters(
-    name: str, train: Train, record_property: Callable[[str, object], None]
-) -> None:
+def test_same_steps_and_same_adapters(name: str, train: Train, record_property: Callable[[str, object], None]) -> None:
     serial, parallel = train("serial"), train(name)
     errors = {
         key: max(
-            relative(mine[key], wanted[key])
-            for mine, wanted in zip(parallel["steps"], serial["steps"], strict=True)
+            relative(mine[key], wanted[key]) for mine, wanted in zip(parallel["steps"], serial["steps"], strict=True)
         )
         for key in ("loss", "grad_norm")
     }
@@ -130,9 +127,7 @@ def test_other_adapters_are_refused(train: Train, pool: Pool, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["serial", "tp2 ep2 etp2"])
 def test_the_base_has_no_gradient_and_no_optimizer_state(name: str, pool: Pool, tmp_path: Path) -> None:
     size, more = PARALLEL[name]
-    ranks = pool.run(
-        size, rank_tasks.one_step, [*COMMON, *more, f"run.dir={tmp_path}"], RECIPE, SIZE, timeout=300.0
-    )
+    ranks = pool.run(size, rank_tasks.one_step, [*COMMON, *more, f"run.dir={tmp_path}"], RECIPE, SIZE, timeout=300.0)
     for rank in ranks:
         assert rank["frozen"] > 5 * rank["adapters"] > 0
         assert rank["frozen that moved"] == rank["frozen with a gradient"] == 0
@@ -171,12 +166,7 @@ def test_further_runs_start_from_a_run_with_adapters(train: Train, pool: Pool, t
     """model.init: from its merged weights; lora.init: with its adapters."""
     first = train("serial")["folder"]
     still = [*COMMON, "train.steps=1", "train.lr=1e-30", "train.min_lr=0"]
-    goes_on = [
-        *still,
-        f"model.init={first / 'base'}",
-        f"lora.init={first / 'export'}",
-        f"run.dir={tmp_path / 'on'}",
-    ]
+    goes_on = [*still, f"model.init={first / 'base'}", f"lora.init={first / 'export'}", f"run.dir={tmp_path / 'on'}"]
     on = pool.run(2, rank_tasks.train, [*goes_on, "parallel.pp=2"], RECIPE, SIZE, timeout=300.0)[0]
     found, wanted = tensors(tmp_path / "on" / "export"), tensors(first / "export")
     for name, tensor in wanted.items():
@@ -197,12 +187,6 @@ def test_further_runs_start_from_a_run_with_adapters(train: Train, pool: Pool, t
 
 
 def test_adapters_that_leave_a_stage_without_any_are_refused(pool: Pool, tmp_path: Path) -> None:
-    overrides = [
-        *COMMON,
-        "lora.parts=[vision]",
-        "lora.targets=[all-linear]",
-        f"run.dir={tmp_path}",
-        "parallel.pp=2",
-    ]
+    overrides = [*COMMON, "lora.parts=[vision]", "lora.targets=[all-linear]", f"run.dir={tmp_path}", "parallel.pp=2"]
     with pytest.raises(PoolError, match=r"a pipeline stage has no such linear"):
         pool.run(2, rank_tasks.train, overrides, RECIPE, SIZE)

@@ -83,9 +83,7 @@ def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
         model=model,
         folder=folder,
         labels=labels,
-        layouts=tuple(
-            Layout(store(str(i), batches), overrides) for i, (batches, overrides) in enumerate(made)
-        ),
+        layouts=tuple(Layout(store(str(i), batches), overrides) for i, (batches, overrides) in enumerate(made)),
         batches=[batches for batches, _ in made],
         loss=total_loss([held]),
         gradients=full_gradients([held]),
@@ -108,9 +106,7 @@ def logprob_error(held: list[Held], batches: list[Batch], wanted: list[Tensor]) 
     for part in held:
         for index, logprobs in part.logprobs.items():
             same = found.setdefault(index, logprobs)
-            torch.testing.assert_close(
-                same, logprobs, rtol=0, atol=0, msg="ranks of one micro-batch differ: {}".format
-            )
+            torch.testing.assert_close(same, logprobs, rtol=0, atol=0, msg="ranks of one micro-batch differ: {}".format)
     samples = [row for index in range(len(batches)) for row in by_sample(batches[index], found[index])]
     for got, want in zip(samples, wanted, strict=True):
         assert got.shape == want.shape

@@ -23,10 +23,7 @@ LAYOUTS = {
     "alone": (1, ()),
     "dp2, gradients in bf16": (2, ("train.main_grads_dtype=bf16",)),
     "pp2 tp2": (4, ("parallel.pp=2", "parallel.tp=2")),
-    "ep2 on the host": (
-        2,
-        ("parallel.ep=2", "train.optimizer_offload_fraction=0.5", "train.exp_avg_dtype=fp8"),
-    ),
+    "ep2 on the host": (2, ("parallel.ep=2", "train.optimizer_offload_fraction=0.5", "train.exp_avg_dtype=fp8")),
     "cp2 muon": (2, ("parallel.cp=2", "train.optimizer=muon")),
 }
 PUBLISHED = ("linear_attn.A_log", "linear_attn.norm.weight")
@@ -57,9 +54,7 @@ def has_more_digits(tensor: Tensor) -> bool:
 
 def check_export(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
     """Names and dtypes are those of the start; what was in fp32 has moved, and has more digits than bf16 has."""
-    assert {name: one.dtype for name, one in found.items()} == {
-        name: one.dtype for name, one in stored.items()
-    }
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in stored.items()}
     wide = {name for name, one in stored.items() if one.dtype == torch.float32}
     moved = {name for name in wide if not torch.equal(found[name], stored[name])}
     always = {name for name in wide if ".experts." not in name}  # an expert may have had no token
@@ -123,9 +118,7 @@ def test_adapters_leave_the_others_bytes_alone(base: str, pool: Pool, tmp_path: 
     task = partial(rank_tasks.call, quiet=True)
     pool.run(1, task, "convert", str(tmp_path / "run"), str(tmp_path / "merged"), timeout=300.0)
     stored, found = tensors(source), tensors(tmp_path / "merged")
-    assert {name: one.dtype for name, one in found.items()} == {
-        name: one.dtype for name, one in stored.items()
-    }
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in stored.items()}
     changed = {name for name, one in found.items() if not torch.equal(one, stored[name])}
     assert changed and all(name.endswith("q_proj.weight") for name in changed)
 

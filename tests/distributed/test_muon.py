@@ -88,18 +88,12 @@ def test_a_save_is_loaded_under_other_layouts_and_formats(
             continue
         assert values.any()
         bound = {"bf16": 2.0**-8, "fp8": 2.0**-4}[loaded] * values.float().abs()
-        assert bool(
-            ((after[key].float() - values.float()).abs() <= bound + values.abs().max() * 2.0**-17).all()
-        ), key
-    squares = {
-        key.removeprefix(f"{STATE}.exp_avg_sq.") for key in after if key.startswith(f"{STATE}.exp_avg_sq.")
-    }
+        assert bool(((after[key].float() - values.float()).abs() <= bound + values.abs().max() * 2.0**-17).all()), key
+    squares = {key.removeprefix(f"{STATE}.exp_avg_sq.") for key in after if key.startswith(f"{STATE}.exp_avg_sq.")}
     averages = {key.removeprefix(f"{STATE}.exp_avg.") for key in after if key.startswith(f"{STATE}.exp_avg.")}
     assert squares < averages
     assert {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"} <= squares
-    assert not any(
-        name.endswith(("linear_qkv.weight", "linear_fc2.weight", "experts.weight2")) for name in squares
-    )
+    assert not any(name.endswith(("linear_qkv.weight", "linear_fc2.weight", "experts.weight2")) for name in squares)
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(pool: Pool, tmp_path: Path) -> None:
@@ -149,8 +143,6 @@ def test_frozen_parts_and_bf16(pool: Pool, tmp_path: Path) -> None:
     assert frozen
     for key in frozen:
         torch.testing.assert_close(two[key], before[key], rtol=0, atol=0)
-    for key in (
-        key for key in one if key.endswith("linear_fc2.weight") and not key.startswith((STATE, "vision"))
-    ):
+    for key in (key for key in one if key.endswith("linear_fc2.weight") and not key.startswith((STATE, "vision"))):
         update = (one[key].float() - before[key].float()).norm()
         assert update > 0 and float((two[key].float() - one[key].float()).norm() / update) < 0.2

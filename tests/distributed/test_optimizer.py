@@ -101,9 +101,7 @@ def test_a_save_is_loaded_in_every_form(saved: Form, loaded: Form, pool: Pool, t
     def held(form: Form) -> dict[str, torch.Tensor]:
         overrides = (*form.keys, f"run.dir={tmp_path / 'run'}")
         arguments = (overrides, RECIPE, SIZE)
-        return optimizer_tasks.assembled(
-            pool.run(form.ranks, optimizer_tasks.held, *arguments, timeout=300.0)
-        )
+        return optimizer_tasks.assembled(pool.run(form.ranks, optimizer_tasks.held, *arguments, timeout=300.0))
 
     before, after = held(saved), held(loaded)
     assert len(masters(before)) > 20
@@ -135,12 +133,7 @@ def test_a_run_resumes_with_its_state_on_the_host_and_back_to_the_bit(pool: Pool
         """The steps of a run with this share on the host, from a checkpoint of another run if one is given."""
         if start is not None:
             shutil.copytree(tmp_path / start, tmp_path / name / "checkpoints" / Path(start).name)
-        overrides = (
-            *every,
-            f"train.optimizer_offload_fraction={share}",
-            "export=true",
-            f"run.dir={tmp_path / name}",
-        )
+        overrides = (*every, f"train.optimizer_offload_fraction={share}", "export=true", f"run.dir={tmp_path / name}")
         return pool.run(2, rank_tasks.train, overrides, RECIPE, SIZE, timeout=300.0)[0]["steps"]
 
     wanted = run(0, "whole")
@@ -162,9 +155,7 @@ def masters(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def moments(held: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     prefix = f"{STATE}.{name}."
-    return {
-        key.removeprefix(prefix): values.float() for key, values in held.items() if key.startswith(prefix)
-    }
+    return {key.removeprefix(prefix): values.float() for key, values in held.items() if key.startswith(prefix)}
 
 
 def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -196,9 +187,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
         "pp2 vpp2, beside the backward pass",
     ],
 )
-def test_gradients_kept_in_bf16(
-    ranks: int, layout: tuple[str, ...], bucket: int, pool: Pool, tmp_path: Path
-) -> None:
+def test_gradients_kept_in_bf16(ranks: int, layout: tuple[str, ...], bucket: int, pool: Pool, tmp_path: Path) -> None:
     """What the first update sees of two to four micro-batches a rank: each sum of two rounds to 8 bits, ranks' sums once.
 
     Gradients of parameters that are held in fp32 are kept so, too.
@@ -214,9 +203,7 @@ def test_gradients_kept_in_bf16(
     wanted, rounded = found
     assert rounded.keys() == wanted.keys() and len(wanted) > 20
     errors = {
-        key: float((rounded[key] - values).norm() / values.norm())
-        for key, values in wanted.items()
-        if values.any()
+        key: float((rounded[key] - values).norm() / values.norm()) for key, values in wanted.items() if values.any()
     }
     exact = [key for key in errors.keys() - half if errors.pop(key) > 1e-6]
     assert not exact and half and wanted.keys() - half, exact
@@ -226,9 +213,7 @@ def test_gradients_kept_in_bf16(
     assert max(errors.values()) < 5e-2, max(errors, key=errors.__getitem__)
 
 
-def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(pool: Pool, tmp_path: Path) -> None:
     overrides = (*COMMON, "parallel.ep=2", f"run.dir={tmp_path}", "train.warmup_steps=0")
     found = pool.run(2, optimizer_tasks.share_out, overrides, timeout=300.0)
     for one in found:

@@ -73,8 +73,7 @@ class Prepared:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES],
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES]
 )
 def prepared(
     request: pytest.FixtureRequest,
@@ -117,9 +116,7 @@ def poisoned(prepared: Prepared, mode: str) -> Batch:
         layout = PackedLayout.from_lengths(batch.lengths, ALIGN)
         padding = layout.padding_mask
         ids = layout.pack_list([sample.input_ids for sample in samples])
-        batch = replace(
-            batch, input_ids=ids, labels=layout.pack_list([sample.labels for sample in samples], -100)
-        )
+        batch = replace(batch, input_ids=ids, labels=layout.pack_list([sample.labels for sample in samples], -100))
     assert float(padding.float().mean()) > 0.03
     assert batch.labels is not None
     ids, labels = (poison(prepared, x, padding, i) for i, x in enumerate((batch.input_ids, batch.labels)))
@@ -192,9 +189,7 @@ def test_prompt_tokens_are_routed_and_counted(
     fewer = batch.labels.clone()
     labelled = (fewer != -100).nonzero()
     fewer[tuple(labelled[::2].T)] = -100
-    plans = [
-        prepared.plan(store([replace(batch, labels=labels)]), AUXILIARY) for labels in (batch.labels, fewer)
-    ]
+    plans = [prepared.plan(store([replace(batch, labels=labels)]), AUXILIARY) for labels in (batch.labels, fewer)]
     every, half = (pool.run(1, run_step, plan)[0] for plan in plans)
     for metric, wanted in every.metrics.items():
         torch.testing.assert_close(half.metrics[metric], wanted, rtol=0, atol=0, msg=f"{metric}: {{}}".format)
@@ -202,9 +197,7 @@ def test_prompt_tokens_are_routed_and_counted(
         torch.testing.assert_close(half.biases[layer], bias, rtol=0, atol=0)
     prompt = prepared.plan(store([_without_prompt(prepared)]), AUXILIARY)
     answers = pool.run(1, run_step, prompt)[0]
-    assert not torch.allclose(
-        answers.metrics["load_balancing_loss"], every.metrics["load_balancing_loss"], rtol=1e-3
-    )
+    assert not torch.allclose(answers.metrics["load_balancing_loss"], every.metrics["load_balancing_loss"], rtol=1e-3)
 
 
 def _without_prompt(prepared: Prepared) -> Batch:

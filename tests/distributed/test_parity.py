@@ -138,9 +138,7 @@ class Group:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_images_lie_across_context_parallel_chunks(
-    size: int, even_omni: Path, samples: dict[str, Any]
-) -> None:
+def test_images_lie_across_context_parallel_chunks(size: int, even_omni: Path, samples: dict[str, Any]) -> None:
     """What the tests above mean to hold: media cut between ranks, of packed rows, each embedding on one rank."""
     recipe = recipe_for(even_omni, f"parallel.cp={size}", ranks=size)
     assembly = assemble(recipe)

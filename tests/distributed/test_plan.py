@@ -18,11 +18,7 @@ from zoo.planner.plan import model_of
 
 ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")
 MORE = [
-    *(
-        (name, size, 1, f"engine.recompute={how}")
-        for name, size in RECIPES[:5]
-        for how in ("selective", "full")
-    ),
+    *((name, size, 1, f"engine.recompute={how}") for name, size in RECIPES[:5] for how in ("selective", "full")),
     ("qwen3_vl_sft", "tiny", 1, "model.freeze=[vision]"),
     ("qwen3_vl_lora", "tiny", 1, ""),
     ("qwen3_vl_moe_lora", "tiny-moe", 2, "parallel.ep=2"),
@@ -47,9 +43,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in RECIPES), *MORE]
-)
+@pytest.mark.parametrize(("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in RECIPES), *MORE])
 def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: Pool, tmp_path: Path) -> None:
     overrides = (f"size={size}", *ROW, *keys.split())
     recipe = validate(load_recipe(name, list(overrides)), ranks)
@@ -79,9 +73,7 @@ def test_bytes_of_compact_state(optimizer: str, pool: Pool, tmp_path: Path) -> N
         plan = memory(model, recipe, held.rows[0], 2, fused=False)[0]
         assert plan.weights == pytest.approx(held.weights, rel=0.01)
         assert plan.grads == pytest.approx(held.grads, rel=0.01)
-        limit = (
-            0.01 if optimizer == "adamw" else 0.1
-        )  # second moments are with the ranks whose ranges hold embeddings
+        limit = 0.01 if optimizer == "adamw" else 0.1  # second moments are with the ranks whose ranges hold embeddings
         assert plan.optimizer == pytest.approx(held.optimizer, rel=limit)
     assert plan.optimizer == pytest.approx(mean(held.optimizer for held in ranks), rel=0.01)
 
@@ -93,19 +85,11 @@ def test_bytes_of_a_teacher(keys: str, pool: Pool, tmp_path: Path) -> None:
     student, teacher = MODELS["dense"].write(tmp_path / "student"), tmp_path / "teacher"
     write_tiny_qwen3_vl(teacher, num_hidden_layers=6)
     name = MODELS["dense"].recipe
-    overrides = (
-        *ROW,
-        f"model.init={student}",
-        f"distill.teacher={teacher}",
-        "distill.top_k=8",
-        *keys.split(),
-    )
+    overrides = (*ROW, f"model.init={student}", f"distill.teacher={teacher}", "distill.top_k=8", *keys.split())
     recipe = validate(load_recipe(name, list(overrides)), 2)
     model, plain = model_of(recipe), model_of(recipe.replace({"distill.teacher": None}))
     for held in pool.run(2, run_bytes, name, overrides, str(tmp_path / "run")):
-        plan, alone = (
-            memory(one, recipe, held.rows[0], 2, fused=False)[held.pp_rank] for one in (model, plain)
-        )
+        plan, alone = (memory(one, recipe, held.rows[0], 2, fused=False)[held.pp_rank] for one in (model, plain))
         assert alone.weights == held.weights and held.teacher > 0
         assert plan.weights == held.weights + held.teacher
         assert (plan.grads, plan.optimizer) == (alone.grads, alone.optimizer)
@@ -114,7 +98,4 @@ def test_bytes_of_a_teacher(keys: str, pool: Pool, tmp_path: Path) -> None:
 def widest(plans: list[Memory], recipe: Recipe, stage: int) -> float:
     """Activations of as many rows as a stage holds at once, each planned as if all were like it; the most there are."""
     held = min(len(plans), max(1, round(in_flight(recipe, stage, len(plans)))))
-    return max(
-        mean(plan.activations for plan in plans[first : first + held])
-        for first in range(len(plans) - held + 1)
-    )
+    return max(mean(plan.activations for plan in plans[first : first + held]) for first in range(len(plans) - held + 1))

@@ -94,11 +94,7 @@ def resumed(pool: Pool, recipe: str, overrides: tuple[str, ...], ranks: int, fol
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [
-        "dpo",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipo", "simpo", "orpo", "kto", "reward")),
-    ],
+    "loss", ["dpo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipo", "simpo", "orpo", "kto", "reward"))]
 )
 def test_the_policy_has_no_dropout_unless_it_is_kept(loss: str, pool: Pool, tmp_path: Path) -> None:
     model = MODELS["text"]
@@ -151,9 +147,7 @@ LORA = ("lora.rank=4", "train.lr=1e-2", "train.schedule=constant", "packing.alig
 @pytest.mark.parametrize(
     ("parallel", "name"), [("dp2", "dense"), ("tp2 cp2", "dense"), ("pp2 vpp2", "dense"), ("ep2", "moe")]
 )
-def test_the_model_without_adapters_as_reference(
-    parallel: str, name: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_the_model_without_adapters_as_reference(parallel: str, name: str, pool: Pool, tmp_path: Path) -> None:
     """New adapters change nothing, so the base in each step is the run's first weights, under every layout and from another run's file."""
     model, setting = MODELS[name], PARALLEL[parallel]
     folder = model.write(tmp_path / "model")

@@ -92,16 +92,10 @@ def single_experts(folder: Path) -> None:
     save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
-LAYOUTS = {
-    1: (),
-    2: ("parallel.ep=2", "parallel.tp=2"),
-    4: ("parallel.tp=2", "parallel.pp=2", "parallel.etp=2"),
-}
+LAYOUTS = {1: (), 2: ("parallel.ep=2", "parallel.tp=2"), 4: ("parallel.tp=2", "parallel.pp=2", "parallel.etp=2")}
 
 
-def test_stacked_experts_and_blocks_cut_short_under_any_layout(
-    call: Call, pool: Pool, tmp_path: Path
-) -> None:
+def test_stacked_experts_and_blocks_cut_short_under_any_layout(call: Call, pool: Pool, tmp_path: Path) -> None:
     """Qwen3-VL's stacks, turned as published, which transformers can't read in FP8: held to block by block."""
     source = write_tiny_qwen3_vl(tmp_path / "source", moe=True, num_hidden_layers=4)
     wanted = write_fp8(source, tmp_path / "fp8", (16, 16))

@@ -20,9 +20,7 @@ def test_actors_give_what_one_rank_gives(pool: Pool, tmp_path: Path, monkeypatch
     model = MODELS["dense"]
     folder = model.write(tmp_path / "model")
     torch.save(loop_batch(loop_examples(folder, model)), tmp_path / "batch.pt")
-    plan = LoopPlan(
-        str(folder), "dense", str(tmp_path / "batch.pt"), ("packing.budget=8192",), 0.8, joined=True
-    )
+    plan = LoopPlan(str(folder), "dense", str(tmp_path / "batch.pt"), ("packing.budget=8192",), 0.8, joined=True)
     alone = pool.run(1, run_loop, plan, timeout=300.0)[0]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -16,11 +16,7 @@ BUCKET = 20_000  # elements: towers have several buckets
 CASES = {
     "dp2": ("dense", (), (("image-long", "video-short"), ("text-long", "text-short"))),
     "dp2 with audio": ("omni", (), (("image+video+audio",), ("text-long",))),
-    "cp2": (
-        "dense",
-        ("parallel.cp=2",),
-        (("text-short",), ("image-long",)),
-    ),  # the other rank encodes nothing
+    "cp2": ("dense", ("parallel.cp=2",), (("text-short",), ("image-long",))),  # the other rank encodes nothing
     "ep2": ("omni", ("parallel.ep=2",), (("image-long", "audio-short"), ("text-long",))),
     "tp2": ("dense", ("parallel.tp=2", "parallel.sp=true"), (("image-long",), ("text-long",))),
     "pp2": ("dense", ("parallel.pp=2",), (("image-long", "video-short"), ("text-long", "text-short"))),

@@ -131,9 +131,7 @@ def test_adapters_and_the_head_are_trained_under_every_layout(
         for steps, ranks, more in plan:
             given = (*common, *more, f"train.steps={steps}", f"run.dir={tmp_path / case}")
             runs[case] = pool.run(ranks, pair_run, model.recipe, given, timeout=300.0)[0]
-    last = {
-        case: (found[-2], found[-1]) for case, found in runs.items()
-    }  # the third step, and the evaluation
+    last = {case: (found[-2], found[-1]) for case, found in runs.items()}  # the third step, and the evaluation
     files = {case: load_file(tmp_path / case / "export" / "adapter_model.safetensors") for case in runs}
     for case in ("spread", "there", "back"):
         for one, wanted in zip(last[case], last["alone"], strict=True):
@@ -196,19 +194,10 @@ def test_a_reward_model_starts_from_a_language_models_run(
     pool.run(1, pair_run, model.recipe, first, timeout=300.0)
     zoo.convert(tmp_path / "first", tmp_path / "converted", quiet=True)
     found = {}
-    for name, more in {
-        "run": ("first", ()),
-        "folder": ("converted", ()),
-        "again": ("first", ("lora.rank=2",)),
-    }.items():
+    for name, more in {"run": ("first", ()), "folder": ("converted", ()), "again": ("first", ("lora.rank=2",))}.items():
         given = (f"model.init={tmp_path / more[0]}", f"run.dir={tmp_path / name}", *more[1])
-        found[name] = pool.run(
-            1, pair_run, model.recipe, (*common, "train.loss=reward", *given), timeout=300.0
-        )[0]
+        found[name] = pool.run(1, pair_run, model.recipe, (*common, "train.loss=reward", *given), timeout=300.0)[0]
     for name in ("run", "again"):
         for key in ("loss", "rewards/chosen", "rewards/rejected"):
-            assert found[name][0][key] == pytest.approx(found["folder"][0][key], rel=1e-5, abs=1e-6), (
-                name,
-                key,
-            )
+            assert found[name][0][key] == pytest.approx(found["folder"][0][key], rel=1e-5, abs=1e-6), (name, key)
     assert found["run"][0]["loss"] != pytest.approx(0.6931, abs=1e-4)

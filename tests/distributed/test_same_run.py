@@ -47,9 +47,7 @@ def train(pool: Pool, tmp_path: Path) -> Callable[..., Path]:
 EXACT = ("step", "loss", "grad_norm", "lr", "real_tokens", "labels")
 
 
-@pytest.mark.parametrize(
-    "overrides", [("engine.threads=2",), ("train.global_batch=4",)], ids=["threads", "dp2"]
-)
+@pytest.mark.parametrize("overrides", [("engine.threads=2",), ("train.global_batch=4",)], ids=["threads", "dp2"])
 def test_the_same_again(overrides: tuple[str, ...], train: Callable[..., Path]) -> None:
     ranks = 1 if "engine.threads=2" in overrides else 2
     first, second = (train(name, ranks, *overrides) for name in ("first", "second"))
@@ -93,14 +91,7 @@ def test_on_a_gpu(recipe: str, size: str, ranks: int, tmp_path: Path) -> None:
     """In a process of its own each time, and once resumed from the save in the middle."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    common = [
-        *COMMON,
-        f"size={size}",
-        "train.steps=8",
-        "train.save_every=4",
-        "train.keep=9",
-        f"nproc={ranks}",
-    ]
+    common = [*COMMON, f"size={size}", "train.steps=8", "train.save_every=4", "train.keep=9", f"nproc={ranks}"]
     common += ["run.deterministic=true", f"train.global_batch={4 * ranks}", "parallel.plan=[]"]
 
     def run(name: str, *more: str) -> Path:

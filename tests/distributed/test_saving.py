@@ -40,9 +40,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 NAMES = list(LAYOUTS)
 RING = set(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 PAIRS = [
-    pytest.param(a, b, marks=[] if (a, b) in RING else pytest.mark.slow, id=f"{a} to {b}")
-    for a in NAMES
-    for b in NAMES
+    pytest.param(a, b, marks=[] if (a, b) in RING else pytest.mark.slow, id=f"{a} to {b}") for a in NAMES for b in NAMES
 ]
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -135,9 +133,7 @@ def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
         tensors = {"index.json", "rank0_0.bin", "rank1_0.bin"}
         assert {"state.json", "config.yaml", "hf/config.json", *tensors} <= names
     ours, theirs = (folder / "hf" / "config.json" for folder in (first, second))
-    assert ours.read_bytes() == theirs.read_bytes() and not ours.samefile(
-        theirs
-    )  # they are damaged one at a time
+    assert ours.read_bytes() == theirs.read_bytes() and not ours.samefile(theirs)  # they are damaged one at a time
     assert json.loads((second / "state.json").read_text())["ranks"] == 2
     assert not list((finished / "checkpoints").glob(".partial*"))
     assert not [path for path in (finished.parent / "stage").rglob("*") if path.is_file()]
@@ -191,9 +187,7 @@ def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["in one", "in all"])
-def test_damage_beside_the_weights_stops_no_run(
-    everywhere: bool, pool: Pool, copied: Path, tmp_path: Path
-) -> None:
+def test_damage_beside_the_weights_stops_no_run(everywhere: bool, pool: Pool, copied: Path, tmp_path: Path) -> None:
     """It is taken from another checkpoint; where it is whole in none, the run goes on and its next checkpoint has it."""
     damaged = checkpoints(copied) if everywhere else checkpoints(copied)[1:]
     for folder in damaged:
@@ -215,9 +209,7 @@ def test_damage_beside_the_weights_stops_no_run(
 def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -> None:
     for folder in checkpoints(copied):
         cut_short(folder)
-    with pytest.raises(
-        PoolError, match=r"UserError: .*no checkpoint there is whole \(.*iter_4/rank0_0.bin is damaged"
-    ):
+    with pytest.raises(PoolError, match=r"UserError: .*no checkpoint there is whole \(.*iter_4/rank0_0.bin is damaged"):
         go_on(pool, copied)
     assert len(checkpoints(copied)) == 2
 
@@ -322,9 +314,7 @@ def test_saves_by_the_clock(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
-    culprit: int, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(culprit: int, pool: Pool, tmp_path: Path) -> None:
     """At the next step at the latest after it has failed, naming the file. Both ranks write here: stages of a pipeline."""
     folder = tmp_path / "run"
     overrides = [*SMALL, "train.steps=500", "train.save_every=3", "parallel.pp=2", f"run.dir={folder}"]
@@ -349,9 +339,7 @@ def test_a_run_goes_on_from_what_is_left_in_its_stage(pool: Pool, tmp_path: Path
     saves = [(event["event"], event["step"]) for event in events if event.get("event") in ("save", "copied")]
     assert sorted(saves) == [("copied", 2), ("copied", 4), ("save", 2), ("save", 4)]
 
-    shutil.move(
-        folder / "checkpoints" / "iter_4", mine / "checkpoints" / "iter_4"
-    )  # as if it had not been copied
+    shutil.move(folder / "checkpoints" / "iter_4", mine / "checkpoints" / "iter_4")  # as if it had not been copied
     (folder / "checkpoints" / ".partial-iter_4").mkdir()
     again = [*overrides, "train.steps=6", "export=true"]
     steps = pool.run(2, rank_tasks.train, again, timeout=300.0)[0]["steps"]
@@ -361,9 +349,7 @@ def test_a_run_goes_on_from_what_is_left_in_its_stage(pool: Pool, tmp_path: Path
     assert resumed == [4] and [event["step"] for event in events if event.get("left")] == [4]
     assert [path.name for path in checkpoints(folder)] == ["iter_4", "iter_6"]
     assert not list((folder / "checkpoints").glob(".partial*"))
-    assert (folder / "export" / "model.safetensors").exists() and [p.name for p in mine.rglob("*")] == [
-        "checkpoints"
-    ]
+    assert (folder / "export" / "model.safetensors").exists() and [p.name for p in mine.rglob("*")] == ["checkpoints"]
     plain = tmp_path / "plain"
     pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={plain}"], timeout=300.0)
     wanted = pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={plain}", "train.steps=6"], timeout=300.0)

@@ -49,9 +49,7 @@ def train(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Train:
         if name not in done:
             size, overrides = PARALLEL.get(name, (1, ()))
             folder = root / name.replace(" ", "_")
-            ranks = pool.run(
-                size, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=300.0
-            )
+            ranks = pool.run(size, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=300.0)
             assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
             done[name] = {**ranks[0], "folder": folder}
         return done[name]
@@ -71,9 +69,7 @@ def relative(found: float, wanted: float) -> float:
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_same_steps_and_same_weights(
-    name: str, train: Train, record_property: Callable[[str, object], None]
-) -> None:
+def test_same_steps_and_same_weights(name: str, train: Train, record_property: Callable[[str, object], None]) -> None:
     serial, parallel = train("serial"), train(name)
     assert len(parallel["steps"]) == len(serial["steps"]) == 3
     assert serial["losses"][2] < 0.999 * serial["losses"][0]
@@ -125,14 +121,7 @@ def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool,
 
     def run(name: str, folder: Path) -> list[dict[str, Any]]:
         size, parallel = HYBRID[name]
-        overrides = [
-            *rank_tasks.ADAMW,
-            *COMMON,
-            "data.augment=0",
-            "train.save_every=2",
-            *parallel,
-            f"run.dir={folder}",
-        ]
+        overrides = [*rank_tasks.ADAMW, *COMMON, "data.augment=0", "train.save_every=2", *parallel, f"run.dir={folder}"]
         arguments = (overrides, "qwen35_vl_moe_sft", "tiny-moe")
         return pool.run(size, rank_tasks.train, *arguments, timeout=300.0)[0]["steps"]
 
@@ -173,13 +162,7 @@ def test_the_first_step_s_rows_are_read_while_the_model_is_built(
     recipe: str, orders: tuple[list[str], ...], pool: Pool, tmp_path: Path
 ) -> None:
     """At a start and where a checkpoint is resumed from; where a loss needs figures of the reference, once these are there."""
-    given = (
-        "train.global_batch=1",
-        "train.save_every=1",
-        "export=false",
-        "train.eval_rows=0",
-        "data.lookahead=8",
-    )
+    given = ("train.global_batch=1", "train.save_every=1", "export=false", "train.eval_rows=0", "data.lookahead=8")
     for steps, order in zip((1, 2), orders, strict=True):
         about = [*given, f"train.steps={steps}", "train.warmup_steps=0", f"run.dir={tmp_path}"]
         (found,) = pool.run(1, rank_tasks.order_of_the_start, about, recipe, "tiny", timeout=300.0)

@@ -129,9 +129,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_resumes_under_another_layout_and_is_exported_whole(
-    name: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_run_resumes_under_another_layout_and_is_exported_whole(name: str, pool: Pool, tmp_path: Path) -> None:
     recipe, size, arch, layout, then = RUNS[name]
 
     def run(folder: Path, parallel: tuple[str, ...] = ()) -> list[dict[str, Any]]:

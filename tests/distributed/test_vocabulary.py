@@ -32,10 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     turns = [
-        [
-            {"role": "user", "content": f"{NEW[n % 9]} {n}"},
-            {"role": "assistant", "content": f"{n} {NEW[-1 - n % 9]}"},
-        ]
+        [{"role": "user", "content": f"{NEW[n % 9]} {n}"}, {"role": "assistant", "content": f"{n} {NEW[-1 - n % 9]}"}]
         for n in range(24)
     ]
     rows.write_text("".join(json.dumps({"messages": both}) + "\n" for both in turns))

@@ -77,9 +77,7 @@ def test_same_steps_and_same_tensors(name: str, train: Train) -> None:
 def test_what_is_trained_whole_moves_and_is_saved(train: Train) -> None:
     run = train("serial")
     exported, base = load_file(run / "export" / "adapter_model.safetensors"), tensors(run / "base")
-    whole = {
-        name.removeprefix("base_model.model."): one for name, one in exported.items() if ".lora_" not in name
-    }
+    whole = {name.removeprefix("base_model.model."): one for name, one in exported.items() if ".lora_" not in name}
     assert whole and all(name.startswith("model.visual.merger.") for name in whole)
     assert all(not torch.equal(base[name], one) for name, one in whole.items())
     config = json.loads((run / "export" / "adapter_config.json").read_text())
@@ -123,17 +121,10 @@ def test_further_runs_start_from_it(train: Train, pool: Pool, tmp_path: Path) ->
     """model.init: from its merged weights, whatever this run freezes; lora.init: with its adapters and its part."""
     first = train("serial")
     still = [*COMMON, "train.steps=1", "train.lr=1e-30", "train.min_lr=0"]
-    goes_on = [
-        *still,
-        f"model.init={first / 'base'}",
-        f"lora.init={first / 'export'}",
-        f"run.dir={tmp_path / 'on'}",
-    ]
+    goes_on = [*still, f"model.init={first / 'base'}", f"lora.init={first / 'export'}", f"run.dir={tmp_path / 'on'}"]
     pool.run(2, rank_tasks.train, [*goes_on, "parallel.pp=2"], RECIPE, SIZE, timeout=300.0)
     found, wanted = tensors(tmp_path / "on" / "export"), tensors(first / "export")
-    assert found.keys() == wanted.keys() and all(
-        torch.equal(found[name], one) for name, one in wanted.items()
-    )
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], one) for name, one in wanted.items())
     call = partial(rank_tasks.call, quiet=True)
     pool.run(1, call, "convert", str(first), str(tmp_path / "converted"), timeout=300.0)
     converted = tensors(tmp_path / "converted")
@@ -147,9 +138,7 @@ def test_further_runs_start_from_it(train: Train, pool: Pool, tmp_path: Path) ->
         pool.run(1, rank_tasks.train, overrides, RECIPE, SIZE, timeout=300.0)
         found = tensors(tmp_path / name / where)
         assert found.keys() == converted.keys()
-        assert all(
-            torch.allclose(found[tensor], one, rtol=0, atol=1e-20) for tensor, one in converted.items()
-        ), name
+        assert all(torch.allclose(found[tensor], one, rtol=0, atol=1e-20) for tensor, one in converted.items()), name
 
 
 def test_adapters_of_a_tower_whose_merger_a_later_run_names(pool: Pool, tmp_path: Path) -> None:
@@ -180,9 +169,7 @@ def test_adapters_of_a_tower_whose_merger_a_later_run_names(pool: Pool, tmp_path
             folder = tmp_path / f"{case}-{freeze}"
             pool.run(1, rank_tasks.train, [*still, f"run.dir={folder}"], RECIPE, SIZE, timeout=300.0)
             found = tensors(folder / "export")
-            near = {
-                name: torch.allclose(found[name], one, rtol=0, atol=1e-20) for name, one in converted.items()
-            }
+            near = {name: torch.allclose(found[name], one, rtol=0, atol=1e-20) for name, one in converted.items()}
             assert all(near.values()), (case, freeze)
 
 

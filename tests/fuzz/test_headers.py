@@ -62,10 +62,7 @@ def check(folder: Path) -> None:
         with within(), SafetensorsFolder(folder) as reader:
             for name in reader.names():
                 info, whole = reader.info(name), reader.read(name)
-                assert (
-                    tuple(whole.shape) == info.shape
-                    and whole.nbytes == info.nbytes <= info.file.stat().st_size
-                )
+                assert tuple(whole.shape) == info.shape and whole.nbytes == info.nbytes <= info.file.stat().st_size
                 assert inside(info.file, folder)
     except CheckpointError as error:
         assert len(str(error)) < 3000

@@ -58,9 +58,7 @@ def video(kind: str, codec: str, sound: str | None = None) -> bytes:
 
 def sound(kind: str, subtype: str | None = None) -> bytes:
     file = io.BytesIO()
-    soundfile.write(
-        file, np.sin(np.arange(4000) / 9).astype(np.float32), 16_000, format=kind, subtype=subtype
-    )
+    soundfile.write(file, np.sin(np.arange(4000) / 9).astype(np.float32), 16_000, format=kind, subtype=subtype)
     return file.getvalue()
 
 

@@ -21,14 +21,7 @@ from zoo.errors import UserError
 MEMORY_MB = 1024
 TALK = [{"role": "user", "content": "Say 7."}, {"role": "assistant", "content": "7"}]
 COLUMNS: dict[str, list[Any]] = {
-    "messages": [
-        [TALK, TALK],
-        [[TALK[0]], None],
-        ["x", None],
-        [1, 2],
-        [[[1], [2]], [[3]]],
-        [{"role": "user"}, None],
-    ],
+    "messages": [[TALK, TALK], [[TALK[0]], None], ["x", None], [1, 2], [[[1], [2]], [[3]]], [{"role": "user"}, None]],
     "images": [
         [["a.png"], []],
         [["../secret.png"], None],
@@ -90,11 +83,7 @@ def check(folder: Path, data: bytes, form: str | None) -> None:
             )
             for row in read_as_rows(rows, 20):
                 for medium in (*row.images, *row.videos, *row.audios):
-                    assert (
-                        not isinstance(medium, str)
-                        or medium.startswith("data:")
-                        or inside(folder / medium, folder)
-                    )
+                    assert not isinstance(medium, str) or medium.startswith("data:") or inside(folder / medium, folder)
     except UserError as error:
         assert len(str(error)) < 3000
     finally:
@@ -112,8 +101,6 @@ def test_files_of_bytes(data: bytes, folder: Path) -> None:
 def test_odd_columns(names: list[str], data: Any, form: str | None, folder: Path) -> None:
     columns = {name: data.draw(st.sampled_from(COLUMNS[name])) for name in names}
     huggingface = data.draw(
-        st.sampled_from(
-            [None, FEATURES, "{", "[]", '{"info": {"features": {"text": {"_type": "os.system"}}}}']
-        )
+        st.sampled_from([None, FEATURES, "{", "[]", '{"info": {"features": {"text": {"_type": "os.system"}}}}'])
     )
     check(folder, parquet(columns, **({"huggingface": huggingface} if huggingface else {})), form)

@@ -156,11 +156,7 @@ def tokens(run: Path) -> None:
 
 
 def converted(run: Path) -> None:
-    (
-        native.read_about(run / "native"),
-        native.read_layouts(run / "native"),
-        native.published_dtypes(run / "native"),
-    )
+    (native.read_about(run / "native"), native.read_layouts(run / "native"), native.published_dtypes(run / "native"))
 
 
 def exported(run: Path) -> None:
@@ -196,11 +192,7 @@ FILES: dict[str, tuple[Callable[[Path], None], Any]] = {
     "native/zoo.json": (converted, ABOUT),
     "adapter_config.json": (adapter, ADAPTER),
 }  # fmt: skip
-DEEP = [
-    b"[" * 100_000,
-    b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    b'{"step": 1, "loss": ' + b"[" * 500 + b"]" * 500 + b"}",
-]
+DEEP = [b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"step": 1, "loss": ' + b"[" * 500 + b"]" * 500 + b"}"]
 TEXTS = [b"", b" ", b"{}", b"[]", b"null", b"1", b'"x"', b"\xff\xfe{}", b'{"step": 1', b"1" * 5000, b'{"step": ' + b"9" * 5000 + b"}", b"\0" * 64,
          b'{"step": 1, "step": -1}', b"NaN", *DEEP]  # fmt: skip
 ODD = [
@@ -252,10 +244,7 @@ def changed(draw: Any, value: Any, edits: int = 3) -> Any:
     for _ in range(draw(st.integers(1, edits))):
         outer, key, inner = None, None, value
         while isinstance(inner, dict | list) and inner and (outer is None or draw(st.integers(0, 2))):
-            outer, key = (
-                inner,
-                draw(st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner)))),
-            )
+            outer, key = (inner, draw(st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner)))))
             inner = outer[key]
         if outer is None:
             return draw(odd)

@@ -73,9 +73,7 @@ lines = st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES))
 
 @fuzzed()
 @given(lines=st.lists(lines, min_size=1, max_size=4), base=st.booleans(), nest=st.booleans())
-def test_files_of_odd_values(
-    lines: list[tuple[str, str]], base: bool, nest: bool, tmp_path_factory: Any
-) -> None:
+def test_files_of_odd_values(lines: list[tuple[str, str]], base: bool, nest: bool, tmp_path_factory: Any) -> None:
     path = Path(tmp_path_factory.getbasetemp()) / f"values{os.getpid()}.yaml"
     text = "base: qwen3_vl_sft\n" if base else ""
     for name, value in lines:
@@ -88,9 +86,7 @@ def test_files_of_odd_values(
 
 @fuzzed()
 @given(
-    overrides=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES) | st.text(max_size=12)), max_size=3
-    )
+    overrides=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES) | st.text(max_size=12)), max_size=3)
 )
 def test_overrides(overrides: list[tuple[str, str]]) -> None:
     check("qwen3_vl_sft", [f"{name}={value}" for name, value in overrides])

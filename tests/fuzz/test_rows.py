@@ -18,7 +18,9 @@ from zoo.data.sources.rows import Row, make_row
 MEMORY_MB = 1024
 SAY = {"role": "user", "content": "Say 7."}
 ANSWER = {"role": "assistant", "content": "7"}
-PNG = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+PNG = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 
 GOOD: list[dict[str, Any]] = [
     {"messages": [SAY, ANSWER], "kind": "x", "weight": 0.5},
@@ -107,13 +109,7 @@ def check(make: Any, root: Path, processor: Any = None) -> None:
             for medium in (*row.images, *row.videos, *row.audios):
                 if isinstance(medium, str) and not medium.startswith("data:"):
                     assert inside(root / medium, root), medium
-            for text in (
-                row.kind or "",
-                row.text or "",
-                row.tools,
-                *row.calls,
-                *(said for _, said in row.messages),
-            ):
+            for text in (row.kind or "", row.text or "", row.tools, *row.calls, *(said for _, said in row.messages)):
                 text.encode()
             if processor is not None:
                 processor.measure(row, video_fps=1.0, max_frames=4)
@@ -136,10 +132,7 @@ def test_lines_of_bytes(line: bytes, root: Path) -> None:
 
 
 @fuzzed()
-@given(
-    item=changed() | st.dictionaries(st.sampled_from(KEYS), values),
-    form=st.sampled_from([None, None, *FORMATS]),
-)
+@given(item=changed() | st.dictionaries(st.sampled_from(KEYS), values), form=st.sampled_from([None, None, *FORMATS]))
 def test_rows_of_any_format(item: dict[str, Any], form: str | None, root: Path) -> None:
     """JSONL, ShareGPT, OpenAI's parts, and the sets with adapters."""
     check(lambda: make_row(item, "x:1", Access(root, outside=False), form), root)

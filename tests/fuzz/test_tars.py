@@ -100,9 +100,7 @@ def check(folder: Path, data: bytes, form: str | None) -> None:
     path.write_bytes(data)
     try:
         with within():
-            rows = open_table(
-                DataEntry(path=str(path), format=form), Access, print, evaluation=False, key="data.train"
-            )
+            rows = open_table(DataEntry(path=str(path), format=form), Access, print, evaluation=False, key="data.train")
             for row in read_as_rows(rows, len(rows)):
                 for medium in (*row.images, *row.videos, *row.audios):
                     assert not isinstance(medium, str) or medium.startswith("data:"), medium

@@ -164,9 +164,7 @@ def test_parquet(kind: str, tmp_path: Path) -> None:
         pq.write_table(pa.table(columns), path)
 
         def read() -> None:
-            rows = open_table(
-                DataEntry(path=str(path)), Access, lambda error: None, evaluation=False, key="data.train"
-            )
+            rows = open_table(DataEntry(path=str(path)), Access, lambda error: None, evaluation=False, key="data.train")
             for place in range(0, len(rows), max(1, len(rows) // 50)):
                 with suppress(UserError):
                     rows[place]
@@ -187,9 +185,7 @@ def test_tars(kind: str, tmp_path: Path) -> None:
                 tar.addfile(info, io.BytesIO(b"{}"))
 
         def read() -> None:
-            rows = open_table(
-                DataEntry(path=str(path)), Access, lambda error: None, evaluation=False, key="data.train"
-            )
+            rows = open_table(DataEntry(path=str(path)), Access, lambda error: None, evaluation=False, key="data.train")
             for place in range(min(len(rows), 50)):
                 with suppress(UserError):
                     rows[place]
@@ -202,20 +198,12 @@ def test_tars(kind: str, tmp_path: Path) -> None:
 def tools_row(n: int) -> Row:
     tools = json.dumps([{"type": "function", "function": {"name": f"tool {i}"}} for i in range(n)])
     calls = json.dumps([{"name": f"tool {i}", "arguments": {}} for i in range(n)])
-    said = (
-        ("system", "s"),
-        ("user", "<image>q" * n),
-        ("assistant", ""),
-        ("tool", "<image>r" * n),
-        ("assistant", "a"),
-    )
+    said = (("system", "s"), ("user", "<image>q" * n), ("assistant", ""), ("tool", "<image>r" * n), ("assistant", "a"))
     return Row(said, tools=tools, calls=("", "", calls, "", ""))
 
 
 def written(row: Row) -> str:
-    return row.tools + "".join(
-        content + called for (_, content), called in zip(row.messages, row.calls, strict=True)
-    )
+    return row.tools + "".join(content + called for (_, content), called in zip(row.messages, row.calls, strict=True))
 
 
 def written_and(check: Callable[[Row, str], None], row: Row) -> None:
@@ -235,10 +223,7 @@ class Letters:
     """A tokenizer whose tokens are letters."""
 
     def __call__(self, text: str, return_offsets_mapping: bool) -> dict[str, Any]:
-        return {
-            "input_ids": [ord(letter) for letter in text],
-            "offset_mapping": [(n, n + 1) for n in range(len(text))],
-        }
+        return {"input_ids": [ord(letter) for letter in text], "offset_mapping": [(n, n + 1) for n in range(len(text))]}
 
     def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
         return "".join(map(chr, ids))
@@ -304,11 +289,7 @@ def test_settings_of_a_model(kind: str, tmp_path: Path) -> None:
             (folder / name).write_text(json.dumps(value))
 
         def read() -> None:
-            for work in (
-                lambda: read_arch(folder),
-                lambda: check_side_files(folder),
-                lambda: check_arch(value, "x"),
-            ):
+            for work in (lambda: read_arch(folder), lambda: check_side_files(folder), lambda: check_arch(value, "x")):
                 with suppress(UserError):
                     work()
 

@@ -16,9 +16,7 @@ hidden = {name: modules.pop(name) for name in KERNELS if name in modules}
 modules.update(dict.fromkeys(KERNELS))  # None: importing it fails
 for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
     name = f"transformers.models.{family}.modeling_{family}"
-    assert name not in modules or not torch.cuda.is_available(), (
-        "tests/gpu wants a run of its own: imported too early"
-    )
+    assert name not in modules or not torch.cuda.is_available(), "tests/gpu wants a run of its own: imported too early"
     importlib.import_module(name)
 for name in KERNELS:
     del modules[name]

@@ -30,10 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the package `support`
 
 FP32 = 1e-5, 1e-4  # relative errors of the loss, and of the gradient as one vector
-SLACK, ROUNDING = (
-    1.5,
-    1e-2,
-)  # of bf16: to be no further from fp32 than one rank in bf16 is, times and plus this
+SLACK, ROUNDING = (1.5, 1e-2)  # of bf16: to be no further from fp32 than one rank in bf16 is, times and plus this
 FP32_LOSSES = 1e-4  # of each step of a run
 START_SECONDS = 240.0  # for a rank's imports
 MICRO_BATCHES = 4
@@ -52,9 +49,7 @@ class Case:
     @property
     def name(self) -> str:
         sizes = " ".join(text.removeprefix("parallel.") for text in self.overrides)
-        return (
-            f"{self.kind} {self.model}, {self.ranks} ranks: {sizes or ('dp' if self.ranks > 1 else 'serial')}"
-        )
+        return f"{self.kind} {self.model}, {self.ranks} ranks: {sizes or ('dp' if self.ranks > 1 else 'serial')}"
 
 
 WHOLE = ("parallel.cp=2",)  # samples, where ranks can hold them whole: each comes twice
@@ -159,10 +154,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     from zoo.parallel.processes import end_with_parent
 
     end_with_parent()
-    for module in (
-        "transformers.models",
-        "zoo.training.trainer",
-    ):  # which cases would import in their time
+    for module in ("transformers.models", "zoo.training.trainer"):  # which cases would import in their time
         importlib.import_module(module)
     destroy = dist.destroy_process_group
     (folder / f"ready.{first}.{rank}").touch()
@@ -183,9 +175,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
             write(folder / f"{index}.{rank}", (found, time.perf_counter() - start))
 
         def end_group() -> None:
-            if (
-                sys.exception() is not None
-            ):  # other ranks may wait for this one for ever, and it for them here
+            if sys.exception() is not None:  # other ranks may wait for this one for ever, and it for them here
                 leave(traceback.format_exc())
                 os._exit(1)
             destroy()
@@ -316,9 +306,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = Ranks(
-            folder, max(case.ranks for case in cases)
-        )  # whose imports go on beside what stands here
+        ranks = Ranks(folder, max(case.ranks for case in cases))  # whose imports go on beside what stands here
         ahead = ThreadPoolExecutor(1)  # makes what later cases are given while ranks work on earlier ones
         try:
             from zoo.launch.rank_group import free_port
@@ -330,11 +318,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
                 wanted = references(case)
                 serial = case.ranks == 1
                 known = serial or all(one in results for one in wanted)
-                found = (
-                    ranks.run(case, given.result(), free_port())
-                    if known
-                    else "there is nothing to hold it to"
-                )
+                found = ranks.run(case, given.result(), free_port()) if known else "there is nothing to hold it to"
                 if isinstance(found, str):
                     good = False
                     say(f"FAILED {case.name}: {found}")
@@ -353,9 +337,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
 
 def main() -> int:
     """A rank, or the whole."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=sorted(CASES), default=2)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -367,9 +349,7 @@ def main() -> int:
         return 0
     cases = tuple(case for case in CASES[given.ranks] if given.only in case.name)
     if not cases:
-        parser.error(
-            f"--only {given.only}: no case is named so; there are {[c.name for c in CASES[given.ranks]]}"
-        )
+        parser.error(f"--only {given.only}: no case is named so; there are {[c.name for c in CASES[given.ranks]]}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks are ended
     return 0 if check(cases, lambda line: print(line, flush=True)) else 1
 

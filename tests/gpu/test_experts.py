@@ -30,13 +30,7 @@ def exact(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "experts", "topk", "hidden", "width"),
-    [
-        (1000, 8, 4, 1024, 384),
-        (700, 8, 2, 256, 136),
-        (1, 4, 2, 128, 128),
-        (300, 6, 2, 136, 520),
-        (90, 4, 1, 64, 32),
-    ],
+    [(1000, 8, 4, 1024, 384), (700, 8, 2, 256, 136), (1, 4, 2, 128, 128), (300, 6, 2, 136, 520), (90, 4, 1, 64, 32)],
 )
 def test_products_of_experts(
     tokens: int, experts: int, topk: int, hidden: int, width: int, dtype: torch.dtype | None

@@ -42,9 +42,7 @@ def here() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("case", [*((name,) for name in STACKS_CAPTURED), *FEW_TRAINED], ids=" ".join)
-def test_graphs_give_the_same_gradients(
-    case: tuple[str, ...], here: Any, tmp_path: Path, reports: list[str]
-) -> None:
+def test_graphs_give_the_same_gradients(case: tuple[str, ...], here: Any, tmp_path: Path, reports: list[str]) -> None:
     from zoo.model.graphs import use_graphs
 
     name = case[0]
@@ -55,17 +53,13 @@ def test_graphs_give_the_same_gradients(
     rows = [samples, samples[:2], samples[1:], samples, samples[:1]]
     plain = [zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row)) for row in rows]
     _accumulate(zoo)
-    left_out = (
-        pytest.warns(UserWarning, match="layers of the .* run without") if "odd" in name else nullcontext()
-    )
+    left_out = pytest.warns(UserWarning, match="layers of the .* run without") if "odd" in name else nullcontext()
     with left_out:
         assert use_graphs([zoo.model]) == STACKS_CAPTURED[name]
     for row, (loss, wanted) in zip(rows, plain, strict=True):
         found, rest = zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row))
         errors = abs(found - loss) / loss, distance(_gradients(zoo, rest), wanted)
-        reports.append(
-            f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}"
-        )
+        reports.append(f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}")
         assert errors[0] < 1e-3 and errors[1] < APART, errors
     stacks = {module.graphs for module in zoo.model.modules() if getattr(module, "graphs", None) is not None}
     assert len(stacks) == STACKS_CAPTURED[name]

@@ -42,12 +42,7 @@ def _recipes(backend: str, precision: str, published: bool) -> list[Any]:
     found = []
     for name, tiny in RECIPES:
         size = PUBLISHED[name] if published else tiny
-        overrides = [
-            f"size={size}",
-            "hardware=cpu",
-            f"engine.backend={backend}",
-            f"engine.precision={precision}",
-        ]
+        overrides = [f"size={size}", "hardware=cpu", f"engine.backend={backend}", f"engine.precision={precision}"]
         found.append(validate(load_recipe(name, overrides), 1))
     return found
 

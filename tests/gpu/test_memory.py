@@ -24,11 +24,7 @@ except UserError as error:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's allocator can be given less")
 def test_one_sentence_and_no_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run")], capture_output=True, text=True, timeout=300, check=True
     )
     said = done.stdout.splitlines()[-1]
     assert said.startswith("the GPU's memory is full (") and "more were asked for, it has " in said, done

@@ -21,10 +21,7 @@ from torch import Tensor
 FP32_LOSS, FP32_GRADIENT = 1e-5, 1e-3  # relative; the gradient's as one vector
 SLACK, ROUNDING = 1.5, 1e-2
 FP8_LOSS = 3e-2  # relative to bf16
-FP8_GRADIENT = {
-    "blockwise": 0.15,
-    "tensorwise": 0.3,
-}  # three digits of a mantissa, under tensorwise two in gradients
+FP8_GRADIENT = {"blockwise": 0.15, "tensorwise": 0.3}  # three digits of a mantissa, under tensorwise two in gradients
 LAYOUTS: dict[str, Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]] = {
     "one by one": lambda samples: ([packed_batch([sample]) for sample in samples], {}),
     "packed": lambda samples: ([packed_batch(samples)], {}),
@@ -63,9 +60,7 @@ def transformers_gradients(
     count, total = sum(example.sample.num_labels for example in examples.values()), 0.0
     for example in examples.values():
         features = {
-            name: (x.to(device, dtype) if x.is_floating_point() else x.to(device))
-            if torch.is_tensor(x)
-            else x
+            name: (x.to(device, dtype) if x.is_floating_point() else x.to(device)) if torch.is_tensor(x) else x
             for name, x in example.features.items()
         }
         logits = hf(**features).logits[0].float()
@@ -136,9 +131,7 @@ def test_fp32_is_transformers(wanted: Wanted, here: Any, layout: str, reports: l
 def test_bf16_is_as_near_as_transformers(
     wanted: Wanted, here: Any, backend: str, layout: str, reports: list[str]
 ) -> None:
-    loss, gradients = zoo_gradients(
-        wanted, here, layout, "engine.precision=bf16", f"engine.backend={backend}"
-    )
+    loss, gradients = zoo_gradients(wanted, here, layout, "engine.precision=bf16", f"engine.backend={backend}")
     errors = abs(loss - wanted.loss) / wanted.loss, distance(gradients, wanted.gradients)
     allowed = [SLACK * half + ROUNDING for half in wanted.half]
     reports.append(
@@ -156,9 +149,7 @@ def test_fp8_is_near_bf16(wanted: Wanted, here: Any, scales: str, reports: list[
     half = "engine.precision=bf16", f"engine.backend={backend}"
     layout = "packed with padding between" if scales == "tensorwise" else "packed"
     near_loss, near = zoo_gradients(wanted, here, layout, *half)
-    loss, gradients = zoo_gradients(
-        wanted, here, layout, *half, "engine.fp8=true", f"engine.fp8_recipe={scales}"
-    )
+    loss, gradients = zoo_gradients(wanted, here, layout, *half, "engine.fp8=true", f"engine.fp8_recipe={scales}")
     errors = abs(loss - near_loss) / near_loss, distance(gradients, near)
     reports.append(
         f"fp8 {scales} {wanted.stack.recipe} {wanted.stack.size}: loss {errors[0]:.1e}, gradient {errors[1]:.1e} from bf16"

@@ -36,9 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan(cache: Path) -> None:
-    found = json.loads(
-        zoo("plan", "recipe=qwen35_vl_sft", "size=2b", "hardware=1xh200", "--json", cache=cache)
-    )
+    found = json.loads(zoo("plan", "recipe=qwen35_vl_sft", "size=2b", "hardware=1xh200", "--json", cache=cache))
     assert found
 
 
@@ -47,9 +45,7 @@ def test_the_driver_says_what_torch_says() -> None:
     names = "from zoo.config.devices import gpu_capabilities, gpu_count, gpu_memory"
     by_torch = "{torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}"
     answers = {
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
+        subprocess.run([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True, check=True).stdout
         for code in (
             f"{names}; print(gpu_count(), gpu_memory(), sorted(gpu_capabilities()))",
             f"import torch; {names}; print(gpu_count(), gpu_memory(), sorted({by_torch}))",
@@ -164,9 +160,7 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
             if found[1][name].norm() > 0
         }
         worst = max(errors, key=errors.__getitem__)
-        reports.append(
-            f"gradients in place, {backend}, {len(linears)} linears: {errors[worst]:.1e} ({worst})"
-        )
+        reports.append(f"gradients in place, {backend}, {len(linears)} linears: {errors[worst]:.1e} ({worst})")
         assert errors[worst] < 1e-2
 
 

@@ -97,14 +97,10 @@ def test_the_gradient_is_the_same(
     assert wanted.keys() == found.keys()
     for name, grad in wanted.items():
         assert float(grad.abs().max()) > 0, name
-        torch.testing.assert_close(
-            found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize(
-    ("fp8", "trained", "found"), [(None, True, 1), ("hybrid", True, 0), (None, False, 0)]
-)
+@pytest.mark.parametrize(("fp8", "trained", "found"), [(None, True, 1), ("hybrid", True, 0), (None, False, 0)])
 def test_linears_of_transformer_engine(fp8: str | None, trained: bool, found: int) -> None:
     """They have a switch of their own, and would write over the buffer in what they take for the first micro-batch."""
     linear: Any = torch.nn.Linear(2, 2, bias=False)

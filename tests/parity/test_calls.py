@@ -57,9 +57,7 @@ def subject(
         return Subject(lambda: Zoo.load(tiny_omni.thinker, cpu_world), examples, few)
     folder = write_tiny_qwen35(tmp_path_factory.mktemp("calls"), moe=True, mtp=1)
     load = partial(Zoo.load, folder, cpu_world, "model.family=qwen35_vl")
-    return Subject(
-        load, vision_examples(load().assembly.processor), ("image+video", "video-short", "text-short")
-    )
+    return Subject(load, vision_examples(load().assembly.processor), ("image+video", "video-short", "text-short"))
 
 
 def calls(subject: Subject) -> dict[str, Call]:
@@ -90,11 +88,7 @@ def test_alternating_calls_give_what_a_fresh_model_gives(subject: Subject) -> No
     for turn, name in enumerate(order):
         for key, found in kinds[name](used).items():
             torch.testing.assert_close(
-                found,
-                fresh[name][key],
-                rtol=0,
-                atol=0,
-                msg=f"{name}: {key} after {order[:turn]}: {{}}".format,
+                found, fresh[name][key], rtol=0, atol=0, msg=f"{name}: {key} after {order[:turn]}: {{}}".format
             )
     for name, parameter in used.model.named_parameters():
         torch.testing.assert_close(parameter, weights[name], rtol=0, atol=0)
@@ -107,9 +101,7 @@ def test_a_call_writes_nothing_on_the_modules(subject: Subject) -> None:
         """Every plain attribute of every module; held, so that no identity is used again."""
         hidden = ("_parameters", "_buffers", "_modules", "training")
         modules = zoo.model.named_modules()
-        return {
-            (name, key): value for name, m in modules for key, value in vars(m).items() if key not in hidden
-        }
+        return {(name, key): value for name, m in modules for key, value in vars(m).items() if key not in hidden}
 
     before = attributes()
     for called, call in calls(subject).items():

@@ -34,9 +34,7 @@ def other_weights(folder: Path, other: Path) -> Path:
     shutil.copytree(folder, other)
     draw = torch.Generator().manual_seed(5)
     for file in other.glob("*.safetensors"):
-        tensors = {
-            name: x + 0.1 * torch.randn(x.shape, generator=draw) for name, x in load_file(file).items()
-        }
+        tensors = {name: x + 0.1 * torch.randn(x.shape, generator=draw) for name, x in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     return other
 
@@ -122,16 +120,12 @@ def test_a_teacher_on_disk_is_that_of_the_run(name: str, tmp_path: Path) -> None
     assert again == done | {"files": 0}
     with single_process_world() as world:
         for k in (vocabulary, TOP):
-            recipe = recipe_for(
-                folder, *data, *model.overrides, *more, f"distill.top_k={k}", recipe=model.recipe
-            )
+            recipe = recipe_for(folder, *data, *model.overrides, *more, f"distill.top_k={k}", recipe=model.recipe)
             assembly = build.assemble(recipe)
             chunks = build.build_model(assembly, recipe, world)
             initial_weights.init_weights(chunks, assembly, recipe, world)
             zoo = Zoo(recipe, assembly, chunks[0].train(), world)
-            source = SampleSource.open(
-                recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4
-            )
+            source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4)
             order = [2, 0, 3, 1]
             plain = [source.encode(number) for number in order]
             source.teacher = TokenReader(str(out), recipe.distill, vocabulary)

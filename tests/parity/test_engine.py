@@ -79,13 +79,7 @@ def test_adapters_are_merged_or_by_themselves(name: str, tmp_path: Path) -> None
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     batch = loop_batch(loop_examples(folder, model))
-    lora = (
-        "lora.rank=4",
-        "lora.alpha=8",
-        f"run.dir={tmp_path / 'run'}",
-        "train.lr=0.05",
-        "packing.budget=4096",
-    )
+    lora = ("lora.rank=4", "lora.alpha=8", f"run.dir={tmp_path / 'run'}", "train.lr=0.05", "packing.budget=4096")
     with zoo.Engine.open(engine_recipe(folder, model, *lora)) as engine:
         plain = engine.logprobs(batch)
         for _ in range(2):
@@ -126,9 +120,7 @@ def test_recomputed_layers_take_the_given_experts_too(tmp_path: Path) -> None:
     plain, own = gradients("none")
     other = torch.where(own >= 0, (own + 1) % (int(own.max()) + 1), own)
     kept = gradients("none", other)[0]
-    assert max(float((plain[name] - grad).abs().max()) for name, grad in kept.items()) > 1e-3, (
-        "replay changed nothing"
-    )
+    assert max(float((plain[name] - grad).abs().max()) for name, grad in kept.items()) > 1e-3, "replay changed nothing"
     for recompute in ("selective", "full"):
         recomputed = gradients(recompute, other)[0]
         assert max(float((kept[name] - grad).abs().max()) for name, grad in recomputed.items()) < 1e-6

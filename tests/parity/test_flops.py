@@ -40,9 +40,7 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         assembly = build.assemble(recipe)
         (model,) = build.build_model(assembly, recipe, world)
         step = build.build_step(assembly, recipe, world)
-        source = SampleSource.open(
-            recipe.data.train, assembly.processor, recipe.data, budget=1024, max_rows=400
-        )
+        source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, max_rows=400)
         samples = [source.sample(visit) for visit in range(len(source))]
         chunk = 2 * getattr(getattr(assembly.config.root, "audio_config", None), "n_window", 0)
         samples = sorted((one for one in samples if _is_even(one, chunk)), key=lambda sample: sample.length)

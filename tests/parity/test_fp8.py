@@ -13,7 +13,9 @@ from zoo.checkpoint import initial_weights
 from zoo.model import build
 from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 
-COARSER = 16  # a code has 3 bits of mantissa behind its point and bf16 has 7: what magnifies one rounding magnifies the other
+COARSER = (
+    16  # a code has 3 bits of mantissa behind its point and bf16 has 7: what magnifies one rounding magnifies the other
+)
 MODELS = ("qwen3_vl", "qwen3_vl moe", "qwen35_vl")
 
 
@@ -50,9 +52,7 @@ def test_it_is_near_bf16_and_packed_is_one_by_one(name: str, tmp_path: Path, wor
     samples = [example.sample for example in stack.examples(plain.assembly.processor).values()][:5]
     labels = sum(sample.num_labels for sample in samples)
     _, found = exact.gradients([packed_batch(samples)], labels)
-    wanted = {
-        f"module.{name}": gradient for name, gradient in found.items()
-    }  # bf16 has a wrapper around the model
+    wanted = {f"module.{name}": gradient for name, gradient in found.items()}  # bf16 has a wrapper around the model
     near_loss, near = plain.gradients([packed_batch(samples)], labels)
     near_apart = plain.gradients([packed_batch([sample]) for sample in samples], labels)[1]
     loss, packed = eighth.gradients([packed_batch(samples)], labels)

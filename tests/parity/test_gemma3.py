@@ -33,9 +33,7 @@ def load(folder: Path, world: Any, *overrides: str) -> Pair:
         gradients_limit=GRADIENTS,
         publish=publish,
         rows=tile_examples,
-        says=lambda name: (
-            not name.endswith("self_attn.k_proj.bias")
-        ),  # the tower's: it cancels in the softmax
+        says=lambda name: not name.endswith("self_attn.k_proj.bias"),  # the tower's: it cancels in the softmax
     )
 
 
@@ -154,10 +152,7 @@ def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> No
             {"rope_parameters": ROPE | {FULL: {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5.0}}},
             "full_attention.rope_type is 'dynamic'",
         ),
-        (
-            {"top": {"mm_tokens_per_image": 9}},
-            "mm_tokens_per_image is 9; wanted the square of a divisor of 4",
-        ),
+        ({"top": {"mm_tokens_per_image": 9}}, "mm_tokens_per_image is 9; wanted the square of a divisor of 4"),
         ({"top": {"mm_tokens_per_image": 6}}, "mm_tokens_per_image is 6"),
     ],
 )
@@ -172,11 +167,7 @@ def test_what_is_refused(config: dict, complaint: str) -> None:
 def test_the_hub_has_older_keys(cpu_world: Any, tmp_path: Path) -> None:
     """`rope_theta`, `rope_local_base_freq`, `rope_scaling` and `sliding_window_pattern`, as the published files have them."""
     arch = tiny_config().to_dict()
-    text = {
-        key: value
-        for key, value in arch["text_config"].items()
-        if key not in ("rope_parameters", "layer_types")
-    }
+    text = {key: value for key, value in arch["text_config"].items() if key not in ("rope_parameters", "layer_types")}
     text |= {"rope_theta": 50000.0, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2}
     text["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
     found = Gemma3Config.from_arch({**arch, "text_config": text})

@@ -20,13 +20,7 @@ FAMILY = "model.family=gemma4"
 
 def load(folder: Path, world: Any, *overrides: str) -> Pair:
     return Pair.load(
-        folder,
-        world,
-        FAMILY,
-        *overrides,
-        logits_limit=LOGITS,
-        gradients_limit=GRADIENTS,
-        rows=tile_examples,
+        folder, world, FAMILY, *overrides, logits_limit=LOGITS, gradients_limit=GRADIENTS, rows=tile_examples
     )
 
 
@@ -108,7 +102,6 @@ def test_logits_of_attention_begin_with_a_spread_of_one(cpu_world: Any) -> None:
         for layer in model.vision.encoder.layers:
             one, heads = layer.self_attn, (64, 1, -1, 16)
             query, key = (
-                getattr(one, f"{name}_norm")(getattr(one, f"{name}_proj")(patches).view(heads))
-                for name in "qk"
+                getattr(one, f"{name}_norm")(getattr(one, f"{name}_proj")(patches).view(heads)) for name in "qk"
             )
             assert spread(query, key) == pytest.approx(1, abs=0.2)

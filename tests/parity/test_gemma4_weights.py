@@ -45,10 +45,7 @@ def test_heads_of_full_layers_by_layer_or_as_the_hub_has_them() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            {"hidden_size_per_layer_input": 8},
-            "text_config.hidden_size_per_layer_input is 8: .*for each layer",
-        ),
+        ({"hidden_size_per_layer_input": 8}, "text_config.hidden_size_per_layer_input is 8: .*for each layer"),
         ({"num_kv_shared_layers": 2}, "text_config.num_kv_shared_layers is 2: .*of an earlier one"),
         ({"enable_moe_block": True}, "text_config.enable_moe_block is True: .*experts beside a dense MLP"),
         ({"attention_k_eq_v": False}, "text_config.attention_k_eq_v is False: .*values of their own"),

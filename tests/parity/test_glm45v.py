@@ -23,9 +23,7 @@ FAMILY = "model.family=glm45v"
 
 
 def load(folder: Path, world: Any, *overrides: str) -> Pair:
-    return Pair.load(
-        folder, world, FAMILY, *overrides, logits_limit=LOGITS, gradients_limit=GRADIENTS, publish=publish
-    )
+    return Pair.load(folder, world, FAMILY, *overrides, logits_limit=LOGITS, gradients_limit=GRADIENTS, publish=publish)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +63,7 @@ def test_a_bf16_model_chooses_by_an_fp32_bias(pair: Pair, folder: Path, cpu_worl
     for layer, wanted in zip(layers[2:], pair.zoo.model.decoder.layers[2:], strict=True):
         assert layer.mlp.router.weight.dtype == torch.bfloat16
         assert layer.mlp.router.expert_bias.dtype == torch.float32
-        torch.testing.assert_close(
-            layer.mlp.router.expert_bias, wanted.mlp.router.expert_bias, rtol=0, atol=0
-        )
+        torch.testing.assert_close(layer.mlp.router.expert_bias, wanted.mlp.router.expert_bias, rtol=0, atol=0)
 
 
 def test_a_video_that_a_sample_leaves_open_takes_no_image_of_the_next(pair: Pair) -> None:
@@ -108,9 +104,7 @@ VARIANTS = [
     pytest.param({"vision": {"attention_bias": True}}, id="biases in the tower"),
     pytest.param({"vision": {"spatial_merge_size": 1}}, id="an embedding a patch"),
     pytest.param({"vision": {"hidden_act": "gelu"}}, id="another activation"),
-    pytest.param(
-        {"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 99.0}}}, id="tower's theta"
-    ),
+    pytest.param({"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 99.0}}}, id="tower's theta"),
 ]
 
 

@@ -86,13 +86,7 @@ def test_a_captured_decoder_has_the_gradients_of_its_layers(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        ("qwen3_vl",),
-        ("qwen25_vl",),
-        ("qwen25_omni",),
-        ("glm45v",),
-        ("qwen25_vl", "lora.rank=4", "lora.parts=[vision]"),
-    ],
+    [("qwen3_vl",), ("qwen25_vl",), ("qwen25_omni",), ("glm45v",), ("qwen25_vl", "lora.rank=4", "lora.parts=[vision]")],
     ids=" ".join,
 )
 def test_a_captured_tower_has_the_gradients_of_its_blocks(
@@ -103,16 +97,12 @@ def test_a_captured_tower_has_the_gradients_of_its_blocks(
     zoo, samples = loaded(name, tmp_path / "model", cpu_world, *case[1:])
     if zoo.model.decoder is not None:
         zoo.model.decoder.graphs = None
-    (tower,) = (
-        part for part in zoo.model.modules() if any(hasattr(b, "place") for b in getattr(part, "blocks", ()))
-    )
+    (tower,) = (part for part in zoo.model.modules() if any(hasattr(b, "place") for b in getattr(part, "blocks", ())))
     graphs: Any = tower.blocks[0].graphs  # type: ignore[index, union-attr]
     graphs.recorder = RecordedAgain()
     monkeypatch.setattr(towers, "_run_block", _plain_block)
     segments = towers._segments
-    monkeypatch.setattr(
-        towers, "_segments", lambda lengths, device: segments(tuple(filter(None, lengths)), device)
-    )
+    monkeypatch.setattr(towers, "_segments", lambda lengths, device: segments(tuple(filter(None, lengths)), device))
     with_media = [one for one in samples if "pixel_values" in one.media or "pixel_values_videos" in one.media]
     rows = [samples, with_media[:1], with_media[1:], samples, with_media[:1]]
     plain = [zoo.gradients([packed_batch(row)], 1) for row in rows]
@@ -134,9 +124,7 @@ def _plain_block(block: Any, states: Any, cu_seqlens: Any, angles: Any, **furthe
     return type(block).forward(block, states, cu_seqlens, position_embeddings=angles, **further)
 
 
-def _block_in_graphs(
-    block: Any, states: Any, cu_seqlens: Any, position_embeddings: Any, **further: Any
-) -> Any:
+def _block_in_graphs(block: Any, states: Any, cu_seqlens: Any, position_embeddings: Any, **further: Any) -> Any:
     graphs = towers._graphs(block, states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _plain_block(block, states, cu_seqlens, position_embeddings, **further)

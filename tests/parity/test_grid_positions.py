@@ -39,12 +39,7 @@ ROWS = st.lists(
     st.one_of(
         st.builds(Medium, st.just("text"), st.tuples(st.integers(1, 6), st.just(2), st.just(2))),
         st.builds(Medium, st.just("image"), SIDES.map(lambda sides: (1, *sides))),
-        st.builds(
-            Medium,
-            st.just("video"),
-            st.tuples(st.integers(1, 5), SIDES).map(lambda v: (v[0], *v[1])),
-            SECONDS,
-        ),
+        st.builds(Medium, st.just("video"), st.tuples(st.integers(1, 5), SIDES).map(lambda v: (v[0], *v[1])), SECONDS),
     ),
     min_size=1,
     max_size=7,
@@ -81,12 +76,7 @@ class Family:
         return self.step.positions(ids, layout, media)
 
 
-TINY = {
-    "qwen3_vl": tiny_qwen3_vl,
-    "qwen35_vl": tiny_qwen35,
-    "qwen25_vl": tiny_qwen25_vl,
-    "glm45v": tiny_glm45v,
-}
+TINY = {"qwen3_vl": tiny_qwen3_vl, "qwen35_vl": tiny_qwen35, "qwen25_vl": tiny_qwen25_vl, "glm45v": tiny_glm45v}
 
 
 def made(name: str) -> Family:

@@ -22,10 +22,7 @@ from zoo.nn.decoder.attention import delta_inputs
 
 NAMES = "item tolist numpy cpu nonzero masked_select unique __bool__ __int__ __float__ __index__ __contains__"
 READS = {getattr(Tensor, name) for name in NAMES.split()} | {torch.nonzero, torch.masked_select, torch.unique}
-REPEATS = {
-    Tensor.repeat_interleave,
-    torch.repeat_interleave,
-}  # by a tensor, the size of what comes out is asked for
+REPEATS = {Tensor.repeat_interleave, torch.repeat_interleave}  # by a tensor, the size of what comes out is asked for
 PACKAGE = Path(zoo.__file__).parent
 
 
@@ -73,9 +70,7 @@ def reads(model: Zoo, names: tuple[str, ...]) -> HostReads:
     return found
 
 
-@pytest.mark.parametrize(
-    "names", [("image-long", "video-short", "text-short"), ("text-long", "text-short")], ids=str
-)
+@pytest.mark.parametrize("names", [("image-long", "video-short", "text-short"), ("text-long", "text-short")], ids=str)
 def test_nothing_is_read_for_the_layout(names: tuple[str, ...], hybrid: Zoo) -> None:
     """Softmax and linear attention, experts, multi-token prediction and towers."""
     found = reads(hybrid, names)

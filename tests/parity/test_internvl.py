@@ -138,9 +138,7 @@ def test_other_architectures(kind: str, change: dict, tmp_path: Path, cpu_world:
     assert max(errors.values()) < 2 * GRADIENTS
 
 
-def test_a_dynamic_rotary_embedding_is_the_default_one_within_its_length(
-    tmp_path: Path, cpu_world: Any
-) -> None:
+def test_a_dynamic_rotary_embedding_is_the_default_one_within_its_length(tmp_path: Path, cpu_world: Any) -> None:
     """As of InternVL3; beyond it transformers stretches the embedding, sample by sample."""
     folder = write_tiny_internvl(tmp_path, "qwen2", text={"max_position_embeddings": 100})
     with pytest.raises(UserError, match=r"set packing\.budget=100 or less"):
@@ -160,13 +158,7 @@ GPT_OSS = {  # of InternVL3_5-GPT-OSS-20B-A4B-Preview
     "num_hidden_layers": 24,
     "num_key_value_heads": 8,
     "num_local_experts": 32,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    },
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "rope_theta": 150000,
     "sliding_window": 128,
     "swiglu_limit": 7.0,

@@ -283,25 +283,15 @@ BUILT = [
     pytest.param("llava", {"vision_feature_layer": [-2, 1, -1]}, id="several layers"),
     pytest.param("llava", {"vision_feature_layer": 3}, id="layer counted from the front"),
     pytest.param("llava", {"vision_feature_select_strategy": "full"}, id="with the class"),
-    pytest.param(
-        "llava", {"multimodal_projector_bias": False, "projector_hidden_act": "relu"}, id="projector"
-    ),
+    pytest.param("llava", {"multimodal_projector_bias": False, "projector_hidden_act": "relu"}, id="projector"),
     pytest.param("llava", {"vision": SIGLIP, "vision_feature_select_strategy": "full"}, id="SigLIP in 1.5"),
     pytest.param("llava", {"text": QWEN2 | {"num_key_value_heads": 6}}, id="Qwen2 in 1.5"),
-    pytest.param(
-        "llava_next", {"text": {"model_type": "llama", "rope_parameters": ROPE}}, id="Llama in NeXT"
-    ),
+    pytest.param("llava_next", {"text": {"model_type": "llama", "rope_parameters": ROPE}}, id="Llama in NeXT"),
     pytest.param("llava_next", {"vision_feature_layer": [-1, 2]}, id="several layers of tiles"),
-    pytest.param(
-        "llava_next", {"text": MISTRAL | {"sliding_window": 4096}}, id="a window that is not reached"
-    ),
+    pytest.param("llava_next", {"text": MISTRAL | {"sliding_window": 4096}}, id="a window that is not reached"),
     pytest.param("llava_onevision", {"vision_aspect_ratio": "anyres_max_9"}, id="nine tiles at most"),
-    pytest.param(
-        "llava_onevision", {"vision": {"vision_use_head": True}}, id="a pooling head that is not used"
-    ),
-    pytest.param(
-        "llava_onevision", {"tied": True, "text": {"tie_word_embeddings": True}}, id="tied embeddings"
-    ),
+    pytest.param("llava_onevision", {"vision": {"vision_use_head": True}}, id="a pooling head that is not used"),
+    pytest.param("llava_onevision", {"tied": True, "text": {"tie_word_embeddings": True}}, id="tied embeddings"),
     pytest.param(
         "llava_onevision",
         {"vision": CLIP | {"image_size": 26}, "vision_feature_select_strategy": "default"},
@@ -350,20 +340,12 @@ def test_decoders_that_are_not_built_are_refused(
 @pytest.mark.parametrize(
     ("kind", "change", "complaint"),
     [
-        (
-            "llava",
-            {"text_config": {"model_type": "gemma"}},
-            r"text_config.model_type is 'gemma'; .* qwen2 only",
-        ),
+        ("llava", {"text_config": {"model_type": "gemma"}}, r"text_config.model_type is 'gemma'; .* qwen2 only"),
         ("llava", {"vision_config": {"model_type": "clip"}}, r"vision_config.model_type is 'clip"),
         ("llava", {"vision_feature_layer": -6}, "layers of the tower, 1 to 4 or -4 to -1"),
         ("llava_next", {"vision_feature_select_strategy": "full"}, "17 embeddings a tile of 4 x 4 patches"),
         ("llava_next", {"image_grid_pinpoints": [[32, 40]]}, r"has \[32, 40\]; wanted multiples of .* 32"),
-        (
-            "llava_onevision",
-            {"vision_aspect_ratio": "anyres"},
-            "vision_aspect_ratio is 'anyres'; wanted anyres_max_9",
-        ),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio is 'anyres'; wanted anyres_max_9"),
         ("qwen2_vl", {}, "model_type 'qwen2_vl' is not LLaVA"),
     ],
 )

@@ -22,9 +22,7 @@ def in_memory(saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Published tensors by the names that they have in memory in transformers."""
     found = {}
     for name, tensor in saved.items():
-        name = name.replace("language_model.lm_head.", "lm_head.").replace(
-            "language_model.model.", "language_model."
-        )
+        name = name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "language_model.")
         name = name.replace("vision_tower.vision_model.", "vision_tower.")
         found[name if name.startswith("lm_head.") else f"model.{name}"] = tensor
     return found

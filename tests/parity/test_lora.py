@@ -89,9 +89,7 @@ def test_peft_gives_the_same_gradients(layout: str, adapted: Adapted) -> None:
 
 
 @pytest.mark.parametrize("few", FEW)
-def test_a_part_of_the_linears(
-    few: str, checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path
-) -> None:
+def test_a_part_of_the_linears(few: str, checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path) -> None:
     name, targets = FEW[few]
     case = replace(CASES[name], targets=targets, parts="language")
     adapted = load(case, checkpoint(name), cpu_world, tmp_path / "export")
@@ -168,9 +166,7 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
     with pytest.raises(UserError, match=r"q_proj.lora_A.weight: extra"):
         go_on(targets=["k_proj"])
     with pytest.raises(UserError, match=r"lora.targets=qproj: .*nearest: .*q_proj"):
-        with_adapters(
-            replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world
-        )
+        with_adapters(replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

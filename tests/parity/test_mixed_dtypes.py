@@ -79,9 +79,7 @@ def go_through(model: Any, folder: Path, *keys: str) -> None:
         moved = {name for name in wide & after.keys() if not torch.equal(after[name], before[name])}
         assert len(moved) >= 0.5 * len(wide & after.keys())
         assert all(digits(after[name]).any() for name in moved)
-        assert {name: one.dtype for name, one in after.items()} == {
-            name: one.dtype for name, one in before.items()
-        }
+        assert {name: one.dtype for name, one in after.items()} == {name: one.dtype for name, one in before.items()}
 
 
 CHOSEN = ["vectors", "third 0", "third 1", "third 2"]

@@ -105,14 +105,10 @@ def reference(hf: Any, tensors: dict[str, Tensor], example: Any, depths: int) ->
         angles = decoder.rotary_emb(joined, positions[-3:, ..., :length])
         layer, own = mtp_layer(decoder, tensors, depth - 1)
         mask = torch.full((length, length), torch.finfo(joined.dtype).min).triu(1)[None, None]
-        out = torch.func.functional_call(
-            layer, own, (joined,), {"position_embeddings": angles, "attention_mask": mask}
-        )
+        out = torch.func.functional_call(layer, own, (joined,), {"position_embeddings": angles, "attention_mask": mask})
         hidden = norm(out[0] if isinstance(out, tuple) else out, tensors["mtp.norm.weight"], eps)
         scores = hidden[0] @ hf.lm_head.weight.T
-        further = further + F.cross_entropy(
-            scores[:-1], labels[depth + 1 :], ignore_index=-100, reduction="sum"
-        )
+        further = further + F.cross_entropy(scores[:-1], labels[depth + 1 :], ignore_index=-100, reduction="sum")
     return nll, further / depths
 
 

@@ -42,9 +42,7 @@ class Trained:
         self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.backward_through: set[str] = set()
         for part in ("vision", "decoder"):
-            getattr(self.model, part).register_full_backward_hook(
-                lambda *_, part=part: self.backward_through.add(part)
-            )
+            getattr(self.model, part).register_full_backward_hook(lambda *_, part=part: self.backward_through.add(part))
         step = build.build_step(assembly, recipe, world)
         examples = vision_examples(assembly.processor)
         batch = packed_batch([examples[name].sample for name in ("image-long", "video-short", "text-short")])
@@ -81,9 +79,7 @@ def test_frozen_part(frozen: str, trained: str, folder: Path, cpu_world: Any) ->
         assert parameter.requires_grad == (run.family.part_of(name) == trained)
         assert hasattr(parameter, "main_grad") == parameter.requires_grad, name
     assert run.in_optimizer == parts[trained]
-    if (
-        frozen == "vision"
-    ):  # the decoder's backward pass leads to a frozen decoder's tower, not the other way round
+    if frozen == "vision":  # the decoder's backward pass leads to a frozen decoder's tower, not the other way round
         assert run.backward_through == {"decoder"}
 
 
@@ -144,9 +140,7 @@ def test_a_rate_of_the_merger_is_not_that_of_its_tower(folder: Path, cpu_world: 
 
 
 def test_adapters_of_the_merger_alone(folder: Path, cpu_world: Any) -> None:
-    recipe = recipe_for(
-        folder, "lora.rank=4", "lora.parts=[merger]", "model.freeze=[vision]", recipe="qwen3_vl_sft"
-    )
+    recipe = recipe_for(folder, "lora.rank=4", "lora.parts=[merger]", "model.freeze=[vision]", recipe="qwen3_vl_sft")
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, cpu_world)
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, cpu_world)

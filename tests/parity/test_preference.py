@@ -38,31 +38,16 @@ ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 ar
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 OTHERS = (
-    *(
-        "gdn",
-        "moe",
-        "omni",
-        "llava",
-        "windows",
-        "windows omni",
-        "tiles",
-        "two-way",
-        "full heads",
-        "sigmoid",
-        "sound",
-    ),
+    *("gdn", "moe", "omni", "llava", "windows", "windows omni", "tiles", "two-way", "full heads", "sigmoid", "sound"),
     *("text", "capped", "next"),
 )
 CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in OTHERS)]
 
 
 @pytest.mark.parametrize(
-    ("name", "losses"),
-    [pytest.param(*case, marks=[] if case[0] == "dense" else pytest.mark.slow) for case in CASES],
+    ("name", "losses"), [pytest.param(*case, marks=[] if case[0] == "dense" else pytest.mark.slow) for case in CASES]
 )
-def test_loss_and_gradients_are_those_of_transformers(
-    name: str, losses: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_loss_and_gradients_are_those_of_transformers(name: str, losses: tuple[str, ...], tmp_path: Path) -> None:
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
@@ -71,15 +56,7 @@ def test_loss_and_gradients_are_those_of_transformers(
     with single_process_world() as world:
         references = None
         for kind in losses:
-            zoo = pair_zoo(
-                folder,
-                model,
-                world,
-                *data,
-                *model.overrides,
-                f"train.loss={kind}",
-                "train.beta=0.4",
-            )
+            zoo = pair_zoo(folder, model, world, *data, *model.overrides, f"train.loss={kind}", "train.beta=0.4")
             if references is None:
                 draw = np.random.default_rng(0)
                 _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)

@@ -23,9 +23,7 @@ FAMILY = "model.family=qwen25_vl"
 
 
 def load(folder: Path, world: Any, *overrides: str) -> Pair:
-    return Pair.load(
-        folder, world, FAMILY, *overrides, logits_limit=LOGITS, gradients_limit=GRADIENTS, publish=publish
-    )
+    return Pair.load(folder, world, FAMILY, *overrides, logits_limit=LOGITS, gradients_limit=GRADIENTS, publish=publish)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +47,7 @@ def test_windows_are_those_of_the_config(pair: Pair, tmp_path: Path, cpu_world: 
     other = Zoo.load(write_tiny_qwen25_vl(tmp_path, vision={"window_size": 96}), cpu_world, FAMILY)
     names = ("image-long", "turns", "text-short")
     batch = packed_batch([pair.examples[name].sample for name in names])
-    long, turns, text = (
-        worst([a], [b]) for a, b in zip(other.logits(batch), pair.zoo.logits(batch), strict=True)
-    )
+    long, turns, text = (worst([a], [b]) for a, b in zip(other.logits(batch), pair.zoo.logits(batch), strict=True))
     assert long > 0.01 and turns > 0.01 and text < 1e-5
 
 
@@ -86,9 +82,7 @@ VARIANTS = [
     pytest.param({"vision": {"window_size": 100}}, id="windows of three"),
     pytest.param({"vision": {"window_size": 1024}}, id="windows larger than images"),
     pytest.param({"vision": {"tokens_per_second": 25}}, id="another clock"),
-    pytest.param(
-        {"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 99.0}}}, id="tower's theta"
-    ),
+    pytest.param({"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 99.0}}}, id="tower's theta"),
     pytest.param({"num_key_value_heads": 1}, id="one key head"),
     pytest.param({"num_key_value_heads": 6}, id="no grouped queries"),
     pytest.param({"rms_norm_eps": 1e-2}, id="epsilon"),

@@ -23,9 +23,7 @@ def renamed(name: str) -> str:
 
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "as in memory"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_what_goes_in_comes_out_as_published(
-    tied: bool, published: bool, tmp_path: Path, cpu_world: Any
-) -> None:
+def test_what_goes_in_comes_out_as_published(tied: bool, published: bool, tmp_path: Path, cpu_world: Any) -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     source = write_tiny_qwen25_vl(tmp_path / "in", tied=tied)

@@ -41,13 +41,9 @@ VARIANTS = [
     pytest.param({"moe": True, "norm_topk_prob": False}, id="weights of experts that do not sum to one"),
     pytest.param({"moe": True, "mlp_only_layers": [], "decoder_sparse_step": 2}, id="every other layer"),
     pytest.param({"num_experts": 4, "num_experts_per_tok": 2}, id="experts of a dense model"),
-    pytest.param(
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, id="YaRN, refused"
-    ),
+    pytest.param({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, id="YaRN, refused"),
     pytest.param({"attention_bias": True}, id="attention bias, refused"),
-    pytest.param(
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, id="windows, refused"
-    ),
+    pytest.param({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, id="windows, refused"),
 ]
 
 

@@ -42,8 +42,7 @@ VARIANTS = [
     pytest.param({"rms_norm_eps": 1e-2}, id="epsilon"),
     pytest.param({"rope_parameters": ROPE | {"rope_theta": 500.0}}, id="theta"),
     pytest.param(
-        {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [4, 3, 3]}},
-        id="whole heads rotated",
+        {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [4, 3, 3]}}, id="whole heads rotated"
     ),
     pytest.param({"moe": True, "num_experts_per_tok": 3}, id="top 3"),
     pytest.param({"moe": True, "layers": (FULL, LINEAR)}, id="experts, another order of layers"),

@@ -21,31 +21,23 @@ def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-def test_the_rows_are_what_they_should_be(
-    examples: dict[str, Example], references: dict[str, Tensor]
-) -> None:
+def test_the_rows_are_what_they_should_be(examples: dict[str, Example], references: dict[str, Tensor]) -> None:
     media = {name: set(example.sample.media) for name, example in examples.items()}
     assert media["text-short"] == set()
     assert "pixel_values" in media["image-short"] and "pixel_values_videos" in media["video-short"]
     assert len(examples["multi_image-long"].sample.media["image_grid_thw"]) > 1
     assert int(examples["audio-short"].sample.media["feature_lens"]) < 100, "a clip under one second"
-    assert int(examples["audio-long"].sample.media["feature_lens"]) > 200, (
-        "a clip longer than an attention window"
-    )
+    assert int(examples["audio-long"].sample.media["feature_lens"]) > 200, "a clip longer than an attention window"
     assert {"input_features", "pixel_values_videos"} <= media["audio_in_video-long"]
     assert {"input_features", "pixel_values_videos", "pixel_values"} <= media["image+video+audio"]
     spoken = examples["spoken+image+spoken+audio"].sample.media
     assert len(spoken["video_grid_thw"]) == 2 and len(spoken["feature_lens"]) == 3
     for name, logits in references.items():
-        assert 0.5 < float(logits.std()) < 2, (
-            f"{name}: logits of order one, so that an absolute error means something"
-        )
+        assert 0.5 < float(logits.std()) < 2, f"{name}: logits of order one, so that an absolute error means something"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_by_itself(
-    name: str, zoo: Zoo, examples: dict[str, Example], references: dict[str, Tensor]
-) -> None:
+def test_a_row_by_itself(name: str, zoo: Zoo, examples: dict[str, Example], references: dict[str, Tensor]) -> None:
     assert worst(zoo.logits(packed_batch([examples[name].sample])), [references[name]]) < LIMIT
 
 
@@ -67,17 +59,13 @@ def test_tied_embeddings(tmp_path: Any, cpu_world: Any, examples: dict[str, Exam
     assert worst(tied.logits(packed_batch([example.sample])), [wanted]) < 10 * LIMIT
 
 
-@pytest.mark.parametrize(
-    "packing", [{}, {"align": 4}, {"align": 6, "pad_to": 1026}, {"pad_to": 1000}], ids=str
-)
+@pytest.mark.parametrize("packing", [{}, {"align": 4}, {"align": 6, "pad_to": 1026}, {"pad_to": 1000}], ids=str)
 def test_all_rows_packed(packing: dict, zoo: Zoo, samples: list[Any], references: dict[str, Tensor]) -> None:
     assert worst(zoo.logits(packed_batch(samples), **packing), list(references.values())) < LIMIT
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_packed_in_any_order(
-    seed: int, zoo: Zoo, examples: dict[str, Example], references: dict[str, Tensor]
-) -> None:
+def test_packed_in_any_order(seed: int, zoo: Zoo, examples: dict[str, Example], references: dict[str, Tensor]) -> None:
     names = list(examples)
     random.Random(seed).shuffle(names)
     batch = packed_batch([examples[name].sample for name in names])
@@ -88,12 +76,7 @@ def test_packed_in_any_order(
 @pytest.mark.parametrize("side", ["right", "left", "mixed"])
 @pytest.mark.parametrize(
     "packing",
-    [
-        {"mode": "thd"},
-        {"mode": "thd", "align": 4},
-        {"mode": "none"},
-        {"mode": "none", "align": 8, "pad_to": 128},
-    ],
+    [{"mode": "thd"}, {"mode": "thd", "align": 4}, {"mode": "none"}, {"mode": "none", "align": 8, "pad_to": 128}],
     ids=str,
 )
 def test_rows_from_a_padded_batch(
@@ -103,9 +86,7 @@ def test_rows_from_a_padded_batch(
     assert worst(zoo.logits(batch, **packing), list(references.values())) < LIMIT
 
 
-def test_rows_as_the_loader_collates_them(
-    zoo: Zoo, samples: list[Any], references: dict[str, Tensor]
-) -> None:
+def test_rows_as_the_loader_collates_them(zoo: Zoo, samples: list[Any], references: dict[str, Tensor]) -> None:
     from zoo.data.sample import collate, collate_padded
     from zoo.packing import PackedLayout
 

@@ -56,9 +56,7 @@ def test_transformers_lets_a_longer_clip_change_a_short_one(hf: Any, clips: list
     short = FRAMES.index(37)
     (alone,) = through_transformers(hf, [clips[short]])
     beside = through_transformers(hf, clips)[short]
-    assert float((alone[:-1] - beside[:-1]).abs().max()) > 1e-3, (
-        "attention carries it from the last token to all"
-    )
+    assert float((alone[:-1] - beside[:-1]).abs().max()) > 1e-3, "attention carries it from the last token to all"
     # Clips of a chunk or more are padded to the same width alone and together.
     longer = [clip for clip in clips if len(clip) >= 100]
     for clip, found in zip(longer, through_transformers(hf, longer), strict=True):

@@ -164,13 +164,9 @@ def test_micro_batch_without_media(zoo: Zoo, hf: Any, examples: dict[str, Exampl
 
 
 @pytest.mark.parametrize("name", ["image-long", "audio-long", "video-long"])
-def test_micro_batch_with_one_kind_of_media(
-    name: str, zoo: Zoo, hf: Any, examples: dict[str, Example]
-) -> None:
+def test_micro_batch_with_one_kind_of_media(name: str, zoo: Zoo, hf: Any, examples: dict[str, Example]) -> None:
     loss, wanted = hf_gradients(hf, [examples[name]])
-    found_loss, gradients = zoo.gradients(
-        [packed_batch([examples[name].sample])], examples[name].sample.num_labels
-    )
+    found_loss, gradients = zoo.gradients([packed_batch([examples[name].sample])], examples[name].sample.num_labels)
     assert found_loss == pytest.approx(loss, rel=1e-6)
     compare(zoo.published(complete(gradients)), wanted, limit=3e-5)
     idle = "audio." if "audio" not in name else "vision."

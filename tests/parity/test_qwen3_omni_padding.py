@@ -21,9 +21,7 @@ def balanced(tiny_omni: TinyOmni, cpu_world: Any) -> Zoo:
     return Zoo.load(tiny_omni.thinker, cpu_world, "train.aux_loss=0.5", "train.z_loss=0.1")
 
 
-def run(
-    zoo: Zoo, batch: Batch, count: int, **packing: Any
-) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def run(zoo: Zoo, batch: Batch, count: int, **packing: Any) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """(loss, gradients, auxiliary loss of each layer by name)."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -50,8 +48,7 @@ def poison(ids: Tensor, slots: Tensor, zoo: Zoo, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     thinker = zoo.assembly.config.thinker
     special = [
-        getattr(thinker, f"{name}_token_id")
-        for name in ("image", "video", "audio", "vision_start", "audio_start")
+        getattr(thinker, f"{name}_token_id") for name in ("image", "video", "audio", "vision_start", "audio_start")
     ]
     choice = torch.cat((torch.arange(zoo.assembly.config.text.vocab_size), torch.tensor(special).repeat(40)))
     return torch.where(slots, choice[torch.randint(len(choice), ids.shape, generator=generator)], ids)
@@ -89,9 +86,7 @@ def test_poison_between_packed_segments(
     labels = layout.pack_list([sample.labels for sample in samples], fill=-100)
     padding = layout.padding_mask
     poisoned = replace(
-        batch,
-        input_ids=poison(ids, padding, balanced, seed),
-        labels=poison(labels, padding, balanced, seed + 10),
+        batch, input_ids=poison(ids, padding, balanced, seed), labels=poison(labels, padding, balanced, seed + 10)
     )
     assert int((poisoned.input_ids[padding] == balanced.assembly.config.thinker.image_token_id).sum()) > 0
     same(run(balanced, poisoned, count, **packing), clean)

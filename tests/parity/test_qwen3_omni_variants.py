@@ -31,10 +31,7 @@ VARIANTS = [
     pytest.param({"norm_topk_prob": False}, id="norm_topk_prob"),
     pytest.param({"hidden_act": "gelu"}, id="hidden_act"),
     pytest.param({"rope_parameters": ROPE | YARN}, id="yarn"),
-    pytest.param(
-        {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}},
-        id="linear rope",
-    ),
+    pytest.param({"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}, id="linear rope"),
 ]
 
 

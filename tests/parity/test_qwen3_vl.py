@@ -46,9 +46,7 @@ class TestRows(PairTests):
 @pytest.mark.parametrize(
     "deepstack", [(), (4,), (3, 0), (0, 1, 2, 3, 4)], ids=["none", "last", "backwards", "a layer each"]
 )
-def test_deepstack_from_other_layers(
-    deepstack: tuple[int, ...], moe: bool, tmp_path: Path, cpu_world: Any
-) -> None:
+def test_deepstack_from_other_layers(deepstack: tuple[int, ...], moe: bool, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_qwen3_vl(tmp_path, moe=moe, deepstack=deepstack), cpu_world)
     loss, gradients = pair.zoo.gradients([packed_batch(pair.samples)], pair.count)
     assert worst(pair.zoo.logits(packed_batch(pair.samples)), pair.logits) < 2 * LOGITS
@@ -69,16 +67,13 @@ def test_each_deepstack_feature_changes_the_logits_of_its_row_alone(pair: Pair) 
         with torch.no_grad():
             bias += 1.0
             image, text, video = (
-                float((a - b).abs().max())
-                for a, b in zip(pair.zoo.logits(packed_batch(samples)), before, strict=True)
+                float((a - b).abs().max()) for a, b in zip(pair.zoo.logits(packed_batch(samples)), before, strict=True)
             )
             bias.copy_(kept)
         assert image > 0.1 and video > 0.1 and text < 1e-5
 
 
-@pytest.mark.parametrize(
-    "deepstack", [(0, 5), (1, 1), (0, -1)], ids=["outside the tower", "twice", "negative"]
-)
+@pytest.mark.parametrize("deepstack", [(0, 5), (1, 1), (0, -1)], ids=["outside the tower", "twice", "negative"])
 def test_deepstack_that_would_never_learn_is_refused(deepstack: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match=r"deepstack_visual_indexes is \[.*would never learn.*0 to 4"):
         Qwen3VLConfig.from_arch(tiny_config(deepstack=deepstack).to_dict())
@@ -113,9 +108,7 @@ def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False, None])
-def test_the_top_level_says_whether_embeddings_are_tied(
-    inside: bool | None, tmp_path: Path, cpu_world: Any
-) -> None:
+def test_the_top_level_says_whether_embeddings_are_tied(inside: bool | None, tmp_path: Path, cpu_world: Any) -> None:
     folder = write_tiny_qwen3_vl(tmp_path, tie_word_embeddings=inside)
     pair = load(folder, cpu_world)
     assert not pair.zoo.assembly.config.tied

@@ -25,9 +25,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "as transformers saves"])
 @pytest.mark.parametrize("config", VARIANTS)
-def test_what_goes_in_comes_out_as_published(
-    config: dict, published: bool, tmp_path: Path, cpu_world: Any
-) -> None:
+def test_what_goes_in_comes_out_as_published(config: dict, published: bool, tmp_path: Path, cpu_world: Any) -> None:
     source = write_tiny_qwen3_vl(tmp_path / "in", published=published, **config)
     wanted = tensors(write_tiny_qwen3_vl(tmp_path / "hub", **config))
     assert ("lm_head.weight" in wanted) != config.get("tied", False)

@@ -40,17 +40,13 @@ CASES = {
     "qwen3_next": Case(write_tiny_qwen3_next, {}, ("model.family=qwen3_next", WITHOUT)),
     "qwen3_next with MTP": Case(write_tiny_qwen3_next, {"mtp": 1}, ("model.family=qwen3_next", WITH)),
     "qwen3_next, MTP carried": Case(write_tiny_qwen3_next, {"mtp": 1}, ("model.family=qwen3_next", WITHOUT)),
-    "qwen3_next tied": Case(
-        write_tiny_qwen3_next, {"tied": True, "mtp": 1}, ("model.family=qwen3_next", WITH)
-    ),
+    "qwen3_next tied": Case(write_tiny_qwen3_next, {"tied": True, "mtp": 1}, ("model.family=qwen3_next", WITH)),
 }
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "experts in stacks"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_goes_in_comes_out_as_published(
-    name: str, published: bool, tmp_path: Path, cpu_world: Any
-) -> None:
+def test_what_goes_in_comes_out_as_published(name: str, published: bool, tmp_path: Path, cpu_world: Any) -> None:
     case = CASES[name]
     source = case.write(tmp_path / "in", **case.config)
     wanted = tensors(source)

@@ -40,9 +40,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return zoo, load_thinker(folder)
 
 
-GRIDS = st.tuples(
-    st.integers(1, 5), st.integers(1, 4).map(lambda h: 2 * h), st.integers(1, 4).map(lambda w: 2 * w)
-)
+GRIDS = st.tuples(st.integers(1, 5), st.integers(1, 4).map(lambda h: 2 * h), st.integers(1, 4).map(lambda w: 2 * w))
 TEXT = st.builds(Medium, st.just("text"), frames=st.integers(1, 6))
 IMAGE = st.builds(Medium, st.just("image"), GRIDS.map(lambda grid: (1, *grid[1:])))
 AUDIO = st.builds(Medium, st.just("audio"), frames=st.integers(3, 450))
@@ -145,17 +143,11 @@ def test_positions_of_any_mixture(row: list[Medium], both: tuple[Zoo, Any]) -> N
 def test_positions_at_any_frame_rate(row: list[Medium], zoo: Zoo, hf: Any) -> None:
     """Frame times that float32 rounds, in another order than transformers: to a few units in the last place."""
     ids, media = tokens(zoo.assembly.processor, row), tensors(row)
-    torch.testing.assert_close(
-        found(zoo, ids, media), wanted(hf, ids, media, is_spoken(row)), rtol=1e-6, atol=1e-4
-    )
+    torch.testing.assert_close(found(zoo, ids, media), wanted(hf, ids, media, is_spoken(row)), rtol=1e-6, atol=1e-4)
 
 
 @QUIET
-@given(
-    pack=st.lists(rows(EXACT), min_size=1, max_size=4),
-    align=st.sampled_from([1, 4, 7]),
-    tail=st.integers(0, 3),
-)
+@given(pack=st.lists(rows(EXACT), min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
 def test_positions_restart_in_each_segment(
     pack: list[list[Medium]], align: int, tail: int, both: tuple[Zoo, Any]
 ) -> None:
@@ -176,9 +168,7 @@ def test_positions_restart_in_each_segment(
         assert fits(segment[:, : len(i)], wanted(hf, i, each, is_spoken(row)))
         assert float(segment[:, 0].max()) == 0
         behind = segment[:, len(i) :] - segment[:, : len(i)].max()
-        torch.testing.assert_close(
-            behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1), rtol=0, atol=0
-        )
+        torch.testing.assert_close(behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1), rtol=0, atol=0)
 
 
 def test_positions_of_the_real_rows(both: tuple[Zoo, Any]) -> None:

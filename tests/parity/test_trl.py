@@ -12,14 +12,7 @@ import pytest
 import torch
 from support.adapters import adapt, peft_gradients, published_gradients
 from support.engine import single_process_world
-from support.preference import (
-    Pair,
-    encoded_pairs,
-    hf_logprobs,
-    pair_zoo,
-    write_labelled,
-    write_pairs,
-)
+from support.preference import Pair, encoded_pairs, hf_logprobs, pair_zoo, write_labelled, write_pairs
 from support.tiny import load_plain
 from support.tiny_qwen3 import write_tiny_qwen3
 from torch import Tensor
@@ -41,11 +34,7 @@ def padded(halves: Sequence[tuple[Any, Tensor]], prefix: str = "") -> dict[str, 
     rows = [features["input_ids"][0] for features, _ in halves]
     pad = torch.nn.utils.rnn.pad_sequence
     masks = [(labels != -100).long() for _, labels in halves]
-    named = {
-        "input_ids": rows,
-        "attention_mask": [torch.ones_like(row) for row in rows],
-        "completion_mask": masks,
-    }
+    named = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows], "completion_mask": masks}
     return {prefix + name: pad(parts, batch_first=True) for name, parts in named.items()}
 
 
@@ -74,9 +63,7 @@ def same_gradients(zoo: Any, gradients: dict[str, Any], hf: Any) -> None:
 @pytest.mark.parametrize(("kind", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo")])
 def test_pairs(kind: str, theirs: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    folder, other = (
-        write_tiny_qwen3(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "other"))
-    )
+    folder, other = (write_tiny_qwen3(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "other")))
     data = write_pairs(tmp_path / "pairs.jsonl", 5, ("text",))
     hf, reference = load_plain(folder), load_plain(other)
     with single_process_world() as world:
@@ -98,9 +85,7 @@ def test_pairs(kind: str, theirs: str, tmp_path: Path) -> None:
 
 def test_labelled_answers(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    folder, other = (
-        write_tiny_qwen3(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "other"))
-    )
+    folder, other = (write_tiny_qwen3(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "other")))
     data = write_labelled(tmp_path / "labelled.jsonl", 5, ("text",))
     hf, reference = load_plain(folder), load_plain(other)
     with single_process_world() as world:
@@ -149,9 +134,7 @@ def test_rewards(adapters: bool, tmp_path: Path) -> None:
         row = {"chosen": "b", "rejected": "c"}
         trainer = trainer_of(trl.RewardTrainer, folder, hf.train(), settings, row)
         inputs = padded([pair.halves[0] for pair in found] + [pair.halves[1] for pair in found])
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(
-            inputs["attention_mask"] == 0, hf.config.pad_token_id
-        )
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, hf.config.pad_token_id)
         del inputs["completion_mask"]
         wanted = trainer.compute_loss(trainer.model, inputs)
         wanted.backward()

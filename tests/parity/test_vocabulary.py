@@ -44,9 +44,7 @@ def written(tmp_path: Path) -> Callable[[str], tuple[Path, int, tuple[str, ...]]
 @pytest.mark.parametrize("name", CASES)
 def test_ids_without_a_row_are_one_sentence(name: str, written: Any, cpu_world: Any) -> None:
     folder, needed, overrides = written(name)
-    with pytest.raises(
-        UserError, match=rf"ids up to {needed - 1} \('<new-.*model.resize_embeddings=true"
-    ) as said:
+    with pytest.raises(UserError, match=rf"ids up to {needed - 1} \('<new-.*model.resize_embeddings=true") as said:
         build.assemble(recipe_for(folder, *overrides))
     assert "\n" not in str(said.value)
 
@@ -74,11 +72,7 @@ def test_new_rows_are_the_mean_and_are_exported(
     zoo.model.requires_grad_(not frozen)
     before = tensors(folder)
     out = export(
-        zoo,
-        tmp_path / "out",
-        zoo.assembly.source,
-        config=zoo.assembly.config.hf,
-        processor=zoo.assembly.processor.hf,
+        zoo, tmp_path / "out", zoo.assembly.source, config=zoo.assembly.config.hf, processor=zoo.assembly.processor.hf
     )
     after = tensors(out)
     grown = {n for n in before if before[n].shape != after[n].shape}

@@ -38,15 +38,11 @@ def whole_parts(case: Case) -> Case:
 
 WHOLE = {name: whole_parts(case) for name, case in CASES.items() if "," in case.parts}
 WHOLE["the merger, adapters in its tower"] = replace(CASES["qwen3_vl"], whole="merger")
-WHOLE["the tower, adapters in its merger"] = replace(
-    CASES["qwen25_vl"], parts="merger,language", whole="vision"
-)
+WHOLE["the tower, adapters in its merger"] = replace(CASES["qwen25_vl"], parts="merger,language", whole="vision")
 
 
 @pytest.fixture(scope="module", params=WHOLE)
-def adapted(
-    request: pytest.FixtureRequest, cpu_world: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Adapted:
+def adapted(request: pytest.FixtureRequest, cpu_world: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     case = WHOLE[request.param]
     folder = case.write(tmp_path_factory.mktemp("checkpoint") / "hf")
     return load(case, folder, cpu_world, tmp_path_factory.mktemp("adapter") / "export")
@@ -70,9 +66,7 @@ def test_peft_gives_the_same_gradients(adapted: Adapted) -> None:
     assert any(".lora_" not in name for name in found)
     error, name = gathered.worst(found, {name: wanted[name] for name in found})
     assert error < GRADIENTS, name
-    assert not {
-        name for name in wanted.keys() - found.keys() if wanted[name] is not None and wanted[name].any()
-    }
+    assert not {name for name in wanted.keys() - found.keys() if wanted[name] is not None and wanted[name].any()}
 
 
 def test_the_folder_says_what_is_whole(adapted: Adapted) -> None:
@@ -155,9 +149,7 @@ def test_folders_of_other_parts(cpu_world: Any, tmp_path: Path) -> None:
         lora_files.start(adapters, recipe)
         return before, adapters
 
-    with pytest.raises(
-        UserError, match=r"modules_to_save is \['model.visual.*name the part .* lora.whole_parts"
-    ):
+    with pytest.raises(UserError, match=r"modules_to_save is \['model.visual.*name the part .* lora.whole_parts"):
         go_on("", adapted.exported)
     with pytest.raises(UserError, match=r"visual.blocks.0.norm1.bias: missing"):
         go_on("vision", adapted.exported)

@@ -15,9 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_on_digits.py"
 
 @pytest.mark.slow(minutes=10)
 def test_held_out_strips_are_read_better(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = re.findall(r"step (\d+): held-out strips ([\d.]+)% right, sampled ([\d.]+)%", done.stdout)
     sampled = [float(share) for _, _, share in found]
     assert [int(step) for step, *_ in found] == [0, 20, 40, 60, 80]

@@ -60,11 +60,7 @@ CASES = {
         "qwen35_vl_moe_sft", lambda f: write_tiny_qwen35(f, moe=True), vision_examples, SEEN, ALL + EXPERTS
     ),
     "omni thinker": Case(
-        "qwen3_omni_sft",
-        lambda f: write_tiny_omni(f, whole=False).thinker,
-        make_examples,
-        HEARD,
-        ALL + EXPERTS,
+        "qwen3_omni_sft", lambda f: write_tiny_omni(f, whole=False).thinker, make_examples, HEARD, ALL + EXPERTS
     ),
     "omni": Case("qwen3_omni_sft", lambda f: write_tiny_omni(f).whole, make_examples, HEARD, ALL + EXPERTS),
     **{
@@ -84,11 +80,7 @@ CASES = {
         "qwen3_moe_sft", lambda f: write_tiny_qwen3(f, moe=True), text_examples, "language", ALL + EXPERTS
     ),
     "qwen3_next": Case(
-        "qwen3_next_sft",
-        lambda f: write_tiny_qwen3_next(f, mtp=1),
-        text_examples,
-        "language",
-        ALL + EXPERTS,
+        "qwen3_next_sft", lambda f: write_tiny_qwen3_next(f, mtp=1), text_examples, "language", ALL + EXPERTS
     ),
     "glm45v": Case("glm45v_sft", write_tiny_glm45v, vision_examples, SEEN, ALL + EXPERTS),
 }

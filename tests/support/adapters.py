@@ -36,9 +36,7 @@ def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
     return adapters
 
 
-def published_gradients(
-    adapters: Any, gradients: Mapping[str, Tensor], names: Mapping[int, str]
-) -> dict[str, Tensor]:
+def published_gradients(adapters: Any, gradients: Mapping[str, Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
     """Gradients of adapters and a head by the names that peft's own parameters have; the adapters hold them afterwards.
 
     `names`: by the id of a parameter, its name among `gradients`.

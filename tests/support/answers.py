@@ -61,9 +61,7 @@ class Asked:
     @cached_property
     def samples(self) -> list[Any]:
         pairs = zip(self.examples.values(), self.lengths, strict=True)
-        return [
-            replace(e.sample, input_ids=e.sample.input_ids[:n], labels=e.sample.labels[:n]) for e, n in pairs
-        ]
+        return [replace(e.sample, input_ids=e.sample.input_ids[:n], labels=e.sample.labels[:n]) for e, n in pairs]
 
     def wanted(self, ends: frozenset[int] = frozenset()) -> list[list[int]]:
         """What transformers generates."""
@@ -86,9 +84,7 @@ class Asked:
         )
         return out[0, length:].tolist()
 
-    def found(
-        self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any
-    ) -> list[list[int]]:
+    def found(self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any) -> list[list[int]]:
         zoo = self.zoo
         recipe = zoo.recipe.replace({key.replace("__", "."): value for key, value in overrides.items()})
         made = Decoding(zoo.assembly, [zoo.model.eval()], recipe, zoo.world, Sampling(TOKENS), ends, cached)
@@ -120,16 +116,12 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "gemma3_text": partial(other, write_tiny_gemma3_text, "gemma3_text", text_examples),
     "gemma4": partial(other, write_tiny_gemma4, "gemma4", tile_examples),
     "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
-    "llava_onevision": partial(
-        other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
-    ),
+    "llava_onevision": partial(other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples),
     "qwen3_asr": partial(other, write_tiny_qwen3_asr, "qwen3_asr", sound_examples),
     "qwen25_omni": partial(other, write_tiny_qwen25_omni, "qwen25_omni", make_examples),
     "qwen3 moe": partial(other, partial(write_tiny_qwen3, moe=True), "qwen3", text_examples),
     "qwen3_next": partial(other, partial(write_tiny_qwen3_next, mtp=1), "qwen3_next", text_examples),
     "internvl": partial(other, write_tiny_internvl, "internvl", tile_examples),
-    "qwen25_vl": partial(
-        other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
-    ),
+    "qwen25_vl": partial(other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples),
     "glm45v": partial(other, write_tiny_glm45v, "glm45v", vision_examples),
 }

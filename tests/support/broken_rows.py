@@ -279,18 +279,8 @@ def _samples(add: Any) -> None:
         "special_token_in_text",
         "messages[0] contains '<|image_pad|>'",
     )
-    add(
-        "special token in a text",
-        {"text": "a<|endoftext|>"},
-        "special_token_in_text",
-        "text contains '<|endoftext|>'",
-    )
-    add(
-        "too long",
-        {"messages": talk(answer="and so on " * 400)},
-        "overlong",
-        "(0 of media) are over packing.budget",
-    )
+    add("special token in a text", {"text": "a<|endoftext|>"}, "special_token_in_text", "text contains '<|endoftext|>'")
+    add("too long", {"messages": talk(answer="and so on " * 400)}, "overlong", "(0 of media) are over packing.budget")
     add("too long a text", {"text": "and so on " * 400}, "overlong", "are over packing.budget")
 
 
@@ -324,12 +314,7 @@ def png_chunks(width: int, height: int, data: bytes, depth: int = 8) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(data))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 def _odd_images(folder: Path, picture: Image.Image) -> None:
@@ -363,9 +348,7 @@ def _odd_videos(folder: Path, noise: np.ndarray) -> None:
     end = whole.index(b"moov") - 4
     (folder / "noise.mp4").write_bytes(whole[:at] + b"\xff" * (end - at) + whole[end:])
     (folder / "list.ffconcat").write_text("ffconcat version 1.0\nfile good.mp4\n")
-    (folder / "list.m3u8").write_text(
-        "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\ngood.mp4\n#EXT-X-ENDLIST\n"
-    )
+    (folder / "list.m3u8").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\ngood.mp4\n#EXT-X-ENDLIST\n")
 
 
 def _odd_sounds(folder: Path) -> None:

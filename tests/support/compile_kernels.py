@@ -111,9 +111,7 @@ def main() -> dict[str, int | str]:
         both_ways(lambda x, g, w: gated_rms_norm(x, g, w, 1e-6), *((TOKENS, 16, width),) * 2, (width,))
     for width in (1024, 1152, 4096):
         both_ways(lambda x, w, b: layer_norm(x, w, b, 1e-6), (TOKENS, width), (width,), (width,))
-        both_ways(
-            lambda x, d, w, b: add_layer_norm(x, d, w, b, 1e-6), *((TOKENS, width),) * 2, (width,), (width,)
-        )
+        both_ways(lambda x, d, w, b: add_layer_norm(x, d, w, b, 1e-6), *((TOKENS, width),) * 2, (width,), (width,))
     both_ways(lambda x, w: causal_conv_silu(x, w, positions), (TOKENS, 2048), (2048, 4))
     for heads, width in ((16, 2048), (64, 4096)):
         widths = (2048, 2048, width, width)
@@ -136,9 +134,7 @@ def main() -> dict[str, int | str]:
     top(torch.zeros(TOKENS, 128), 8)
     top(torch.zeros(TOKENS, 512), 10)
     for experts, mask in ((128, None), (256, torch.zeros(TOKENS, dtype=torch.bool))):
-        loads(torch.zeros(TOKENS, experts, requires_grad=True), positions[:, None] % 8, mask)[
-            0
-        ].sum().backward()
+        loads(torch.zeros(TOKENS, experts, requires_grad=True), positions[:, None] % 8, mask)[0].sum().backward()
     for rank in (16, 32, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
         add_lowrank(*(one.bfloat16() for one in given), permutation.bounds[1:])
@@ -150,15 +146,9 @@ def main() -> dict[str, int | str]:
     both_ways(lambda x: swiglu(x, gelu=True), (TOKENS, 2 * 10240))
     both_ways(lambda x: rotate(x, angles, angles), (TOKENS, 16, 128))
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))
-    both_ways(
-        lambda x: rotate_qkv(x, torch.zeros(TOKENS, 72), torch.zeros(TOKENS, 72), 96), (TOKENS, 3, 16, 72)
-    )
+    both_ways(lambda x: rotate_qkv(x, torch.zeros(TOKENS, 72), torch.zeros(TOKENS, 72), 96), (TOKENS, 3, 16, 72))
     both_ways(lambda x: cut_heads(x, 72), (TOKENS, 16, 96))
-    for shape, gated_heads, turning in (
-        ((8, 4, 128), False, 128),
-        ((2, 8, 256), True, 64),
-        ((8, 4, 64), False, 64),
-    ):
+    for shape, gated_heads, turning in (((8, 4, 128), False, 128), ((2, 8, 256), True, 64), ((8, 4, 64), False, 64)):
         groups, repeats, width = shape
         cos = torch.zeros(TOKENS, turning)
         mixed = TOKENS, groups, repeats * (2 if gated_heads else 1) + 2, width

@@ -112,9 +112,7 @@ class Zoo:
         rows = list(out) if step.packing.mode == "none" else list(out[0].split(layout.padded_lengths))
         return [row[:length] for row, length in zip(rows, layout.lengths, strict=True)]
 
-    def gradients(
-        self, batches: Sequence[Any], labels: int, **packing: Any
-    ) -> tuple[float, dict[str, Tensor | None]]:
+    def gradients(self, batches: Sequence[Any], labels: int, **packing: Any) -> tuple[float, dict[str, Tensor | None]]:
         """(loss, gradient by parameter name) of the token mean over `labels`, accumulated over `batches`."""
         step = self.step(**packing)
         self.model.zero_grad(set_to_none=True)

@@ -63,9 +63,7 @@ class Experts(torch.nn.Module):
         return grouped.grouped_product(out * weights.unsqueeze(1) / self.shares, same, summed), None
 
 
-def route(
-    rank: int, size: int, shares: int, recompute: bool, to_all: bool, most: int | None
-) -> dict[str, Any]:
+def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool, most: int | None) -> dict[str, Any]:
     """Output and gradients of this rank's tokens, its rows of the exchange, and what is done in turn, exchanges and weight gradients, to plan and by each pass.
 
     `most`: tokens of a rank at most, where ranks are not to ask one another.

@@ -19,26 +19,7 @@ from zoo.data.errors import RowError
 
 CASES = int(os.environ.get("ZOO_FUZZ_CASES", "100"))
 CASE_SECONDS = 10.0  # longest time that one case may take
-NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    127,
-    128,
-    255,
-    256,
-    32767,
-    32768,
-    65535,
-    2**24,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**63,
-]
+NUMBERS = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 32767, 32768, 65535, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63]
 
 
 def fuzzed(share: float = 1.0) -> settings:

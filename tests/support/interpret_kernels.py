@@ -66,14 +66,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def heads(
-    groups: int,
-    repeats: int,
-    width: int,
-    turning: int,
-    *,
-    gated: bool,
-    normed: bool = True,
-    frozen: bool = False,
+    groups: int, repeats: int, width: int, turning: int, *, gated: bool, normed: bool = True, frozen: bool = False
 ) -> float:
     """Error of `split_heads` of 70 tokens, whose first `turning` channels turn; centred norms where `gated`."""
     angles = torch.randn(70, turning // 2).repeat(1, 2)
@@ -119,12 +112,7 @@ def delta(lengths: tuple[int, ...], widths: tuple[int, int, int, int], heads: in
         padded = (F.pad(part.t()[None], (taps - 1, 0)) for part in qkv.split(list(lengths)))
         groups = len(weight)
         out = torch.cat([F.silu(F.conv1d(x, weight[:, None], groups=groups)[0].t()) for x in padded])
-        return (
-            *out.split(widths[:3], dim=1),
-            gate,
-            -a_log.exp() * F.softplus(alpha + dt_bias),
-            beta.sigmoid(),
-        )
+        return (*out.split(widths[:3], dim=1), gate, -a_log.exp() * F.softplus(alpha + dt_bias), beta.sigmoid())
 
     mixed = torch.randn(sum(lengths), sum(widths) + 2 * heads) * 3
     mixed[:5, -heads:] = torch.tensor([-30.0, -9.0, 0.0, 9.0, 30.0])[: len(mixed), None]
@@ -245,9 +233,7 @@ def router_loads(experts: int, tokens: int, topk: int, *, masked: bool) -> float
     logits = 3 * torch.randn(tokens, experts)
     if not torch.equal(kernels.loads(logits, chosen, mask)[1], router.loads(logits, chosen, mask)[1].float()):
         return 1.0
-    return error(
-        lambda x: kernels.loads(x, chosen, mask)[0], lambda x: router.loads(x, chosen, mask)[0], logits
-    )
+    return error(lambda x: kernels.loads(x, chosen, mask)[0], lambda x: router.loads(x, chosen, mask)[0], logits)
 
 
 def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) -> float:
@@ -263,11 +249,7 @@ def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) ->
 def lowrank_products(width: int, rank: int, ends: list[int]) -> float:
     """Error of what `add_lowrank` adds."""
     counts = [b - a for a, b in pairwise([0, *ends])]
-    out, x, weight = (
-        torch.randn(ends[-1], width),
-        torch.randn(ends[-1], rank),
-        torch.randn(len(ends), width, rank),
-    )
+    out, x, weight = (torch.randn(ends[-1], width), torch.randn(ends[-1], rank), torch.randn(len(ends), width, rank))
     parts = zip(x.split(counts), weight, strict=True)
     wanted = out + torch.cat([rows @ matrix.t() for rows, matrix in parts])
     found = add_lowrank(out, x, weight, torch.tensor(ends, dtype=torch.int32))

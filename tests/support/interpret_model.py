@@ -28,21 +28,10 @@ from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, rotary, self
 from zoo.nn.head import tokens
 from zoo.nn.towers import attention as tower_attention
 
-MODULES: tuple[Any, ...] = (
-    self_attention,
-    delta_inputs,
-    gated_delta_net,
-    mlp,
-    norm,
-    rotary,
-    tokens,
-    tower_attention,
-)
+MODULES: tuple[Any, ...] = (self_attention, delta_inputs, gated_delta_net, mlp, norm, rotary, tokens, tower_attention)
 
 
-def segments(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, *, causal: bool
-) -> Tensor:
+def segments(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, *, causal: bool) -> Tensor:
     """In the place of flash attention, which wants a GPU: a call for each segment."""
     parts = []
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):

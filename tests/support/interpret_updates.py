@@ -53,9 +53,7 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
         initial_weights.init_weights(chunks, assembly, recipe, here)
-        build.freeze(
-            chunks, recipe.replace({"model.freeze": ["language"]}), assembly.family
-        )  # the interpreter is slow
+        build.freeze(chunks, recipe.replace({"model.freeze": ["language"]}), assembly.family)  # the interpreter is slow
         (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly, here, 10)
     torch.manual_seed(0)
@@ -75,9 +73,7 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
 
 def apart(found: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
     """The share of values that differ by more than rounding in fp32, and the largest difference, relative to the largest value."""
-    differences = [
-        (a - b).abs().float() / b.abs().max().clamp(min=1e-30) for a, b in zip(found, wanted, strict=True)
-    ]
+    differences = [(a - b).abs().float() / b.abs().max().clamp(min=1e-30) for a, b in zip(found, wanted, strict=True)]
     all_of_them = torch.cat([one.flatten() for one in differences])
     return float((all_of_them > 1e-6).float().mean()), float(all_of_them.max())
 
@@ -109,9 +105,7 @@ def part(size: int, split_weight: bool, grad: torch.dtype, mean: torch.dtype, sq
     weight, remainder = torch.randn(size), None
     if split_weight:
         weight, remainder = split(weight)
-    moments = (
-        Moment.zeros(size, dtype, signed, weight.device) for dtype, signed in ((mean, True), (square, False))
-    )
+    moments = (Moment.zeros(size, dtype, signed, weight.device) for dtype, signed in ((mean, True), (square, False)))
     return Part(weight, remainder, torch.zeros(size, dtype=grad), *moments, seed=size * 128)
 
 

@@ -69,11 +69,7 @@ def start(config: Path, trace: Path, ranks: int) -> list[int]:
         if child == 0:
             if ranks > 1:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                os.environ |= {
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                }
+                os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             _be_a_rank(config, trace.with_name(f"{trace.name}{rank}"))
         children.append(child)
     return children
@@ -188,9 +184,7 @@ def wait_for_writing(run_dir: Path, children: list[int], born: float) -> None:
         time.sleep(0.001)
 
 
-def main(
-    folder: Path, ranks: int, kills: int, steps: int, when: str = "any", seed: str = "0"
-) -> dict[str, Any]:
+def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any", seed: str = "0") -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
@@ -240,27 +234,17 @@ def main(
     finish(config, trace, ranks)
     assert not list((killed / "checkpoints").glob(f"{DAMAGED}*"))
     assert not list((killed / "checkpoints").glob(".partial*")), "something is left behind"
-    assert not [path for path in (folder / "stage").rglob("*") if path.is_file()], (
-        "something is left in the stage"
-    )
+    assert not [path for path in (folder / "stage").rglob("*") if path.is_file()], "something is left in the stage"
     exact = ("step", "loss", "grad_norm", "lr", "real_tokens", "labels")
     found = steps_of(killed)
     assert [[r[k] for k in exact] for r in found] == [[r[k] for k in exact] for r in wanted]
     rows, wanted_rows = rows_of(trace, ranks), rows_of(folder / "whole_rows", ranks)
     assert {s: rows[s] for s in range(1, steps + 1)} == {s: wanted_rows[s] for s in range(1, steps + 1)}
-    replicas = slice(
-        None, None, 2 if ranks == 4 else 1
-    )  # of two tensor-parallel ranks, both are given the rows
+    replicas = slice(None, None, 2 if ranks == 4 else 1)  # of two tensor-parallel ranks, both are given the rows
     dealt = [row for step in range(1, steps + 1) for mine in rows[step][replicas] for row in mine]
     assert len(dealt) == len(set(dealt)), "a row was trained on twice"
     done_again = sum(1 for r in range(1) for _ in trace.with_name(f"{trace.name}{r}").open()) - steps
-    return {
-        **seen,
-        "steps": steps,
-        "rows": len(dealt),
-        "steps done again": done_again,
-        "seconds": round(seconds, 1),
-    }
+    return {**seen, "steps": steps, "rows": len(dealt), "steps done again": done_again, "seconds": round(seconds, 1)}
 
 
 if __name__ == "__main__":

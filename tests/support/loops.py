@@ -25,13 +25,7 @@ def engine_recipe(folder: Path | str, model: Model, *overrides: str) -> Any:
     """The recipe of a model of the matrix, on the CPU with one thread."""
     from support.recipes import load_effective
 
-    fixed = [
-        "hardware=cpu",
-        "engine.threads=1",
-        f"model.init={folder}",
-        "train.steps=4",
-        "train.schedule=constant",
-    ]
+    fixed = ["hardware=cpu", "engine.threads=1", f"model.init={folder}", "train.steps=4", "train.schedule=constant"]
     return load_effective(model.recipe, [*fixed, *model.overrides, *overrides])
 
 
@@ -51,10 +45,7 @@ def loop_batch(examples: Sequence[Any], side: str = "mixed", extra: int = 3) -> 
     padded = padded_batch([example.sample for example in examples], side, extra, fill=1)
     draw = torch.Generator().manual_seed(len(examples))
     shape = padded.input_ids.shape
-    media = [
-        {name: value for name, value in example.features.items() if name not in NOT_MEDIA}
-        for example in examples
-    ]
+    media = [{name: value for name, value in example.features.items() if name not in NOT_MEDIA} for example in examples]
     assert padded.attention_mask is not None and padded.labels is not None
     return {
         "input_ids": padded.input_ids,
@@ -68,9 +59,7 @@ def loop_batch(examples: Sequence[Any], side: str = "mixed", extra: int = 3) -> 
     }
 
 
-def grpo(
-    logprobs: Tensor, batch: Mapping[str, Any], entropy: Tensor | None = None
-) -> tuple[Tensor, dict[str, Any]]:
+def grpo(logprobs: Tensor, batch: Mapping[str, Any], entropy: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
     """The sum of PPO's clipped loss (arXiv 1707.06347, eq. 7), of an earlier policy near this one, over the chosen tokens."""
     assert logprobs.shape == batch["input_ids"].shape and len(batch["names"]) == len(logprobs)
     assert batch["about"] == "not cut into rows"
@@ -91,9 +80,7 @@ class Reference:
     entropy: Tensor
 
 
-def hf_values(
-    hf: Any, examples: Sequence[Any], batch: Mapping[str, Any], temperature: float = 1.0
-) -> Reference:
+def hf_values(hf: Any, examples: Sequence[Any], batch: Mapping[str, Any], temperature: float = 1.0) -> Reference:
     """The same from transformers, differentiable: at each token of a row but the first."""
     logprobs, entropy = [], []
     for example, mask in zip(examples, batch["attention_mask"], strict=True):
@@ -179,15 +166,9 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
         engine.train_step(batch, grpo, temperature=plan.temperature, entropy=True)
         after = replayed = engine.logprobs(batch, temperature=plan.temperature)
         if routing is not None:
-            replayed, again = engine.logprobs_and_routing(
-                {**batch, "routing": routing}, temperature=plan.temperature
-            )
+            replayed, again = engine.logprobs_and_routing({**batch, "routing": routing}, temperature=plan.temperature)
             torch.testing.assert_close(
-                again.sort().values,
-                routing.sort().values,
-                rtol=0,
-                atol=0,
-                msg="replay took other experts: {}".format,
+                again.sort().values, routing.sort().values, rtol=0, atol=0, msg="replay took other experts: {}".format
             )
             engine.train_step({**batch, "routing": routing}, grpo, update=False)
             routing = routing.sort().values
@@ -197,9 +178,7 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
     if plan.joined:
         assert set(c10d._world.pg_map) == groups
         dist.destroy_process_group()
-    return Looped(
-        rows, logprobs, entropy, held, outcome, after, routing, replayed, misplaced, wrong, peak, largest
-    )
+    return Looped(rows, logprobs, entropy, held, outcome, after, routing, replayed, misplaced, wrong, peak, largest)
 
 
 @dataclass
@@ -238,9 +217,7 @@ def run_few_rows(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) 
         none = {name: value[:0] for name, value in batch.items()}
         empty = engine.train_step(none, loss)
         every = engine.generate(rows * engine.dp_size, samples=2, max_new_tokens=3, temperature=0.0).batch
-        return FewRows(
-            tuple(batch["input_ids"].shape), logprobs.cpu(), outcome, engine.logprobs(every).cpu(), empty
-        )
+        return FewRows(tuple(batch["input_ids"].shape), logprobs.cpu(), outcome, engine.logprobs(every).cpu(), empty)
 
 
 def differing(engine: Any, folder: Path) -> list[str]:
@@ -276,9 +253,7 @@ def not_made_up(engine: Any) -> list[str]:
         if one.full_shape != tuple(wanted[one.name].shape) or not found[one.name][place].isnan().all():
             twice.append(one.name)
         found[one.name][place] = one.tensor
-    return sorted(
-        {*twice, *(name for name, tensor in wanted.items() if not torch.equal(found[name], tensor))}
-    )
+    return sorted({*twice, *(name for name, tensor in wanted.items() if not torch.equal(found[name], tensor))})
 
 
 def stream_bytes(engine: Any) -> tuple[int, int]:
@@ -300,9 +275,7 @@ def whole_gradients() -> Iterator[None]:
 
     find = pipeline_parallel.get_forward_backward_func
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            pipeline_parallel, "get_forward_backward_func", lambda: partial(find(), force_all_reduce=True)
-        )
+        patch.setattr(pipeline_parallel, "get_forward_backward_func", lambda: partial(find(), force_all_reduce=True))
         yield
 
 

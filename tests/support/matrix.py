@@ -152,10 +152,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 # Two micro-batches, the second without media. Samples of many lengths, so that media lie across CP chunks.
 SEEN = (("image-long", "text-short", "multi_image-long", "video-short", "turns"), ("text-long", "text-short"))
 SAID = (("text-long", "turns", "long", "text-short"), ("system", "text-short"))
-HEARD = (
-    ("image-long", "audio-short", "text-short", "video-short", "image+video+audio"),
-    ("text-long", "text-short"),
-)
+HEARD = (("image-long", "audio-short", "text-short", "video-short", "image+video+audio"), ("text-long", "text-short"))
 TILED = (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short"))
 
 MODELS = {
@@ -177,11 +174,7 @@ MODELS = {
         ("train.mtp_loss=0",),
     ),
     "gdn": Model(
-        "Gated DeltaNet hybrid",
-        "qwen35_vl_sft",
-        _qwen35(layers=[LINEAR, LINEAR, FULL, LINEAR]),
-        vision_examples,
-        SEEN,
+        "Gated DeltaNet hybrid", "qwen35_vl_sft", _qwen35(layers=[LINEAR, LINEAR, FULL, LINEAR]), vision_examples, SEEN
     ),
     "mtp": Model(
         "hybrid with experts and MTP",
@@ -230,9 +223,7 @@ MODELS = {
         (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
         published="tiny_gemma3:publish",
     ),
-    "capped": Model(
-        "text alone, sliding layers, capped logits", "gemma3_text_sft", _gemma3_text, text_examples, SAID
-    ),
+    "capped": Model("text alone, sliding layers, capped logits", "gemma3_text_sft", _gemma3_text, text_examples, SAID),
     "full heads": Model(
         "dense, full layers with wider heads whose values are keys",
         "gemma4_sft",
@@ -258,12 +249,7 @@ MODELS = {
         published="tiny:experts_apart",
     ),
     "tiles": Model(
-        "experts, shuffled tiles",
-        "internvl_sft",
-        _internvl,
-        tile_examples,
-        TILED,
-        published="tiny_internvl:publish",
+        "experts, shuffled tiles", "internvl_sft", _internvl, tile_examples, TILED, published="tiny_internvl:publish"
     ),
     "sigmoid": Model(
         "experts by sigmoid routing, shared expert",
@@ -274,12 +260,7 @@ MODELS = {
         published="tiny_glm45v:publish",
     ),
     "omni": Model(
-        "experts, deepstack, audio",
-        "qwen3_omni_sft",
-        _omni,
-        make_examples,
-        HEARD,
-        published="tiny_omni:published",
+        "experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD, published="tiny_omni:published"
     ),
 }
 
@@ -331,19 +312,14 @@ REFUSED = {
             *("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way", "capped", "full heads"),
         )
     },
-    **{
-        ("tp2", model): NEEDS_SP
-        for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles", "sigmoid")
-    },
+    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles", "sigmoid")},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")
 CP_UNIT = 8  # what every alignment of the matrix divides
 
 
-def layouts(
-    samples: dict[str, Any], groups: tuple[tuple[str, ...], ...]
-) -> list[tuple[list[Batch], tuple[str, ...]]]:
+def layouts(samples: dict[str, Any], groups: tuple[tuple[str, ...], ...]) -> list[tuple[list[Batch], tuple[str, ...]]]:
     """Micro-batches and overrides of each of LAYOUTS."""
     rows = [[samples[name] for name in group] for group in groups]
     padded = [padded_batch(group, "mixed", fill=1) for group in rows]

@@ -30,9 +30,7 @@ def separate_masters(away: bool) -> Iterator[None]:
     from zoo.parallel.megatron import inner_optimizer
 
     def round_away(optimizer: Any) -> None:
-        for group in zip(
-            optimizer.shard_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
-        ):
+        for group in zip(optimizer.shard_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True):
             for weight, master in zip(*group, strict=True):
                 weight.data.copy_(split(master.detach())[0])
 
@@ -43,9 +41,7 @@ def separate_masters(away: bool) -> Iterator[None]:
         yield
 
 
-def follow(
-    rank: int, size: int, overrides: tuple[str, ...], steps: int, how: str
-) -> tuple[list[float], list[str]]:
+def follow(rank: int, size: int, overrides: tuple[str, ...], steps: int, how: str) -> tuple[list[float], list[str]]:
     """This rank's loss and a digest of its weights in each step of a run, whose batches are random.
 
     Args:
@@ -82,13 +78,7 @@ def _running(
     from zoo.parallel.world import world
     from zoo.training.run import Run
 
-    fixed = [
-        f"size={model_size}",
-        "hardware=cpu",
-        "engine.threads=1",
-        "train.steps=1000",
-        "train.eval_rows=2",
-    ]
+    fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
     recipe = validate(load_effective(recipe_name, [*fixed, *overrides]), size)
     with interrupts() as stop, world(recipe) as here, build_in or nullcontext():
         run = Run(recipe, here, stop, Startup("imports"))
@@ -128,13 +118,7 @@ class Rectangle:
 
 
 def held(
-    rank: int,
-    size: int,
-    overrides: tuple[str, ...],
-    recipe_name: str,
-    model_size: str,
-    steps: int = 0,
-    bucket: int = 0,
+    rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str, steps: int = 0, bucket: int = 0
 ) -> list[Rectangle]:
     """What a rank would write, weights and optimizer state, at the start of a run, or where it resumes, and so many steps on.
 
@@ -176,9 +160,7 @@ class SharedOut:
     # Exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer.
     exchanges: dict[str, int]
     asked: int  # exchanges between ranks to plan one
-    tokens: list[
-        tuple[int, int]
-    ]  # of this rank, and of the one that has most, in each plan that sends to all
+    tokens: list[tuple[int, int]]  # of this rank, and of the one that has most, in each plan that sends to all
 
 
 def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
@@ -206,10 +188,7 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
 
         return call
 
-    with (
-        _running("qwen3_vl_moe_sft", "tiny-moe", size, overrides) as run,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with _running("qwen3_vl_moe_sft", "tiny-moe", size, overrides) as run, pytest.MonkeyPatch.context() as patch:
         shared = [p for p in run.trainable.chunks[0].parameters() if getattr(p, "allreduce", True)]
         before = [p.detach().clone() for p in shared]
         patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
@@ -282,9 +261,7 @@ def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
         (gathering,) = (one for one in weight_gathering._gatherings if one.ahead)
 
         def check(name: str, weights: list[Tensor], *_: Any) -> None:
-            groups = {
-                chunk.param_to_bucket_group[one] for one in weights if one in chunk.param_to_bucket_group
-            }
+            groups = {chunk.param_to_bucket_group[one] for one in weights if one in chunk.param_to_bucket_group}
             if any(gathering._there[group] in streams.on_the_way for group in groups):
                 early.append(name)
 
@@ -313,14 +290,10 @@ class Parts:
 
     digests: dict[tuple[str, int, int, int], str]  # by name, tensor, expert and expert tensor parallel rank
     copied: bool  # whether its stage has a copy of another one's weight
-    stateless: (
-        int  # elements of parameters that are trained, of which this rank has a range, and no state of it
-    )
+    stateless: int  # elements of parameters that are trained, of which this rank has a range, and no state of it
 
 
-def parts(
-    rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str, steps: int
-) -> Parts:
+def parts(rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str, steps: int) -> Parts:
     """Digests of this rank's parameters after so many steps; ranks that hold the same part have the same key."""
     from zoo.bridge.parallel import ShardInfo, model_parameters
     from zoo.parallel.megatron.inner_optimizer import held_ranges
@@ -340,10 +313,7 @@ def parts(
             copied = copied or (shared and run.world.pp_rank > 0)
             stateless += parameter.numel() * (states.get(parameter) is False)
             name = "shared" if shared else name
-            cut = (
-                getattr(parameter, "tensor_model_parallel", False)
-                or getattr(parameter, "partition_dim", -1) >= 0
-            )
+            cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "partition_dim", -1) >= 0
             experts = ".experts." in name
             place = (info.ep_rank, info.etp_rank) if experts else (0, 0)
             digests[name, info.tp_rank if cut and not experts else 0, *place] = digest([parameter])

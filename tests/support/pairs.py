@@ -51,9 +51,7 @@ class Pair:
     gradients_limit: float  # relative
     publish: Callable[[Tensors], Tensors]  # transformers' tensors in memory -> under the published names
     again: Callable[..., Zoo]  # zoo's model of the same checkpoint, with further overrides
-    says: Callable[[str], bool] = lambda name: (
-        True
-    )  # whether the gradient of that published name is another than zero
+    says: Callable[[str], bool] = lambda name: True  # whether the gradient of that published name is another than zero
 
     @classmethod
     def load(
@@ -189,9 +187,7 @@ class PairTests(TextPairTests):
         media = {name: example.sample.media for name, example in pair.examples.items()}
         assert media["text-short"] == {}
         assert len(media["multi_image-long"]["image_grid_thw"]) > 1
-        assert int(media["video-long"]["video_grid_thw"][0, 0]) > 1, (
-            "several frames, each behind its timestamp"
-        )
+        assert int(media["video-long"]["video_grid_thw"][0, 0]) > 1, "several frames, each behind its timestamp"
         assert len(media["video+video+image"]["video_grid_thw"]) == 2
 
     def test_text_alone_leaves_the_tower_a_zero_gradient(self, pair: Pair) -> None:

@@ -105,9 +105,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         atexit.register(self.close)  # in case nobody does: multiprocessing waits for its processes
 
-    def run[R](
-        self, size: int, function: Callable[..., R], *arguments: Any, timeout: float = 120.0
-    ) -> list[R]:
+    def run[R](self, size: int, function: Callable[..., R], *arguments: Any, timeout: float = 120.0) -> list[R]:
         """The results of function(rank, size, *arguments) on ranks 0 to size-1, in that order.
 
         Raises PoolError where a rank raises or dies, or after `timeout` seconds.
@@ -248,11 +246,7 @@ def _answer(index: int, message: bytes) -> bytes:
     try:
         size, port, function, arguments = pickle.loads(message)
         os.environ.update(
-            RANK=str(index),
-            LOCAL_RANK=str(index),
-            WORLD_SIZE=str(size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         return pickle.dumps((True, function(index, size, *arguments)))
     except BaseException:  # SystemExit and KeyboardInterrupt of the function under test are answers too

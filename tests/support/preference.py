@@ -60,9 +60,7 @@ def write_labelled(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tupl
     for number, item in enumerate(digit_items(count, kinds)):
         good, wrong = item["messages"], item["rejected_response"]
         turns = good if number % 3 == 1 else [*good[:-1], {"role": "assistant", "content": wrong}]
-        items.append(
-            {"messages": turns, "label": number % 3 == 1, **{k: item[k] for k in MEDIA if k in item}}
-        )
+        items.append({"messages": turns, "label": number % 3 == 1, **{k: item[k] for k in MEDIA if k in item}})
     file.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
     return _trains_on(file, kinds)
 
@@ -122,9 +120,7 @@ def hf_logprobs(hf: Any, found: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     return torch.stack(sums), torch.tensor(counts)
 
 
-def plain_loss(
-    kind: str, logprobs: Tensor, labels: Tensor, reference: Tensor, *, beta: float, gamma: float
-) -> Tensor:
+def plain_loss(kind: str, logprobs: Tensor, labels: Tensor, reference: Tensor, *, beta: float, gamma: float) -> Tensor:
     """The mean over pairs as TRL 1.16 writes it: trainer/dpo_trainer.py `_compute_loss`, experimental/cpo `cpo_loss`,
     experimental/orpo `odds_ratio_loss`; ORPO's likelihood is that of the paper (arXiv 2403.07691, eq. 6), the answer's mean."""
     log_sigmoid = torch.nn.functional.logsigmoid
@@ -149,11 +145,7 @@ def hf_scores(hf: Any, found: Sequence[Pair]) -> Tensor:
 
 def classifier(name: str) -> Any:
     """transformers' class; where it has none, what its documentation has one write: the generic one of the same model."""
-    from transformers import (
-        AutoModelForSequenceClassification,
-        LlavaOnevisionPreTrainedModel,
-        Qwen3VLPreTrainedModel,
-    )
+    from transformers import AutoModelForSequenceClassification, LlavaOnevisionPreTrainedModel, Qwen3VLPreTrainedModel
     from transformers.modeling_layers import GenericForSequenceClassification
 
     if name in ("gdn", "text", "capped", "next"):

@@ -15,15 +15,13 @@ LINEARS = re.compile(r".*\blayers\.\d+\.(self_attn|linear_attn|mlp)\..*_proj(_qk
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def quantise(
-    weight: Tensor, block: tuple[int, int], scale: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor]:
+def quantise(weight: Tensor, block: tuple[int, int], scale: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """(..., R, C) as float8_e4m3fn and the factors of its blocks, one matrix and one block after the other."""
     if weight.ndim > 2:
         parts = [quantise(one, block, scale) for one in weight]
-        return torch.stack([raw.view(torch.uint8) for raw, _ in parts]).view(
-            torch.float8_e4m3fn
-        ), torch.stack([factors for _, factors in parts])
+        return torch.stack([raw.view(torch.uint8) for raw, _ in parts]).view(torch.float8_e4m3fn), torch.stack(
+            [factors for _, factors in parts]
+        )
     rows, columns = weight.shape
     raw = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     factors = torch.empty(-(-rows // block[0]), -(-columns // block[1]), dtype=scale)

@@ -53,9 +53,7 @@ class Held:
     cp_rank: int
     metrics: dict[str, Tensor] = field(default_factory=dict)  # router's auxiliary losses of each layer
     biases: dict[str, Tensor] = field(default_factory=dict)  # routers' expert bias after its update, by name
-    logprobs: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # micro-batch -> (B, T0); the last stage's ranks
+    logprobs: dict[int, Tensor] = field(default_factory=dict)  # micro-batch -> (B, T0); the last stage's ranks
     encoded: dict[str, int] = field(default_factory=dict)  # tower -> rows of media that this rank encoded
     whole: int = 0  # micro-batches whose samples context-parallel ranks held whole
 
@@ -96,9 +94,7 @@ def run_captured(rank: int, size: int, plan: Plan) -> tuple[list[Held], list[int
         go_by_lengths(patch)
         built = _Built(_recipe(plan, plan.layouts[0], size), here)
         use_graphs(built.wrapped)
-        stacks = [
-            one.graphs for chunk in built.wrapped for one in chunk.modules() if hasattr(one, "last_layer")
-        ]
+        stacks = [one.graphs for chunk in built.wrapped for one in chunk.modules() if hasattr(one, "last_layer")]
         for stack in stacks:
             stack.recorder = RecordedAgain()
         held = [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
@@ -118,9 +114,7 @@ def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
 
     def wrap_as_on_a_gpu(chunks: list[Any], recipe: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            here = (
-                threading.current_thread()
-            )  # others make batches meanwhile, in pinned memory if there were a GPU
+            here = threading.current_thread()  # others make batches meanwhile, in pinned memory if there were a GPU
             patch.setattr(torch.cuda, "is_available", lambda: threading.current_thread() is here)
             patch.setattr(optimization, "BUCKET", bucket)
             wrapped = wrap(chunks, recipe)
@@ -139,9 +133,7 @@ def _more_settings(settings: dict[str, Any]) -> Iterator[None]:
     from zoo.nn.decoder import config as decoder_config
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            decoder_config, "TransformerConfig", partial(decoder_config.TransformerConfig, **settings)
-        )
+        patch.setattr(decoder_config, "TransformerConfig", partial(decoder_config.TransformerConfig, **settings))
         yield
 
 

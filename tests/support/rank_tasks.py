@@ -23,11 +23,7 @@ ADAMW = (
 
 
 def train(
-    rank: int,
-    size: int,
-    overrides: Sequence[str],
-    recipe_name: str = "qwen3_omni_sft",
-    model_size: str = "tiny",
+    rank: int, size: int, overrides: Sequence[str], recipe_name: str = "qwen3_omni_sft", model_size: str = "tiny"
 ) -> dict[str, Any]:
     """A run of a recipe through zoo.training.trainer.train; its losses and gradient norms."""
     import json
@@ -57,9 +53,7 @@ def train_twice(
     return left
 
 
-def order_of_the_start(
-    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
-) -> list[str]:
+def order_of_the_start(rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str) -> list[str]:
     """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
     from zoo.checkpoint import sharded
     from zoo.data.loading.loader import BatchLoader
@@ -171,9 +165,7 @@ def call(rank: int, size: int, name: str, *arguments: Any, **options: Any) -> An
     return found.as_dict() if hasattr(found, "as_dict") else found
 
 
-def meta_model_sizes(
-    rank: int, size: int, recipe: str, model_size: str
-) -> tuple[int, dict[str, tuple[int, ...]]]:
+def meta_model_sizes(rank: int, size: int, recipe: str, model_size: str) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Parameters of a size of a recipe, and the published names and shapes that they become."""
     from zoo.config.compose import load_recipe
     from zoo.model.meta_model import build_meta_model
@@ -266,9 +258,7 @@ def _media_rows(step: Any, media: Any) -> dict[str, tuple[int, ...]]:
     return {tower: tuple(r for stream in each for r in stream.rows) for tower, each in streams.items()}
 
 
-def one_step(
-    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
-) -> dict[str, int]:
+def one_step(rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str) -> dict[str, int]:
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
@@ -277,9 +267,7 @@ def one_step(
     from zoo.parallel.world import world
     from zoo.training.run import Run
 
-    recipe = load_effective(
-        recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides]
-    )
+    recipe = load_effective(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
     with interrupts() as stop, world(validate(recipe, size)) as here:
         run = Run(validate(recipe, size), here, stop, Startup("imports"))
         run._build()

@@ -37,9 +37,7 @@ def load_effective(name: str, overrides: Iterable[str]) -> Any:
             return load_recipe(name, left)
         except ConfigError as error:
             refused = re.findall(r"^ *([\w.]+)=.*?: it has no effect", str(error), re.MULTILINE)
-            kept = [
-                one for one in left if one.partition("=")[0] not in refused or one.startswith("parallel.")
-            ]
+            kept = [one for one in left if one.partition("=")[0] not in refused or one.startswith("parallel.")]
             if len(kept) == len(left):
                 raise
             left = kept

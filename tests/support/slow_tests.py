@@ -23,10 +23,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_zoo_and_transformers_train_on_the_same_samples": 0,
         "test_a_medium_that_leaves_no_room_for_text_is_refused": 0,
     },
-    "unit/benchmarks/test_balance.py": {
-        "test_rows_are_full_and_ranks_even": 0,
-        "test_table_and_json_say_the_same": 0,
-    },
+    "unit/benchmarks/test_balance.py": {"test_rows_are_full_and_ranks_even": 0, "test_table_and_json_say_the_same": 0},
     "unit/bench/test_data.py": {"test_rows_are_measured_without_encoding_where_nothing_changes_them": 0},
     "unit/benchmarks/test_packing.py": {
         "test_bytes_grow_with_the_tokens": 0,
@@ -46,10 +43,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/bridge/test_qwen25_vl.py": {"test_the_table_covers_names_and_shapes": 4},
     "unit/bridge/test_export.py": {"test_under_gloo": 0},
     "unit/bridge/test_quantised.py": {"test_blocks_that_are_cut_short_and_every_slice": 0},
-    "unit/cli/test_plan.py": {
-        "test_a_plan_says_nothing_else": 0,
-        "test_sizes_that_are_given_and_do_not_fit": 0,
-    },
+    "unit/cli/test_plan.py": {"test_a_plan_says_nothing_else": 0, "test_sizes_that_are_given_and_do_not_fit": 0},
     "unit/config/test_foreign.py": {"test_common_names": 6},
     "unit/config/test_recipes.py": {
         "test_a_recipe_resolves_at_every_size_and_on_all_hardware": 60,

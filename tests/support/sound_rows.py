@@ -25,11 +25,7 @@ def mixtures(rows: list[Any]) -> dict[str, dict]:
             0, ("system", "Digits from 0 to 9."), ("user", "<audio>Write them down."), ("assistant", "1 23")
         ),
         "turns": row(
-            1,
-            ("user", "Listen: <audio>"),
-            ("assistant", "7"),
-            ("user", "And the second?"),
-            ("assistant", "31 0"),
+            1, ("user", "Listen: <audio>"), ("assistant", "7"), ("user", "And the second?"), ("assistant", "31 0")
         ),
         "asr": row(2, ("user", "<audio>"), ("assistant", "language English<asr_text>One, two.")),
     }

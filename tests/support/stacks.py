@@ -54,9 +54,7 @@ class Stack:
     examples: Callable[[Any], dict[str, Any]] = vision_examples
     randomise: Callable[[str, Tensor], None] = tiny.randomise
     stored: Callable[[Tensors], dict[str, Tensor]] = _same  # transformers' saved tensors -> the hub's layout
-    publish: Callable[[Tensors], dict[str, Tensor]] = (
-        _same  # tensors in memory in transformers -> published names
-    )
+    publish: Callable[[Tensors], dict[str, Tensor]] = _same  # tensors in memory in transformers -> published names
     text: Mapping[str, Any] = field(default_factory=dict)  # cuts of the decoder's config
     vision: Mapping[str, Any] = field(default_factory=dict)
     audio: Mapping[str, Any] = field(default_factory=dict)
@@ -102,14 +100,8 @@ QWEN3_VL_MOE: dict[str, Any] = {
     "stored": tiny_qwen3_vl.turn_experts,
     "publish": tiny_qwen3_vl.turn_experts,
 }
-QWEN25_VL: dict[str, Any] = {
-    "kind": "Qwen2_5_VLForConditionalGeneration",
-    "publish": tiny_qwen25_vl.publish,
-}
-GLM45V: dict[str, Any] = {
-    "kind": "Glm4vMoeForConditionalGeneration",
-    "publish": tiny_glm45v.publish,
-}
+QWEN25_VL: dict[str, Any] = {"kind": "Qwen2_5_VLForConditionalGeneration", "publish": tiny_qwen25_vl.publish}
+GLM45V: dict[str, Any] = {"kind": "Glm4vMoeForConditionalGeneration", "publish": tiny_glm45v.publish}
 QWEN35: dict[str, Any] = {
     "kind": "Qwen3_5ForConditionalGeneration",
     "randomise": tiny_qwen35.randomise,
@@ -151,15 +143,8 @@ OMNI: dict[str, Any] = {
     "publish": _thinker,
 }
 
-QWEN3: dict[str, Any] = {
-    "examples": text_examples,
-    "kind": "Qwen3MoeForCausalLM",
-    "publish": tiny.experts_apart,
-}
-QWEN3_NEXT: dict[str, Any] = QWEN3 | {
-    "kind": "Qwen3NextForCausalLM",
-    "randomise": tiny_qwen35.randomise,
-}
+QWEN3: dict[str, Any] = {"examples": text_examples, "kind": "Qwen3MoeForCausalLM", "publish": tiny.experts_apart}
+QWEN3_NEXT: dict[str, Any] = QWEN3 | {"kind": "Qwen3NextForCausalLM", "randomise": tiny_qwen35.randomise}
 QWEN25_OMNI: dict[str, Any] = {
     "kind": "Qwen2_5OmniThinkerForConditionalGeneration",
     "examples": make_examples,
@@ -170,9 +155,7 @@ TINY = {
     "qwen3_vl": Stack("qwen3_vl_sft", "tiny", **QWEN3_VL),
     "qwen3_vl moe": Stack("qwen3_vl_moe_sft", "tiny-moe", **QWEN3_VL_MOE),
     "qwen35_vl": Stack("qwen35_vl_sft", "tiny", **QWEN35),
-    "qwen35_vl moe": Stack(
-        "qwen35_vl_moe_sft", "tiny-moe", **QWEN35 | {"kind": "Qwen3_5MoeForConditionalGeneration"}
-    ),
+    "qwen35_vl moe": Stack("qwen35_vl_moe_sft", "tiny-moe", **QWEN35 | {"kind": "Qwen3_5MoeForConditionalGeneration"}),
     "llava onevision": Stack(
         "llava_onevision_sft", "tiny-onevision", kind="LlavaOnevisionForConditionalGeneration", **LLAVA
     ),
@@ -197,14 +180,10 @@ _EXPERTS_14 = {"moe_intermediate_size": 14, "num_experts": 5, "num_experts_per_t
 _TOWER_20 = {"hidden_size": 80, "intermediate_size": 100}  # 4 heads
 ODD = {
     "qwen3_vl odd": replace(
-        TINY["qwen3_vl"],
-        text={**_HEADS_20, "intermediate_size": 100},
-        vision={**_TOWER_20, "out_hidden_size": 40},
+        TINY["qwen3_vl"], text={**_HEADS_20, "intermediate_size": 100}, vision={**_TOWER_20, "out_hidden_size": 40}
     ),
     "qwen3_vl moe odd": replace(
-        TINY["qwen3_vl moe"],
-        text={**_HEADS_20, **_EXPERTS_14},
-        vision={**_TOWER_20, "out_hidden_size": 40},
+        TINY["qwen3_vl moe"], text={**_HEADS_20, **_EXPERTS_14}, vision={**_TOWER_20, "out_hidden_size": 40}
     ),
     "qwen35_vl odd": replace(
         TINY["qwen35_vl"],
@@ -268,8 +247,7 @@ ODD = {
         vision={"hidden_size": 80, "intermediate_size": 100},
     ),
     "gemma3_text odd": replace(
-        TINY["gemma3_text"],
-        text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
+        TINY["gemma3_text"], text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389}
     ),
     "glm45v odd": replace(
         TINY["glm45v"],
@@ -304,11 +282,7 @@ ODD |= {
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
 WIDE = {
     "qwen3_vl 2b": Stack(
-        "qwen3_vl_sft",
-        "2b",
-        text=SMALL,
-        vision={"depth": 2, "deepstack_visual_indexes": [0, 1]},
-        **QWEN3_VL,
+        "qwen3_vl_sft", "2b", text=SMALL, vision={"depth": 2, "deepstack_visual_indexes": [0, 1]}, **QWEN3_VL
     ),
     "qwen35_vl 2b": Stack(
         "qwen35_vl_sft",
@@ -335,11 +309,7 @@ WIDE = {
         **QWEN3_NEXT,
     ),
     "qwen25_vl 3b": Stack(
-        "qwen25_vl_sft",
-        "3b",
-        text=SMALL,
-        vision={"depth": 2, "fullatt_block_indexes": [1]},
-        **QWEN25_VL,
+        "qwen25_vl_sft", "3b", text=SMALL, vision={"depth": 2, "fullatt_block_indexes": [1]}, **QWEN25_VL
     ),
     "qwen25_omni 3b": Stack(
         "qwen25_omni_sft",
@@ -357,10 +327,7 @@ WIDE = {
         **GEMMA3,
     ),
     "gemma3_text 270m": Stack(
-        "gemma3_text_sft",
-        "270m",
-        text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
-        **GEMMA3_TEXT,
+        "gemma3_text_sft", "270m", text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]}, **GEMMA3_TEXT
     ),
     "gemma4 31b": Stack(
         "gemma4_sft",

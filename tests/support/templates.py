@@ -15,15 +15,12 @@ PARTS = (  # a content, a string or parts, as text
 )
 PROMPT = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 INSTRUCT = (  # Qwen3-VL-*-Instruct
-    PARTS
-    + "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ said(m.content) ~ '<|im_end|>\\n' -}}"
+    PARTS + "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ said(m.content) ~ '<|im_end|>\\n' -}}"
     "{%- endfor -%}" + PROMPT
 )
 
 INTERNVL = (  # InternVL3_5-*-HF: the processor writes what stands around media; a line break behind each
-    INSTRUCT.replace(
-        "'<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>'", "'<|' ~ part.type ~ '_pad|>\\n'"
-    )
+    INSTRUCT.replace("'<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>'", "'<|' ~ part.type ~ '_pad|>\\n'")
 )
 QWEN25 = (  # Qwen2.5-VL-*-Instruct: a system turn where the chat begins with none
     PARTS + "{%- if messages[0].role != 'system' -%}"
@@ -72,9 +69,7 @@ def _thinking(trim: str, always: bool) -> str:
         "{%- if m.reasoning_content is string -%}{%- set thought = m.reasoning_content"
         + trim
         + " -%}{%- elif '</think>' in text -%}"
-        "{%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n')"
-        + trim
-        + " -%}"
+        "{%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n')" + trim + " -%}"
         "{%- set rest = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
         "{{- " + written + " if loop.index0 > ns.last else rest -}}"
         "{%- else -%}{{- text -}}{%- endif -%}"

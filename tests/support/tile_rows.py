@@ -20,9 +20,7 @@ IMAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # texts by turns
     "text-short": (("Hi", "Ho"), ()),
     "text-long": (("Say all the digits, one by one, twice.", "0 1 2 3 4 5 6 7 8 9 " * 2), ()),
 }
-VIDEOS: dict[
-    str, tuple[tuple[str, ...], int, tuple[str, ...]]
-] = {  # texts, number of videos, sizes of images
+VIDEOS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {  # texts, number of videos, sizes of images
     "video": (("<video>Watch.", "5"), 1, ()),
     "image+video": (("<image><video>Both.", "6"), 1, ("tall",)),
     "video+video+image": (("<video> <video>, then <image>", "9 8"), 2, ("wide",)),

@@ -52,9 +52,7 @@ VISION: dict[str, Any] = {
 }
 
 
-def tiny_config(
-    *, tied: bool = False, vision: dict | None = None, top: dict | None = None, **text: Any
-) -> Any:
+def tiny_config(*, tied: bool = False, vision: dict | None = None, top: dict | None = None, **text: Any) -> Any:
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import Gemma3Config
 
@@ -75,9 +73,7 @@ def tiny_text_config(*, tied: bool = False, **text: Any) -> Any:
     """transformers' config of text alone, with capped logits; `text` replaces or adds keys."""
     from transformers import Gemma3TextConfig
 
-    return Gemma3TextConfig(
-        **copy.deepcopy(TEXT | {"final_logit_softcapping": 3.0} | text), tie_word_embeddings=tied
-    )
+    return Gemma3TextConfig(**copy.deepcopy(TEXT | {"final_logit_softcapping": 3.0} | text), tie_word_embeddings=tied)
 
 
 @torch.no_grad()

@@ -57,9 +57,7 @@ VISION: dict[str, Any] = {
 }
 
 
-def tiny_config(
-    *, tied: bool = False, vision: dict | None = None, top: dict | None = None, **text: Any
-) -> Any:
+def tiny_config(*, tied: bool = False, vision: dict | None = None, top: dict | None = None, **text: Any) -> Any:
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import Gemma4Config
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from support.tiny import TEXT, VISION, random_model
 
-SECTIONS = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "mrope_section": [2, 1, 2],
-    "partial_rotary_factor": 0.5,
-}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
 OWN = {
     "vocab_size": 396,
     "rope_parameters": SECTIONS,

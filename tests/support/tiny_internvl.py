@@ -48,12 +48,7 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
 
 
 def tiny_config(
-    kind: str = "qwen3",
-    *,
-    tied: bool = False,
-    vision: dict | None = None,
-    text: dict | None = None,
-    **top: Any,
+    kind: str = "qwen3", *, tied: bool = False, vision: dict | None = None, text: dict | None = None, **top: Any
 ) -> Any:
     """transformers' config of a decoder, for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import InternVLConfig

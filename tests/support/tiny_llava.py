@@ -36,11 +36,7 @@ VISION: dict[str, Any] = {
     "patch_size": 8,
 }
 CLIP = VISION | {"model_type": "clip_vision_model", "image_size": 32, "projection_dim": 20}
-SIGLIP = VISION | {
-    "model_type": "siglip_vision_model",
-    "image_size": 26,
-    "vision_use_head": False,
-}  # a rest of 2
+SIGLIP = VISION | {"model_type": "siglip_vision_model", "image_size": 26, "vision_use_head": False}  # a rest of 2
 MISTRAL = {"model_type": "mistral", "head_dim": 10, "sliding_window": None}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": False}
 # Few tiles, and for OneVision more patches than `anyres_max_4` leaves as they are.
@@ -48,9 +44,7 @@ PINPOINTS = {
     "llava_next": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
     "llava_onevision": [[26, 26], [26, 52], [52, 26], [52, 52], [52, 78], [78, 52], [78, 78]],
 }
-VARIANTS: dict[
-    str, tuple[dict, dict]
-] = {  # text and vision of each model_type, as its published checkpoints have them
+VARIANTS: dict[str, tuple[dict, dict]] = {  # text and vision of each model_type, as its published checkpoints have them
     "llava": ({"model_type": "llama"}, CLIP),
     "llava_next": (MISTRAL, CLIP),
     "llava_onevision": (QWEN2, SIGLIP),
@@ -58,12 +52,7 @@ VARIANTS: dict[
 
 
 def tiny_config(
-    kind: str = "llava",
-    *,
-    tied: bool = False,
-    vision: dict | None = None,
-    text: dict | None = None,
-    **top: Any,
+    kind: str = "llava", *, tied: bool = False, vision: dict | None = None, text: dict | None = None, **top: Any
 ) -> Any:
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import CONFIG_MAPPING
@@ -97,11 +86,7 @@ def randomise(name: str, parameter: Tensor) -> None:
         tiny.randomise(name, parameter)
 
 
-MEMORY = (
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.", ""),
-)
+MEMORY = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."), ("model.", ""))
 
 
 def publish(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,9 +113,7 @@ def write_tiny_llava(
     name = type(tiny_one).__name__.removesuffix("Config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = tiny.random_model(
-            getattr(transformers, f"{name}ForConditionalGeneration"), tiny_one, randomise
-        )
+        model = tiny.random_model(getattr(transformers, f"{name}ForConditionalGeneration"), tiny_one, randomise)
         model.save_pretrained(folder)
     if published:
         tiny.rewrite(folder, publish)

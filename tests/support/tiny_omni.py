@@ -32,11 +32,7 @@ TEXT = tiny.TEXT | {
     "norm_topk_prob": True,
     "mlp_only_layers": [3],
 }
-VISION = tiny.VISION | {
-    "depth": 5,
-    "out_hidden_size": TEXT["hidden_size"],
-    "deepstack_visual_indexes": [0, 2, 3],
-}
+VISION = tiny.VISION | {"depth": 5, "out_hidden_size": TEXT["hidden_size"], "deepstack_visual_indexes": [0, 2, 3]}
 AUDIO = {
     "d_model": 30,
     "encoder_attention_heads": 5,
@@ -72,9 +68,7 @@ def thinker_config(*, tied: bool = False, **text: Any) -> Any:
     )
 
 
-def write_tiny_omni(
-    folder: Path, *, seed: int = 0, tied: bool = False, whole: bool = True, **text: Any
-) -> TinyOmni:
+def write_tiny_omni(folder: Path, *, seed: int = 0, tied: bool = False, whole: bool = True, **text: Any) -> TinyOmni:
     """Write both checkpoints under `folder`; without `whole` only the thinker's.
 
     `tied`: embedding and head share their weight. `text` replaces keys of TEXT: num_experts=6 for two

@@ -19,20 +19,14 @@ from support.tiny import TEXT, VISION, random_model, rewrite
 SPARSE = {"moe_intermediate_size": 30, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [3]}
 
 
-def tiny_config(
-    *, moe: bool = False, tied: bool = False, deepstack: Sequence[int] = (0, 2, 3), **text: Any
-) -> Any:
+def tiny_config(*, moe: bool = False, tied: bool = False, deepstack: Sequence[int] = (0, 2, 3), **text: Any) -> Any:
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT or SPARSE."""
     from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
     from zoo.data.processors.timestamped import TimestampedProcessor
 
     whole = copy.deepcopy(TEXT | (SPARSE if moe else {})) | text
-    vision = VISION | {
-        "depth": 5,
-        "out_hidden_size": whole["hidden_size"],
-        "deepstack_visual_indexes": list(deepstack),
-    }
+    vision = VISION | {"depth": 5, "out_hidden_size": whole["hidden_size"], "deepstack_visual_indexes": list(deepstack)}
     ids = TimestampedProcessor.build({"vision_config": vision}).token_ids
     kind = Qwen3VLMoeConfig if moe else Qwen3VLConfig
     return kind(text_config=whole, vision_config=vision, tie_word_embeddings=tied, **ids)
@@ -57,7 +51,4 @@ def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, published: bool = True, 
 
 def turn_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as they are in memory in transformers, in the hub's layout (or back): experts the other way round."""
-    return {
-        name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
-        for name, tensor in tensors.items()
-    }
+    return {name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor for name, tensor in tensors.items()}

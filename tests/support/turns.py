@@ -39,9 +39,7 @@ def minutes(item: pytest.Item) -> float:
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--turn", metavar="K/N", help="of N pieces of the selected tests, run the K-th")
-    parser.addoption(
-        "--until", type=float, metavar="SECONDS", help="start no test after this time (since 1970)"
-    )
+    parser.addoption("--until", type=float, metavar="SECONDS", help="start no test after this time (since 1970)")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -57,8 +57,7 @@ def test_a_plan_of_a_name_and_of_parts_is_the_same() -> None:
     made = zoo.Recipe(recipe="qwen3_vl_sft", size="tiny", hardware="cpu", nproc=2)
     by_hand = zoo.plan(made)
     assert (
-        by_hand.recipe
-        == zoo.plan(zoo.load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu", "nproc=2"]), 2).recipe
+        by_hand.recipe == zoo.plan(zoo.load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu", "nproc=2"]), 2).recipe
     )
     assert by_hand.worst.total > 0
 

@@ -62,19 +62,8 @@ INNER = {
     "parallel": {"megatron": ""},
     "logging": {"callbacks": "result run_log"},
     "tools": {"inspection": "", "runs": ""},
-    "data": {
-        "sources": "",
-        "media": "sources",
-        "processors": "sources media",
-        "loading": "sources media processors",
-    },
-    "nn": {
-        "kernels": "",
-        "adamw": "",
-        "graphs": "",
-        "decoder": "kernels graphs",
-        "towers": "kernels graphs decoder",
-    },
+    "data": {"sources": "", "media": "sources", "processors": "sources media", "loading": "sources media processors"},
+    "nn": {"kernels": "", "adamw": "", "graphs": "", "decoder": "kernels graphs", "towers": "kernels graphs decoder"},
 }
 OPEN_TO_ALL = {"errors", "files", "records", "packages", "user_code", "config"}
 
@@ -106,9 +95,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 base = package[: len(package) - child.level + 1] if child.level else []
                 origin = ".".join([*base, *([child.module] if child.module else [])])
                 yield origin, lazy
-                if (
-                    origin in FOLDERS.values()
-                ):  # a name is a room or family here, elsewhere it may be anything
+                if origin in FOLDERS.values():  # a name is a room or family here, elsewhere it may be anything
                     yield from ((f"{origin}.{alias.name}", lazy) for alias in child.names)
             else:
                 later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -263,9 +250,7 @@ def test_packing_imports_torch_alone() -> None:
     for path in (REPO / "zoo/packing").rglob("*.py"):
         for imported, lazy in imports(path):
             top = imported.split(".")[0]
-            allowed = (
-                top in {"zoo", "torch"} or top in sys.stdlib_module_names or (lazy and top == "megatron")
-            )
+            allowed = top in {"zoo", "torch"} or top in sys.stdlib_module_names or (lazy and top == "megatron")
             assert allowed, f"{path.relative_to(REPO)} imports {imported}"
 
 
@@ -317,10 +302,7 @@ def test_functions_are_short() -> None:
 def tree() -> list[Path]:
     """Every text file that is, or would be, part of the repository."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, capture_output=True, text=True
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -329,9 +311,7 @@ def tree() -> list[Path]:
 
 def test_no_file_holds_a_machine_path_or_a_package_mirror() -> None:
     home = re.compile(rb"(?<![\w.~$}/-])/(?:home|Users|root)/\w")
-    mirror = re.compile(
-        rb"https?://(?!(?:test\.)?pypi\.org)[^\s/]*(?:pypi|artifactory|nexus|mirror|registry)", re.I
-    )
+    mirror = re.compile(rb"https?://(?!(?:test\.)?pypi\.org)[^\s/]*(?:pypi|artifactory|nexus|mirror|registry)", re.I)
     for path in tree():
         text = path.read_bytes()
         if b"\0" in text or path == Path(__file__):

@@ -78,8 +78,6 @@ def test_git_refuses_a_commit(tmp_path: Path) -> None:
 def test_pre_commit_installs_the_hook() -> None:
     config = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
     assert set(config["default_install_hook_types"]) == {"pre-commit", "commit-msg"}
-    (hook,) = [
-        hook for repo in config["repos"] for hook in repo["hooks"] if hook.get("stages") == ["commit-msg"]
-    ]
+    (hook,) = [hook for repo in config["repos"] for hook in repo["hooks"] if hook.get("stages") == ["commit-msg"]]
     assert hook["entry"] == f".venv/bin/python {SCRIPT.relative_to(REPO)}"
     assert config["default_stages"] == ["pre-commit"]

@@ -43,11 +43,7 @@ FLAGS = {
     "doctor": ("--json", "--known-wrong"),
     "new-family": ("--package", "--vision"),
 }
-OWN = {
-    "plan": PLAN_KEYS,
-    "inspect": INSPECT_KEYS,
-    "doctor": ("kernels",),
-}  # keys of verbs, beside the recipe's
+OWN = {"plan": PLAN_KEYS, "inspect": INSPECT_KEYS, "doctor": ("kernels",)}  # keys of verbs, beside the recipe's
 FOLDERS = (
     "benchmarks",
     "bridges",
@@ -86,12 +82,7 @@ def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
 
     written = written_table((REPO / "docs" / "parallelism.md").read_text())
     wanted = table(
-        {
-            (parallel, model): 1e-9
-            for parallel in PARALLEL
-            for model in MODELS
-            if (parallel, model) not in REFUSED
-        }
+        {(parallel, model): 1e-9 for parallel in PARALLEL for model in MODELS if (parallel, model) not in REFUSED}
     )
     figure = re.compile(r"\d\.\de-\d\d")
     assert figure.sub("", written) == figure.sub("", wanted)
@@ -140,9 +131,9 @@ def test_keys_named_are_those_of_the_schema(page: Path) -> None:
             ".md",
             ".jsonl",
         ):
-            assert key in keys(Recipe) or key.startswith(
-                ("model.arch.", "train.lr_scale.", "data.template.")
-            ), f"{code}: no such key"
+            assert key in keys(Recipe) or key.startswith(("model.arch.", "train.lr_scale.", "data.template.")), (
+                f"{code}: no such key"
+            )
 
 
 @pages
@@ -282,9 +273,8 @@ def test_the_readme_lists_the_families_as_they_are() -> None:
         r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (yes|no) \|$", text, re.MULTILINE
     )
     assert {name for name, *_ in table} == {name for name in families() if (REPO / "models" / name).is_dir()}
-    assert (
-        "Tests show tp, sp, pp, vpp, cp and dp for all of them, ep and etp for those with experts"
-        in " ".join(text.split())
+    assert "Tests show tp, sp, pp, vpp, cp and dp for all of them, ep and etp for those with experts" in " ".join(
+        text.split()
     )
     for name, modalities, sizes, experts in table:
         family = families()[name]
@@ -310,16 +300,12 @@ def test_python_of_the_readme_resolves() -> None:
         node
         for text in blocks(REPO / "README.md", "python")
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "load_recipe"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load_recipe"
     ]
     assert calls
     for call in calls:
         (name,) = call.args
-        load_recipe(
-            ast.literal_eval(name), **{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-        )
+        load_recipe(ast.literal_eval(name), **{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg})
 
 
 def test_family_tables_are_those_of_the_registry() -> None:

@@ -72,9 +72,7 @@ except OSError as error:
 def test_a_limit_on_files_says_so_and_lines_stay_whole(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     done = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=True)
-    assert (
-        done.stdout == f"{path}: can't be written: files may have 5,000 bytes here (ulimit -f); raise that\n"
-    )
+    assert done.stdout == f"{path}: can't be written: files may have 5,000 bytes here (ulimit -f); raise that\n"
     assert path.stat().st_size == 4800  # 16 lines
 
 
@@ -83,9 +81,7 @@ def test_a_file_system_that_is_lost(name: str) -> None:
     number = getattr(errno, name)
     found = str(file_error(OSError(number, os.strerror(number), "/data/run/train.jsonl")))
     assert found.startswith("/data/run/train.jsonl: its file system does not answer (")
-    assert str(file_error(OSError(number, os.strerror(number)), "/data/run")).startswith(
-        "/data/run: its file"
-    )
+    assert str(file_error(OSError(number, os.strerror(number)), "/data/run")).startswith("/data/run: its file")
 
 
 def test_what_names_no_file_is_no_mistake() -> None:
@@ -135,9 +131,7 @@ def nested(depth: int) -> str:
         (" " * 2000, "over 1,000 bytes"),
     ],
 )
-def test_json_of_a_stranger_is_read_or_refused_in_one_sentence(
-    text: str | bytes, said: str, tmp_path: Path
-) -> None:
+def test_json_of_a_stranger_is_read_or_refused_in_one_sentence(text: str | bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     most = 1000 if said.startswith("over") else 2**24

@@ -69,7 +69,9 @@ def test_a_word_names_no_more_than_it_did(word: str) -> None:
 
 
 def test_what_counts_as_a_definition() -> None:
-    source = "import a as b\ndef c(d, *, e=1):\n    f, g.h = i\n    for j in k: l(m)\nclass n:\n    o: int\n[q for p in r]"
+    source = (
+        "import a as b\ndef c(d, *, e=1):\n    f, g.h = i\n    for j in k: l(m)\nclass n:\n    o: int\n[q for p in r]"
+    )
     assert sorted(defined(source)) == list("bcdefhjnop")
 
 

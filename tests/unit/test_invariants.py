@@ -65,8 +65,7 @@ def without_member(rows: Iterable[tuple[str, str]], fast: set[str]) -> list[str]
     return [
         invariant
         for invariant, shown in rows
-        if not named(shown) <= functions
-        or not any(name.startswith(place) for place in linked(shown) for name in fast)
+        if not named(shown) <= functions or not any(name.startswith(place) for place in linked(shown) for name in fast)
     ]
 
 
@@ -91,7 +90,5 @@ def test_an_invariant_without_a_member_is_found(fast: set[str]) -> None:
 
 
 def test_what_is_slow_is_left_out() -> None:
-    assert not fast_tests(TESTS / "slow/test_learns.py") and not fast_tests(
-        TESTS / "distributed/test_golden.py"
-    )
+    assert not fast_tests(TESTS / "slow/test_learns.py") and not fast_tests(TESTS / "distributed/test_golden.py")
     assert "tests/unit/test_invariants.py::test_what_is_slow_is_left_out" in fast_tests(Path(__file__))

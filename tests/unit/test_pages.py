@@ -125,14 +125,7 @@ def hostile_log() -> list[dict[str, Any]]:
         *({"step": n, "loss": 1.0, HOSTILE: 2.0, "real_tokens": 5, "labels": 1} for n in range(1, 4)),
         {"event": "skip", "step": 2, "cause": HOSTILE, "why": HOSTILE, "time": HOSTILE},
         {"event": "export", "step": 3, "time": 1e9, "folder": [HOSTILE], HOSTILE: {HOSTILE: HOSTILE}},
-        {
-            "event": "eval",
-            "step": 3,
-            "loss": 1.0,
-            "exact_match": 0.5,
-            "by_kind": {HOSTILE: scores},
-            "data": [HOSTILE],
-        },
+        {"event": "eval", "step": 3, "loss": 1.0, "exact_match": 0.5, "by_kind": {HOSTILE: scores}, "data": [HOSTILE]},
     ]
 
 
@@ -230,9 +223,7 @@ def test_texts_of_model_cards_stay_texts(adapter: bool, tmp_path: Path) -> None:
     name = MARKDOWN.replace("/", "∕")[:200]
     arch = {"architectures": [MARKDOWN], "model_type": MARKDOWN}
     source = base(tmp_path, name)
-    card = model_card.trained(
-        hostile_recipe(MARKDOWN), 7, source, arch, adapter=adapter, ends={MARKDOWN[:250]: 5}
-    )
+    card = model_card.trained(hostile_recipe(MARKDOWN), 7, source, arch, adapter=adapter, ends={MARKDOWN[:250]: 5})
     write_card(tmp_path, tmp_path, card)
     loaded = ModelCard.load(tmp_path / "README.md")
     library = "peft" if adapter else "transformers"
@@ -267,10 +258,7 @@ def test_texts_of_conversions_stay_texts(tmp_path: Path) -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.text(alphabet=st.sampled_from("\\`*_{}[]()<>#+-.!|~&;$@:/=\"' \n\taw1é"), max_size=12)
-    | st.text(max_size=12)
-)
+@given(st.text(alphabet=st.sampled_from("\\`*_{}[]()<>#+-.!|~&;$@:/=\"' \n\taw1é"), max_size=12) | st.text(max_size=12))
 @example("\\|")
 @example("&lt;")
 @example("1. x")

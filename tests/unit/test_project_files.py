@@ -29,9 +29,7 @@ def requirement(text: str) -> tuple[str, str]:
 
 def test_installing_names_ranges_of_the_package() -> None:
     """docs/install.md: a row `| name | `range` |` for Python and each dependency whose range it explains."""
-    rows = re.findall(
-        r"^\| ([\w-]+) \| `([^`]*[<>=][^`]*)` \|", (REPO / "docs/install.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| ([\w-]+) \| `([^`]*[<>=][^`]*)` \|", (REPO / "docs/install.md").read_text(), re.MULTILINE)
     ranges = {"Python": PROJECT["requires-python"], **dict(map(requirement, PROJECT["dependencies"]))}
     bounded = {name for name, wanted in ranges.items() if "<" in wanted}
     assert dict(rows) == {name: ranges[name] for name in {*bounded, "torch"}}
@@ -40,9 +38,7 @@ def test_installing_names_ranges_of_the_package() -> None:
 def test_the_tested_versions_lie_in_the_ranges() -> None:
     """constraints.txt pins every dependency of a range to a version in it."""
     pins = dict(
-        line.split("==")
-        for line in (REPO / "constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
+        line.split("==") for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("#")
     )
     for name, wanted in map(requirement, PROJECT["dependencies"]):
         if name != "packaging":
@@ -152,10 +148,7 @@ def test_the_version_stands_in_one_place_and_others_agree() -> None:
 def test_a_tag_releases_wheel_sdist_and_documentation() -> None:
     workflow = yaml.safe_load((REPO / ".github/workflows/release.yml").read_text())
     assert workflow[True]["push"] == {"tags": ["v*"]}  # YAML reads `on` as true
-    runs = {
-        name: "\n".join(step.get("run", "") for step in job["steps"])
-        for name, job in workflow["jobs"].items()
-    }
+    runs = {name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in workflow["jobs"].items()}
     assert "python -m build" in runs["distribution"] and "twine check --strict dist/*" in runs["distribution"]
     assert "make docs" in runs["documentation"]
     assert workflow["jobs"]["release"]["needs"] == ["distribution", "documentation"]
@@ -184,8 +177,6 @@ def test_tensors_are_compared_by_what_says_how_they_differ() -> None:
     """`assert torch.equal(...)` prints nothing; torch.testing.assert_close does, and is as strict with rtol=0 and atol=0."""
     bare = re.compile(r"^\s*assert (?:all\()?(?:map\()?torch\.equal\b", re.MULTILINE)
     found = [
-        str(path.relative_to(REPO))
-        for path in sorted((REPO / "tests").rglob("*.py"))
-        if bare.search(path.read_text())
+        str(path.relative_to(REPO)) for path in sorted((REPO / "tests").rglob("*.py")) if bare.search(path.read_text())
     ]
     assert not found

@@ -97,9 +97,7 @@ def test_docstrings_of_the_reference_name_parameters() -> None:
     for name, value in referenced().items():
         methods = [member for _, member in inspect.getmembers(value, inspect.isfunction)]
         for function in [value, *methods] if inspect.isfunction(value) or inspect.isclass(value) else methods:
-            section = re.search(
-                r"\n *Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(function.__doc__ or ""), re.DOTALL
-            )
+            section = re.search(r"\n *Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(function.__doc__ or ""), re.DOTALL)
             entries = re.findall(r"^    (\S.*?):", section[1], re.MULTILINE) if section else []
             assert set(entries) <= set(inspect.signature(function).parameters), f"{name}: {entries}"
 

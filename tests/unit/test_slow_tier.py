@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted({*ROOT.glob("tests/**/*.py"), *ROOT.glob("docs/**/*.py")})
 OURS = ("zoo", "support")
 SCRIPTS = [
-    path
-    for path in FILES
-    if {"import argparse", 'if __name__ == "__main__":'} <= {*path.read_text().split("\n")}
+    path for path in FILES if {"import argparse", 'if __name__ == "__main__":'} <= {*path.read_text().split("\n")}
 ]
 
 
@@ -62,9 +60,7 @@ def problems(wanted: set[tuple[str, str]]) -> Iterator[str]:
                 yield f"from {module} import {name}: {error}"
 
 
-@pytest.mark.parametrize(
-    "room", ["cli", "distributed", "gpu", "parity", "slow", "support", "docs", "unit", "fuzz"]
-)
+@pytest.mark.parametrize("room", ["cli", "distributed", "gpu", "parity", "slow", "support", "docs", "unit", "fuzz"])
 def test_whatever_is_imported_anywhere_is_there(room: str) -> None:
     files = [path for path in FILES if room in path.relative_to(ROOT).parts]
     assert files
@@ -74,11 +70,7 @@ def test_whatever_is_imported_anywhere_is_there(room: str) -> None:
 
 def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
-    save, nothing, gone = (
-        "zoo.checkpoint.sharded|save",
-        "zoo.training.nothing",
-        "zoo.launch.rank_main|gone",
-    )
+    save, nothing, gone = ("zoo.checkpoint.sharded|save", "zoo.training.nothing", "zoo.launch.rank_main|gone")
     first, last = (f"from {name.replace('|', ' import ')}" for name in (save, gone))
     path.write_text(f'def f():\n    {first}\n    import {nothing}\nPROGRAM = "\\n    {last}\\n"\n')
     assert len(list(problems(imported(path)))) == 3
@@ -117,12 +109,7 @@ def test_every_kind_that_a_test_asks_for_is_known() -> None:
 def test_scripts_tell_their_options(script: Path) -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), "--help"],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, str(script), "--help"], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and "usage:" in done.stdout, done
 
@@ -132,8 +119,6 @@ def test_files_that_the_documentation_runs_are_there() -> None:
     named = {
         name
         for page in pages
-        for name in re.findall(
-            r"(?:python|pytest)3? (?:-[a-z] )*((?:tests|docs|scripts)/[\w/.-]+)", page.read_text()
-        )
+        for name in re.findall(r"(?:python|pytest)3? (?:-[a-z] )*((?:tests|docs|scripts)/[\w/.-]+)", page.read_text())
     }
     assert named and not {name for name in named if not (ROOT / name.rstrip(".:")).exists()}

@@ -40,9 +40,7 @@ def test_pieces_hold_every_test_once_and_an_equal_share_of_each_file() -> None:
     for file in "abcdef":
         shares = Counter(dealt[name] for name in names if name.startswith(f"tests/{file}.py"))
         assert max(shares.values()) - min(shares.values()) <= 1
-    assert turns.pieces([*names, "tests/a.py::test_more"], 5).items() >= dealt.items(), (
-        "others keep their piece"
-    )
+    assert turns.pieces([*names, "tests/a.py::test_more"], 5).items() >= dealt.items(), "others keep their piece"
 
 
 def test_runs_with_successive_numbers_cover_all_pieces(run_tests: ModuleType) -> None:

@@ -58,9 +58,7 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
 def test_wheel_declares_what_users_need(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         read = {
-            name.split(".dist-info/")[1]: archive.read(name).decode()
-            for name in archive.namelist()
-            if "-info/" in name
+            name.split(".dist-info/")[1]: archive.read(name).decode() for name in archive.namelist() if "-info/" in name
         }
     assert "zoo = zoo.cli.main:main" in read["entry_points.txt"]
     assert "Apache License" in read["licenses/LICENSE"]
@@ -81,35 +79,19 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
     venv.create(home)
     python = home / "bin" / "python"
     site = next(home.glob("lib/python*/site-packages"))
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True)
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def run(*command: str) -> str:
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         done = subprocess.run(
-            [str(home / "bin" / command[0]), *command[1:]],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
+            [str(home / "bin" / command[0]), *command[1:]], cwd=tmp_path, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    where = run(
-        "python", "-c", "import zoo, zoo.models, zoo.bridges, zoo.recipes; print(zoo.models.__file__)"
-    )
+    where = run("python", "-c", "import zoo, zoo.models, zoo.bridges, zoo.recipes; print(zoo.models.__file__)")
     assert where.startswith(str(site))
     assert "train" in run("zoo", "--help")
     assert "qwen3_omni" in run("zoo", "list")

@@ -126,9 +126,7 @@ def _run(options: Options, recipe: Recipe) -> Report:
     for each in (decoder, one):
         each.close()
     workers = getattr(decoder, "count", 0)
-    return Report(
-        options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
-    )
+    return Report(options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory)
 
 
 def _measure(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
@@ -208,7 +206,9 @@ def as_dict(report: Report) -> dict[str, Any]:
 def table(report: Report) -> str:
     """The report in a few lines."""
     options = report.options
-    measured = f"{report.measured:,.0f} a second of a core from texts and headers, which gave the sizes of {report.known:.0%}"
+    measured = (
+        f"{report.measured:,.0f} a second of a core from texts and headers, which gave the sizes of {report.known:.0%}"
+    )
     lines = [
         f"{options.recipe} size={options.size}: {report.rows} rows",
         f"rows measured     {measured if report.measured else 'by encoding them: data.augment changes their sizes'}",

@@ -9,15 +9,7 @@ from zoo.bridge.files.headers import CheckpointError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.files.writer import ExportWriter, Planned, ShardWriter
 from zoo.bridge.load import load_hf
-from zoo.bridge.mapping.rules import (
-    Layout,
-    PaddedRows,
-    Rule,
-    Sections,
-    per_expert_down,
-    per_expert_gate_up,
-    rule,
-)
+from zoo.bridge.mapping.rules import Layout, PaddedRows, Rule, Sections, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.transforms import QKV, Copy, Dims, GatedQKV, GateUp, Rows, Transposed
 from zoo.bridge.parallel import Comm, ShardInfo, TorchComm

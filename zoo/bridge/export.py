@@ -22,27 +22,11 @@ from torch import Tensor, nn
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.export_plan import Plan, make_plan
 from zoo.bridge.files.side_files import copy_side_files, write_card, write_generation_config
-from zoo.bridge.files.writer import (
-    DEFAULT_SHARD_BYTES,
-    ExportWriter,
-    Planned,
-    Shard,
-    ShardWriter,
-    disk_errors,
-)
+from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, ExportWriter, Planned, Shard, ShardWriter, disk_errors
 from zoo.bridge.load import fit_shapes
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.parallel import (
-    Comm,
-    ShardInfo,
-    default_comm,
-    full_shape,
-    join,
-    model_parameters,
-    shard_axis,
-    together,
-)
+from zoo.bridge.parallel import Comm, ShardInfo, default_comm, full_shape, join, model_parameters, shard_axis, together
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, Reader, run, to_hf
 from zoo.config.locate import Place
@@ -98,9 +82,7 @@ def export_hf(
         else:
             together(comm, lambda: None)
         written = [s for of_rank in comm.gather_objects(written) for s in of_rank]
-        together(
-            comm, lambda: _commit(writer, written, plan, processor, ends, card) if comm.rank == 0 else None
-        )
+        together(comm, lambda: _commit(writer, written, plan, processor, ends, card) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0:
             writer.discard()
@@ -137,17 +119,13 @@ class HeldTensors:
         ]
         dims, source = self.dims, self.source
         stated = dtype or (_most_common(parameters) if source is None else None)
-        plan = make_plan(
-            self.bridge, sorted(self.shapes), dims, self.config, source, dtype, stated, self.frozen
-        )
+        plan = make_plan(self.bridge, sorted(self.shapes), dims, self.config, source, dtype, stated, self.frozen)
         check(plan, parameters, dims, ShardInfo())
         jobs = [
             (name, job)
             for name, tensor in parameters
             if name not in plan.copied and plan.entries[name].rule.writes(dims)
-            for job in to_hf(
-                plan.entries[name], name, self.reader, dims, partial(plan.dtype_of, name, tensor)
-            )
+            for job in to_hf(plan.entries[name], name, self.reader, dims, partial(plan.dtype_of, name, tensor))
         ]
         return plan, sorted(jobs, key=lambda pair: -pair[1].planned[0].dtype.itemsize)
 
@@ -295,9 +273,7 @@ def _takes_part(entry: Entry, dims: Dims, shard: ShardInfo) -> bool:
     return entry.rule.writes(dims) and (shard.edp_rank if entry.rule.stacked else shard.dp_rank) == 0
 
 
-def _outputs(
-    name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, shard: ShardInfo
-) -> list[Planned]:
+def _outputs(name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, shard: ShardInfo) -> list[Planned]:
     """What of a parameter this rank writes in elements of `width` bytes."""
     entry = plan.entries[name]
     stacked, per_expert = entry.rule.stacked, entry.layout.per_expert
@@ -325,9 +301,7 @@ def _write_copies(plan: Plan, folder: Path, shard_bytes: int) -> list[Shard]:
     return shards.shards
 
 
-def _dense(
-    local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Comm
-) -> Iterator[tuple[str, Tensor]]:
+def _dense(local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Comm) -> Iterator[tuple[str, Tensor]]:
     """The HF tensors of a parameter, on TP rank 0; all ranks of the TP group must ask."""
     sharded = entry.rule.shard is not None and shard.tp_size > 1
     pieces = comm.gather(local, "tp") if sharded else [local]
@@ -336,9 +310,7 @@ def _dense(
         yield from zip(entry.hf_names(), entry.layout.transform.to_hf(full, dims), strict=True)
 
 
-def _stacked(
-    local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Comm
-) -> Iterator[tuple[str, Tensor]]:
+def _stacked(local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Comm) -> Iterator[tuple[str, Tensor]]:
     """The HF tensors of this rank's experts, on ETP rank 0 (of a fused layout: of all experts, on EP rank 0 too)."""
     kind = entry.rule.shard_for(dims)
     axis = shard_axis(kind)
@@ -352,9 +324,7 @@ def _stacked(
     experts = (join([piece[i] for piece in pieces], kind) for i in range(local.shape[0]))
     parts = (entry.layout.transform.to_hf(expert, dims) for expert in experts)
     if fused:
-        yield from zip(
-            entry.hf_names(), (torch.stack(part) for part in zip(*parts, strict=True)), strict=True
-        )
+        yield from zip(entry.hf_names(), (torch.stack(part) for part in zip(*parts, strict=True)), strict=True)
         return
     for expert, tensors in enumerate(parts, start=first):
         yield from zip(entry.hf_names(expert), tensors, strict=True)

@@ -37,9 +37,7 @@ class Source:
     dims: Dims
     folder: Path
     layouts: Mapping[str, str] = field(default_factory=dict)  # what zoo's own weights record of them
-    dtypes: Mapping[str, torch.dtype] = field(
-        default_factory=dict
-    )  # of published tensors, where zoo's has another
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of published tensors, where zoo's has another
 
     @classmethod
     def open(
@@ -71,9 +69,7 @@ class Source:
 
     def _to_hf(self, entry: Entry, name: str) -> list[Job]:
         """The published tensors of one that stands here under zoo's name, as `name`."""
-        return to_hf(
-            entry, name, self.reader, self.dims, lambda part: self.dtypes.get(part, self.reader.dtype(name))
-        )
+        return to_hf(entry, name, self.reader, self.dims, lambda part: self.dtypes.get(part, self.reader.dtype(name)))
 
     def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
         """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
@@ -199,9 +195,7 @@ def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
 
 def _of_scores(config: dict[str, Any]) -> dict[str, Any]:
     """The config of transformers' ForSequenceClassification model with one number a sequence."""
-    names = [
-        OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in config.get("architectures") or ()
-    ]
+    names = [OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in config.get("architectures") or ()]
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 

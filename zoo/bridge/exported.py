@@ -30,9 +30,7 @@ class ExportedTensors:
         held.expect(sorted({name for name, _ in jobs}))  # as zoo's names are gone through
         self._source = plan.source
         self._of: dict[str, tuple[Job, Planned]] = {
-            planned.name: (job, planned)
-            for job in (*(job for _, job in jobs), *plan.copies)
-            for planned in job.planned
+            planned.name: (job, planned) for job in (*(job for _, job in jobs), *plan.copies) for planned in job.planned
         }
         self._made: dict[str, Tensor] = {}
 

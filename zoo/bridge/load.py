@@ -17,16 +17,7 @@ from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.mapping.table import VOCABULARY, Bridge, Entry, Resolution, is_allowed
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.parallel import (
-    Comm,
-    ShardInfo,
-    cut,
-    default_comm,
-    full_shape,
-    model_parameters,
-    put,
-    together,
-)
+from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, put, together
 from zoo.bridge.streams import Folder
 
 
@@ -132,9 +123,7 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
 def unequal(resolution: Resolution, reader: Folder) -> list[str]:
     """Published names of a tied model's stored heads that differ from the embedding they are tied to."""
     source = resolution.source
-    return [
-        name for name, tied in resolution.doubles.items() if not _equal(reader, source[name], source[tied])
-    ]
+    return [name for name, tied in resolution.doubles.items() if not _equal(reader, source[name], source[tied])]
 
 
 def _equal(reader: Folder, one: str, other: str) -> bool:

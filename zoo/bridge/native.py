@@ -45,9 +45,7 @@ _ABOUT: dict[str, Check] = {
 def read_about(folder: str | Path) -> dict[str, Any]:
     """What zoo.json says; CheckpointError for one of another format."""
     path = Path(folder) / ABOUT
-    about = read_record(
-        path, _ABOUT, hint="take another copy, or convert the source again", error=CheckpointError
-    )
+    about = read_record(path, _ABOUT, hint="take another copy, or convert the source again", error=CheckpointError)
     if about.get("format") != FORMAT:
         seen = printable(repr(about.get("format")), 100)
         raise CheckpointError(f"{path}: format {seen}, wanted {FORMAT}; was it written by another zoo?")
@@ -65,9 +63,7 @@ def read_layouts(folder: str | Path) -> Mapping[str, str]:
     return layouts
 
 
-def in_layouts(
-    entries: Mapping[str, Entry], layouts: Mapping[str, str], folder: str | Path
-) -> dict[str, Entry]:
+def in_layouts(entries: Mapping[str, Entry], layouts: Mapping[str, str], folder: str | Path) -> dict[str, Entry]:
     """Published entries by zoo name, in the `layouts` that the folder's zoo.json records; CheckpointError for one that the table lacks."""
     try:
         return {name: entry.stored_as(layouts.get(name)) for name, entry in entries.items()}
@@ -94,12 +90,7 @@ def sums_while_reading(folder: Path) -> SumCheck:
 def native(bridge: Bridge) -> Bridge:
     """The table of zoo's own weights: names stand for themselves, tensors that zoo carries have a prefix."""
     rules = tuple(
-        Rule(
-            rule.zoo,
-            (Layout((rule.zoo,)),),
-            rule.shard,
-            tied_to=rule.tied_to and bridge.zoo_name(rule.tied_to),
-        )
+        Rule(rule.zoo, (Layout((rule.zoo,)),), rule.shard, tied_to=rule.tied_to and bridge.zoo_name(rule.tied_to))
         for rule in bridge.rules
     )
     return Bridge(

@@ -97,9 +97,7 @@ class TorchComm(Comm):
 
     def gather(self, tensor: Tensor, axis: Axis) -> list[Tensor]:
         group = self.groups[axis]
-        pieces = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
-        ]
+        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(pieces, tensor.contiguous(), group=group)
         return pieces
 
@@ -162,9 +160,7 @@ def model_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     names = [name for name, _ in found]
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
     if twice:
-        raise BridgeError(
-            "model chunks", [f"{name}: in more than one place of this rank" for name in sorted(twice)]
-        )
+        raise BridgeError("model chunks", [f"{name}: in more than one place of this rank" for name in sorted(twice)])
     return found
 
 

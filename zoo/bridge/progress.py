@@ -38,11 +38,7 @@ class Progress:
     def _say(self, now: float) -> None:
         seconds = max(now - self._began, 1e-9)
         rate = self.done / seconds
-        left = (
-            f"ETA {(self.total - self.done) / rate:.0f} s"
-            if 0 < self.done < self.total
-            else f"{seconds:.1f} s"
-        )
+        left = f"ETA {(self.total - self.done) / rate:.0f} s" if 0 < self.done < self.total else f"{seconds:.1f} s"
         share = 100 * self.done / max(self.total, 1)
         text = f"{self.what}: {size(self.done)} of {size(self.total)} ({share:.0f} %)  {size(rate)}/s  {left}"
         if self._tty:

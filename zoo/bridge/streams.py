@@ -161,9 +161,7 @@ def of_expert(entry: Entry, expert: int, source: Mapping[str, str], reader: Read
     return [reader.read(name, expert, expert + 1)[0] for name in names]
 
 
-def to_hf(
-    entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Callable[[str], torch.dtype]
-) -> list[Job]:
+def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Callable[[str], torch.dtype]) -> list[Job]:
     """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`: a job for each width of their dtypes.
 
     `dtype_of` says which dtype each published tensor is written in.

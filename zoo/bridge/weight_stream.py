@@ -25,21 +25,12 @@ from zoo.bridge.export_plan import Plan, make_plan
 from zoo.bridge.mapping.rules import PaddedRows
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.parallel import (
-    Axis,
-    ShardInfo,
-    TorchComm,
-    join,
-    shard_axis,
-    together,
-)
+from zoo.bridge.parallel import Axis, ShardInfo, TorchComm, join, shard_axis, together
 from zoo.config.locate import Place
 
 BUCKET = 2**30  # bytes
 
-type Local = Callable[
-    [str, Tensor], Tensor
-]  # a parameter's name and itself -> what is sent of it, of the same shape
+type Local = Callable[[str, Tensor], Tensor]  # a parameter's name and itself -> what is sent of it, of the same shape
 
 
 @dataclass(frozen=True)
@@ -103,9 +94,7 @@ class WeightStream:
         mine = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
         held = self.comm.gather_objects((groups.pp.rank(), mine))
         names = sorted({name for _, found in held for name, *_ in found})
-        self.plan: Plan = together(
-            self.comm, lambda: make_plan(bridge, names, dims, config, source, dtype, None, ())
-        )
+        self.plan: Plan = together(self.comm, lambda: make_plan(bridge, names, dims, config, source, dtype, None, ()))
         together(self.comm, lambda: check(self.plan, list(self.parameters.items()), dims, self.shard))
         self.buckets = list(self._buckets(self._pieces(held), bucket))
 
@@ -116,9 +105,7 @@ class WeightStream:
         `local` may put something else in the place of a parameter. A tensor is good for as long as it is held.
         """
         whole: dict[str, Tensor] = {}  # tensors of all experts that are being put together
-        last: tuple[str, Tensor] | None = (
-            None  # what `local` gave of a parameter whose experts follow one another
-        )
+        last: tuple[str, Tensor] | None = None  # what `local` gave of a parameter whose experts follow one another
         for bucket in self.buckets:
             parts = []
             for piece in bucket.pieces:
@@ -133,9 +120,7 @@ class WeightStream:
                 yield from self._published(piece, pieces, whole)
             del gathered
 
-    def _pieces(
-        self, held: Sequence[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]
-    ) -> Iterator[Piece]:
+    def _pieces(self, held: Sequence[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]) -> Iterator[Piece]:
         seen = set()
         for stage, found in held:
             for name, shape, dtype in found:
@@ -178,9 +163,7 @@ class WeightStream:
         """(ranks that share the bucket's pieces, elements of one rank's): the bucket on every rank of every stage."""
         first, device = bucket.pieces[0], next(iter(self.parameters.values())).device
         if parts:
-            flat = (
-                parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-            )
+            flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         else:
             flat = torch.empty(bucket.numel, dtype=first.dtype, device=device)
         if self.pp.size() > 1:
@@ -202,9 +185,7 @@ class WeightStream:
         for piece, columns in zip(bucket.pieces, gathered.split(sizes, dim=1), strict=True):
             yield columns.view(len(gathered), *piece.shape)
 
-    def _published(
-        self, piece: Piece, ranks: Tensor, whole: dict[str, Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _published(self, piece: Piece, ranks: Tensor, whole: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         entry, kind = piece.entry, piece.entry.rule.shard_for(self.dims)
 
         def dtype_of(name: str) -> torch.dtype:

@@ -63,9 +63,7 @@ class _Range:
         self.part.detach().copy_(join(self.part.detach().bfloat16(), remainder))
 
 
-def _described(
-    modules: Sequence[Any], adapters: Adapters | None, world: World
-) -> Iterator[tuple[Any, str, Any]]:
+def _described(modules: Sequence[Any], adapters: Adapters | None, world: World) -> Iterator[tuple[Any, str, Any]]:
     """megatron-core's description of every tensor and object: the module that has it, its name there, the description.
 
     Of adapters alone, where there are some.
@@ -238,15 +236,11 @@ def _state_wanted(
             continue
         cut, shape = boxes(entry), tuple(entry.data.shape)
 
-        def pieces(
-            name: str, target: Tensor, cut: Any = cut, shape: Any = shape, mine: Any = mine
-        ) -> list[Piece]:
+        def pieces(name: str, target: Tensor, cut: Any = cut, shape: Any = shape, mine: Any = mine) -> list[Piece]:
             found = list(flat(cut, shape, target, mine.start, name and f"{_STATE}.{name}."))
             return found if all(piece.key in there for piece in found) else []
 
-        moments = {
-            name: mine.optimizer.moment(mine.part, name) for name in mine.optimizer.moment_names(mine.part)
-        }
+        moments = {name: mine.optimizer.moment(mine.part, name) for name in mine.optimizer.moment_names(mine.part)}
         known = all(pieces(name, moment.values) for name, moment in moments.items())
         for name, moment in moments.items():
             yield _moment_wanted(moment, partial(pieces, name) if known else lambda _: [])

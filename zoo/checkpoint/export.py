@@ -34,12 +34,7 @@ from zoo.parallel.world import World, world
 
 
 def export(
-    chunks: Sequence[Any],
-    target: Path,
-    assembly: build.Assembly,
-    here: World,
-    source: Place | None,
-    **options: Any,
+    chunks: Sequence[Any], target: Path, assembly: build.Assembly, here: World, source: Place | None, **options: Any
 ) -> Path:
     """Write this rank's share of the folder; `source` and `options` are those of `zoo.bridge.export_hf`.
 
@@ -137,9 +132,7 @@ def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> 
 
 
 @contextmanager
-def _whole(
-    index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, here: World
-) -> Iterator[HeldTensors]:
+def _whole(index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors]:
     """Those of a checkpoint without adapters."""
     with on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)

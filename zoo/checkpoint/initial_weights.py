@@ -58,9 +58,7 @@ def weight_bytes(assembly: Assembly) -> int:
     return sum(file.stat().st_size for file in assembly.source.weights.glob("*.safetensors"))
 
 
-def load_run(
-    chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
-) -> lora.Adapters | None:
+def load_run(chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters | None:
     """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
     origin = read_origin(run.folder)
     headless = recipe.train.scores and not is_reward_model(run)

@@ -134,18 +134,14 @@ def parse_manifest(raw: bytes, path: Path) -> dict[str, Sum]:
         if not all(_is_sum(value) and "\0" not in name for name, value in sums.items()):
             raise ValueError("a checksum is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})"
-        ) from None
+        raise UserError(f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})") from None
     if algorithm != ALGORITHM:
         raise UserError(f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM}")
     return sums
 
 
 def _is_sum(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(part, str) for part in value)
-    )
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
 def strangers(folder: Path) -> list[str]:
@@ -156,11 +152,7 @@ def strangers(folder: Path) -> list[str]:
     known: dict[str, Sum] = {}
     with contextlib.suppress(UserError):
         known = _read_manifest(folder)
-    return [
-        name
-        for name in files_of(folder)
-        if name not in known and not name.rpartition("/")[2].startswith(".nfs")
-    ]
+    return [name for name in files_of(folder) if name not in known and not name.rpartition("/")[2].startswith(".nfs")]
 
 
 def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:

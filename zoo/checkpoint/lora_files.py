@@ -69,13 +69,7 @@ def adapt(
 
 
 def load_base(
-    chunks: list[Any],
-    assembly: build.Assembly,
-    recipe: Recipe,
-    here: World,
-    *,
-    fresh: bool,
-    kept: bool,
+    chunks: list[Any], assembly: build.Assembly, recipe: Recipe, here: World, *, fresh: bool, kept: bool
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
@@ -112,9 +106,7 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     config = read_object(folder / CONFIG)
     lora, whole = recipe.lora, adapters.whole
-    check_config(
-        config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts
-    )
+    check_config(config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts)
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
@@ -268,9 +260,7 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = 
     return [folder / shard.file for shard in writer.shards]
 
 
-def _commit(
-    writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int
-) -> None:
+def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int) -> None:
     """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
     assert assembly.source is not None
     parts = sorted(writer.partial.glob("rank*"))
@@ -285,13 +275,9 @@ def _commit(
         file.rename(writer.partial / WEIGHTS)
         for part in parts:
             part.unlink()
-        (writer.partial / CONFIG).write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        (writer.partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         assembly.served.save_pretrained(writer.partial)
         arch = read_arch(assembly.source.files)
-        about = model_card.trained(
-            recipe, steps, assembly.source, arch, adapter=True, ends=assembly.processor.ends
-        )
+        about = model_card.trained(recipe, steps, assembly.source, arch, adapter=True, ends=assembly.processor.ends)
         write_card(writer.partial, writer.target, about)
     writer.replace_target()

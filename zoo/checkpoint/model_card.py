@@ -52,9 +52,7 @@ def base_of(source: Place | None) -> Base | None:
     if cached:
         name = f"{cached[-1][1]}/{cached[-1][2]}"
     return Base(
-        name,
-        bool(cached) or (source.kind == "zoo" and _HUB_ID.fullmatch(name) is not None),
-        licence_of(source.files),
+        name, bool(cached) or (source.kind == "zoo" and _HUB_ID.fullmatch(name) is not None), licence_of(source.files)
     )
 
 
@@ -90,9 +88,7 @@ def trained(
     what = "adapters that were trained" if adapter else "a model that was trained"
     if recipe is not None and recipe.train.scores:
         arch = {**arch, "architectures": [OF_TOKENS.sub(_CLASSIFIER, str(_class(arch)))]}
-    return _card(
-        f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter, ends=ends
-    )
+    return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter, ends=ends)
 
 
 def _of_recipe(recipe: Recipe) -> dict[str, str]:

@@ -63,9 +63,7 @@ def saving(run_dir: Path) -> Saving | None:
             with os.scandir(path.parent.with_name(into) if into else path.parent) as entries:
                 written = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".bin"))
             seconds = max(0.0, file_clock(path.parent) - path.stat().st_mtime)
-            return Saving(
-                content["step"], min(written, content["bytes"]), content["bytes"], seconds, bool(into)
-            )
+            return Saving(content["step"], min(written, content["bytes"]), content["bytes"], seconds, bool(into))
         except (OSError, ValueError, UserError):  # it has just ended, or somebody else wrote there
             continue
     return None

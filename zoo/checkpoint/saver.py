@@ -188,9 +188,7 @@ class Saver:
         *_, ready, failed = self._sums() if sums is None else sums
         return copier.take() if failed or ready == self._world.size else None
 
-    def close(
-        self, show: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def close(self, show: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None) -> None:
         """After the last save: copies end, and the best checkpoint may be another one.
 
         `show` is called every second of the wait, `say` once where there is one.
@@ -245,20 +243,13 @@ class _Writing:
     """A thread that writes one checkpoint."""
 
     def __init__(
-        self,
-        copied: snapshot.Snapshot,
-        order: Order,
-        channel: Channel,
-        began: float,
-        device: torch.device,
+        self, copied: snapshot.Snapshot, order: Order, channel: Channel, began: float, device: torch.device
     ) -> None:
         self._order, self._device = order, device
         self._began, self._copied = began, time.monotonic()
         self._published: float | None = None  # when the checkpoint was there
         self._ended: float | None = None  # and when those that are not kept were gone
-        self._thread = threading.Thread(
-            target=self._run, args=(copied, channel), name="zoo-save", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(copied, channel), name="zoo-save", daemon=True)
         self._error: Exception | None = None
         self._size = 0
         self._thread.start()

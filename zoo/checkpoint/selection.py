@@ -17,18 +17,7 @@ from zoo.checkpoint import integrity
 from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.checks.metrics import flat, parse_metric
 from zoo.config.compose import load_recipe
-from zoo.config.locate import (
-    BASE,
-    HF_PART,
-    LONGEST_STATE,
-    STATE,
-    Place,
-    checkpoints,
-    locate,
-    look,
-    read_arch,
-    step_of,
-)
+from zoo.config.locate import BASE, HF_PART, LONGEST_STATE, STATE, Place, checkpoints, locate, look, read_arch, step_of
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
@@ -199,9 +188,7 @@ class Chosen:
 
     folder: Path | None
     passed_over: dict[str, str] = field(default_factory=dict)
-    side_files: dict[str, str] = field(
-        default_factory=dict
-    )  # damaged beside the weights -> what became of it
+    side_files: dict[str, str] = field(default_factory=dict)  # damaged beside the weights -> what became of it
 
 
 def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> Chosen:
@@ -300,9 +287,7 @@ def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
         link, new = best.with_name(BEST), best.with_name(f".partial-{BEST}")
         with contextlib.suppress(OSError):  # a file system without links; the log names the best one too
             new.unlink(missing_ok=True)
-            if (
-                not link.is_symlink() and link.is_dir()
-            ):  # of a run folder that was copied with what links point to
+            if not link.is_symlink() and link.is_dir():  # of a run folder that was copied with what links point to
                 _remove_own([link])
             new.symlink_to(best.name, target_is_directory=True)
             os.replace(new, link)

@@ -12,13 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpoint.contents import (
-    Trainable,
-    load_optimizer,
-    objects_wanted,
-    spread_completed,
-    weights_wanted,
-)
+from zoo.checkpoint.contents import Trainable, load_optimizer, objects_wanted, spread_completed, weights_wanted
 from zoo.checkpoint.integrity import block_sums
 from zoo.checkpoint.selection import refuse_faults, together
 from zoo.checkpoint.snapshot import random_key, set_random_state
@@ -131,9 +125,7 @@ def open_weights(checkpoint: Path) -> Index:
     return Index(checkpoint, block_sums(checkpoint))
 
 
-def load_weights(
-    chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()
-) -> None:
+def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()) -> None:
     """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has; tensors `without` stay."""
     index = open_weights(checkpoint)
     with together():

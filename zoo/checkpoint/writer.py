@@ -80,9 +80,7 @@ class _Written:
     sums: dict[str, list[str]]  # of its files
 
 
-def write(
-    snapshot: Snapshot, order: Order, channel: Channel, published: Callable[[], None] = lambda: None
-) -> int:
+def write(snapshot: Snapshot, order: Order, channel: Channel, published: Callable[[], None] = lambda: None) -> int:
     """Write and publish, then remove what is no longer kept; returns the bytes of all ranks. Raises, on all, what has failed on any.
 
     In a stage each node has a folder with its ranks' files; the first rank's has what makes the checkpoint whole. `published` is called on

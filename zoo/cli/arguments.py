@@ -30,9 +30,7 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
             given.add(argument)
         elif not argument.startswith("-") or "=" in argument:
             rest.append(argument)
-        elif (
-            pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags)
-        ):
+        elif pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags):
             values = [pending.pop(0)]
             while pending and _is_foreign(argument) and _is_further(pending[0]):
                 values.append(pending.pop(0))
@@ -107,9 +105,7 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
         if argument.removeprefix("--").startswith("family="):
             return _recipe_of(argument.partition("=")[2]), [text for text in overrides if text != argument]
     refuse_foreign(overrides)
-    raise ConfigError(
-        f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all"
-    )
+    raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all")
 
 
 def _recipe_of(family: str) -> str:
@@ -168,9 +164,7 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
                 raise ConfigError(f"{argument}: the shell has cut it at its spaces; quote it: '{whole}'")
         several = argument.split()
         if len(several) > 1 and all(one.partition("=")[0] in known and "=" in one for one in several):
-            raise ConfigError(
-                f"{argument}: {len(several)} overrides in one pair of quotes; quote each by itself"
-            )
+            raise ConfigError(f"{argument}: {len(several)} overrides in one pair of quotes; quote each by itself")
 
 
 def _is_open(text: str) -> bool:

@@ -91,9 +91,7 @@ def answers(line: str) -> list[str]:
     names = [f"{name}=" for name in _own_keys(usage)]
     if _takes_recipe(usage):
         names += _key_parts(key, known)
-    found = _starting(
-        word, [*([] if given else _second_words(usage, verb)), *(option + name for name in names)]
-    )
+    found = _starting(word, [*([] if given else _second_words(usage, verb)), *(option + name for name in names)])
     if word.startswith("-"):
         found += _starting(word, [*_flags(usage), "--help"])
     if word and "recipe=NAME" in usage and not _recipe_of(given):
@@ -157,10 +155,7 @@ def _keys_of(
             continue
         if node.target.id.startswith("_"):  # no key
             continue
-        key, kinds = (
-            f"{prefix}{node.target.id}",
-            {getattr(one, "id", "") for one in ast.walk(node.annotation)},
-        )
+        key, kinds = (f"{prefix}{node.target.id}", {getattr(one, "id", "") for one in ast.walk(node.annotation)})
         section = kinds & classes.keys()
         if section:
             yield from _keys_of(section.pop(), f"{key}.", classes, literals)
@@ -218,9 +213,7 @@ def _recipe_of(given: Sequence[str]) -> str:
     for before, text in zip(("", *given), given, strict=False):
         if text.removeprefix("--").startswith("recipe="):
             return text.partition("=")[2]
-        if before == "--recipe" or (
-            not before.startswith("--") and "=" not in text and not text.startswith("-")
-        ):
+        if before == "--recipe" or (not before.startswith("--") and "=" not in text and not text.startswith("-")):
             return text
     return ""
 

@@ -34,10 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "score": ("zoo.cli.answers.score", "log-probabilities of the answers of a file's rows"),
     "doctor": ("zoo.cli.machine.doctor", "check the kernels that training would use on this machine"),
     "bench": ("zoo.cli.machine.bench", "measure parts of zoo on this machine"),
-    "new-family": (
-        "zoo.cli.recipes.new_family",
-        "lay out a model family, with tests that say what to fill in",
-    ),
+    "new-family": ("zoo.cli.recipes.new_family", "lay out a model family, with tests that say what to fill in"),
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 

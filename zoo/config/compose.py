@@ -39,15 +39,7 @@ from zoo.errors import ConfigError, UserError, printable
 from zoo.files import write_atomically
 from zoo.registry import get_family
 
-__all__ = [
-    "ConfigError",
-    "Resolved",
-    "about",
-    "load_recipe",
-    "recipe_for_weights",
-    "resolve",
-    "save_recipe",
-]
+__all__ = ["ConfigError", "Resolved", "about", "load_recipe", "recipe_for_weights", "resolve", "save_recipe"]
 
 # The keys that names of parallel.plan stand for; the others are keys of parallel.
 PLANNED_KEYS = {
@@ -122,11 +114,7 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         weights = _weights(init)
         choice = _choose_overlays(root, own, weights)
         layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
-        stamps = {
-            "recipe": chain.name,
-            "size": choice.size,
-            "hardware": choice.hardware,
-        }
+        stamps = {"recipe": chain.name, "size": choice.size, "hardware": choice.hardware}
         why, sized = choice.why, choice.size is not None
     tree = schema_tree(Recipe)
     for layer in layers:
@@ -175,9 +163,7 @@ def about(name_or_path: str) -> dict[str, Any]:
     return {**found, "family": _last(layers, "model.family"), "base": layers[-1].tree.get("base")}
 
 
-def recipe_for_weights(
-    init: str, family: str, overrides: Overrides = (), settings: Layer | None = None
-) -> Recipe:
+def recipe_for_weights(init: str, family: str, overrides: Overrides = (), settings: Layer | None = None) -> Recipe:
     """A recipe that does no more than name weights, which lie here, and their family.
 
     `settings` of the run that made them hold where no override says otherwise.

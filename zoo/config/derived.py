@@ -10,9 +10,7 @@ from zoo.config.facts.architecture import num_experts
 from zoo.config.schema import Recipe
 from zoo.files import expanded
 
-TEACHER = (
-    "teacher.json"  # the index of a folder of a teacher's tokens (zoo.training.distillation.token_files)
-)
+TEACHER = "teacher.json"  # the index of a folder of a teacher's tokens (zoo.training.distillation.token_files)
 STAGED = 2  # checkpoints that run.stage holds at most: one that is copied, and one that is written or waits
 
 

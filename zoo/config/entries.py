@@ -84,16 +84,12 @@ class DataEntry:
     name: str | None = None  # which configuration of the hub's set
     revision: str | None = None  # branch, tag or commit of the hub's set
     split: str | None = None  # which split; not needed where there is one
-    format: str | None = (
-        None  # of the rows, or module:function for one of your own; default: recognised by their keys
-    )
+    format: str | None = None  # of the rows, or module:function for one of your own; default: recognised by their keys
     columns: dict[str, str | None] | None = (
         None  # zoo's name of a column -> its name in the source, such as {messages: chat}; null: nothing is read as it
     )
     prompt: str | None = None  # the question of rows that have none: formats captions, transcripts, classes
-    classes: list[str] | None = (
-        None  # names of the classes that rows of the format classes give by numbers, from 0
-    )
+    classes: list[str] | None = None  # names of the classes that rows of the format classes give by numbers, from 0
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
     weight: float | None = number(
         None, above=0, most=1e9
@@ -314,9 +310,7 @@ def _check(entry: DataEntry, key: str) -> None:
             f"{key}: prompt of {entry}: it is the question of rows of the formats {', '.join(ASKED)}; name one of these, or leave it out"
         )
     if entry.classes is not None and entry.format != "classes":
-        raise ConfigError(
-            f"{key}: classes of {entry}: they are those of format=classes; name it, or leave them out"
-        )
+        raise ConfigError(f"{key}: classes of {entry}: they are those of format=classes; name it, or leave them out")
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
 
@@ -333,9 +327,7 @@ def _check_kinds(entry: DataEntry, key: str) -> None:
     if kinds is None:
         return
     if not kinds or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(
-            f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]"
-        )
+        raise ConfigError(f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]")
     if entry.stream:
         raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
 
@@ -371,9 +363,7 @@ def check_entries(train: list[Any], evals: list[Any]) -> None:
             raise ConfigError(f"{key}: a stream beside others needs weights; give each entry a weight")
     for entry in entries["data.eval"]:
         if entry.weight is not None or entry.epochs is not None:
-            raise ConfigError(
-                f"data.eval: weight and epochs of {entry}: every row is evaluated once; leave them out"
-            )
+            raise ConfigError(f"data.eval: weight and epochs of {entry}: every row is evaluated once; leave them out")
         if entry.held_out is None:
             continue
         for other in entries["data.train"]:

@@ -50,9 +50,7 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
         path = beside / path
     if not path.exists():
         hint = nearest(path.stem, recipe_names())
-        raise ConfigError(
-            f"recipe={name_or_path}: no such file; recipes by name: {', '.join(hint) or 'zoo list'}"
-        )
+        raise ConfigError(f"recipe={name_or_path}: no such file; recipes by name: {', '.join(hint) or 'zoo list'}")
     if path.is_dir():
         inside = " (a run's recipe is its config.yaml)" if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"recipe={name_or_path}: a folder; wanted a YAML file{inside}")
@@ -114,10 +112,7 @@ def hardware_layers(name: str) -> list[Layer]:
         "nodes": nodes(),
         "memory_gb": round(gpu_memory() / 1e9, 1),
     }
-    return [
-        _read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"),
-        Layer("the GPUs here", {"machine": here}),
-    ]
+    return [_read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"), Layer("the GPUs here", {"machine": here})]
 
 
 def nodes() -> int:
@@ -134,9 +129,7 @@ def nodes() -> int:
 def _names(folder: Traversable) -> list[str]:
     if not folder.is_dir():
         return []
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def as_path(name: str) -> Path | None:

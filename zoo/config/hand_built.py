@@ -26,9 +26,7 @@ def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, lis
     said = {key: attrgetter(key)(recipe) for key in recipe.set_by_user if key != "recipe"}
     plain, objects = split_objects(said)
     rows = {f"data.{name}": entries for name, entries in objects.items()}
-    own = layer_of(
-        (key, plain_values(value)) for key, value in {**plain, **{key: [] for key in rows}}.items()
-    )
+    own = layer_of((key, plain_values(value)) for key, value in {**plain, **{key: [] for key in rows}}.items())
     is_label = recipe.recipe == Recipe.recipe or (
         bool(recipe.model.family) and recipe.recipe not in recipe_names() and "/" not in recipe.recipe
     )

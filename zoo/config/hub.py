@@ -50,9 +50,7 @@ def _unreachable(endpoint: str) -> str | None:
     if address.scheme in getproxies() and not proxy_bypass(host):
         return None
     try:
-        socket.create_connection(
-            (host, address.port or (80 if address.scheme == "http" else 443)), _SECONDS
-        ).close()
+        socket.create_connection((host, address.port or (80 if address.scheme == "http" else 443)), _SECONDS).close()
     except (OSError, UnicodeError) as error:
         return f"no connection to {host}: {getattr(error, 'strerror', None) or error}"
     return None

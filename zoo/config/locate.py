@@ -35,9 +35,7 @@ SETTINGS = (
 PROCESSOR_SETTINGS = "processor_config.json"  # of three of them, of media
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 MOST_VOCABULARY = 2**28
-_TRIES = (
-    10  # times that a run's checkpoints are listed again, each having been removed before it could be held
-)
+_TRIES = 10  # times that a run's checkpoints are listed again, each having been removed before it could be held
 LONGEST_STATE = 2**28  # bytes of a state.json, which has the position in the data
 _STATE_FIELDS: dict[str, Check] = {
     "step": is_count, "total_steps": is_count, "ranks": is_count, "train_steps": is_count, "updates": is_count,
@@ -141,9 +139,7 @@ def refuse_links_outside(folder: Path) -> None:
     """
     root = folder.resolve()
     allowed = root
-    if (
-        root.parent.name == "snapshots"
-    ):  # models--NAME/snapshots/COMMIT, whose files are links into models--NAME/blobs
+    if root.parent.name == "snapshots":  # models--NAME/snapshots/COMMIT, whose files are links into models--NAME/blobs
         allowed = root.parent.parent
     for part in (root, root / HF_PART, root / WEIGHTS_PART, root / TEMPLATES, root / HF_PART / TEMPLATES):
         for path in [part, *(sorted(part.iterdir()) if part.is_dir() else ())]:

@@ -62,9 +62,7 @@ def ran_out(error: BaseException) -> bool:
     """Whether an error says that the host's memory is used up: Python's, a library's or the system's."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    if not isinstance(error, Exception) or isinstance(
-        error, ValueError
-    ):  # the latter is about what was given
+    if not isinstance(error, Exception) or isinstance(error, ValueError):  # the latter is about what was given
         return False
     return _OUT_OF_MEMORY.search(str(error)) is not None
 

@@ -52,12 +52,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Keys of how gradients and AdamW's state are held, which may change and are reported.
-HELD = (
-    "train.main_grads_dtype",
-    "train.exp_avg_dtype",
-    "train.exp_avg_sq_dtype",
-    "train.optimizer_offload_fraction",
-)
+HELD = ("train.main_grads_dtype", "train.exp_avg_dtype", "train.exp_avg_sq_dtype", "train.optimizer_offload_fraction")
 
 # Keys that decide what is trained, on what and how.
 FIXED: tuple[str, ...] = (
@@ -101,9 +96,7 @@ class Change:
     def accepted(self, recipe: Recipe) -> bool:
         """Whether the recipe allows it, by its key or a section of it."""
         key = self.key.partition("[")[0]
-        return self.free or any(
-            key == name or key.startswith(f"{name}.") for name in recipe.run.accept_changes
-        )
+        return self.free or any(key == name or key.startswith(f"{name}.") for name in recipe.run.accept_changes)
 
 
 def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
@@ -168,8 +161,7 @@ def refuse(where: str, found: Sequence[Change], recipe: Recipe, saved_recipe: st
     telling = [change for change in wrong if change.key.partition("[")[0] in _TELLING]
     if len(keys_changed) > _SHOWN:
         telling = (
-            sorted(telling, key=lambda change: _TELLING.index(change.key.partition("[")[0]))[:_FEW]
-            or wrong[:_FEW]
+            sorted(telling, key=lambda change: _TELLING.index(change.key.partition("[")[0]))[:_FEW] or wrong[:_FEW]
         )
         others = len(wrong) - len(telling)
         raise ConfigError(
@@ -187,9 +179,7 @@ def refuse(where: str, found: Sequence[Change], recipe: Recipe, saved_recipe: st
 def _named(saved: str | None, recipe: Recipe) -> str:
     """The two recipes' names, where they differ."""
     return (
-        ""
-        if saved in (None, recipe.recipe)
-        else f" (recipe {printable(str(saved), 100)} there, {recipe.recipe} here)"
+        "" if saved in (None, recipe.recipe) else f" (recipe {printable(str(saved), 100)} there, {recipe.recipe} here)"
     )
 
 

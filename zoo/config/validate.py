@@ -129,9 +129,7 @@ def _check_values(recipe: Recipe) -> None:
             raise ConfigError(f"parallel.plan={name}: nothing of that name is planned; nearest: {near}")
     if recipe.machine.gpu is not None and find_gpu(recipe.machine.gpu) is None:
         near = ", ".join(near_gpus(recipe.machine.gpu))
-        raise ConfigError(
-            f"machine.gpu={recipe.machine.gpu}: no such GPU; nearest: {near or '`zoo list` shows them'}"
-        )
+        raise ConfigError(f"machine.gpu={recipe.machine.gpu}: no such GPU; nearest: {near or '`zoo list` shows them'}")
     if recipe.train.min_lr > recipe.train.lr:
         raise ConfigError(
             f"train.min_lr={recipe.train.min_lr:g} is above train.lr={recipe.train.lr:g}: the rate falls from train.lr to "
@@ -164,10 +162,6 @@ def _check_bundled(recipe: Recipe) -> None:
 def _check_length(recipe: Recipe) -> None:
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
-        raise ConfigError(
-            "train.steps and train.epochs are both null: give one of them, such as train.epochs=1"
-        )
+        raise ConfigError("train.steps and train.epochs are both null: give one of them, such as train.epochs=1")
     if steps is not None and epochs is not None:
-        raise ConfigError(
-            f"train.steps={steps} and train.epochs={epochs:g} are both given: set one of them to null"
-        )
+        raise ConfigError(f"train.steps={steps} and train.epochs={epochs:g} are both given: set one of them to null")

@@ -200,9 +200,7 @@ class MicroBatch:
         )
 
 
-def collate(
-    samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0, *, pinned: bool = False
-) -> MicroBatch:
+def collate(samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0, *, pinned: bool = False) -> MicroBatch:
     """The samples laid end to end as one packed row.
 
     Args:
@@ -225,12 +223,7 @@ def collate(
 
 
 def collate_padded(
-    samples: Sequence[Sample],
-    align: int = 1,
-    pad_to: int | None = None,
-    pad_id: int = 0,
-    *,
-    pinned: bool = False,
+    samples: Sequence[Sample], align: int = 1, pad_to: int | None = None, pad_id: int = 0, *, pinned: bool = False
 ) -> MicroBatch:
     """The samples side by side, right-padded to one width.
 
@@ -247,9 +240,7 @@ def collate_padded(
     longest = max(sample.length for sample in samples)
     width = pad_to if pad_to is not None else -(-longest // align) * align
     if width < longest or width % align:
-        raise ValueError(
-            f"packing.pad_to is {pad_to}; a multiple of {align} that holds {longest} tokens is wanted."
-        )
+        raise ValueError(f"packing.pad_to is {pad_to}; a multiple of {align} that holds {longest} tokens is wanted.")
     shape = (len(samples), width)
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)

@@ -28,9 +28,7 @@ WIDE = re.compile(r"[%:.].{0,3}?[0-9]{7}", re.DOTALL)
 WIDTH_GIVEN = {"%": re.compile(r"%[-+ #0-9.]*\*"), "{": re.compile(r"[:.][^{}]{0,9}\{")}
 NUMBER = re.compile(r"[0-9]{1,6}")
 CHECK_EVERY = 64  # steps between two looks at the clock
-WIDTHS = frozenset(
-    ("center", "indent", "tojson", "batch", "slice", "wordwrap", "truncate", "round", "urlize")
-)
+WIDTHS = frozenset(("center", "indent", "tojson", "batch", "slice", "wordwrap", "truncate", "round", "urlize"))
 # Filters that take lists as lists; all others make a text of one.
 OF_LISTS = frozenset((
     "list", "first", "last", "length", "count", "map", "select", "selectattr", "reject", "rejectattr", "sort", "join", "items", "dictsort",
@@ -60,9 +58,7 @@ def count(steps: int, characters: int) -> None:
             "or cut the row"
         )
     if not _spent.steps % CHECK_EVERY and time.thread_time() - _spent.begin > MOST_SECONDS:
-        raise TemplateLimitError(
-            f"the chat template takes over {MOST_SECONDS:g} s; use another one, or cut the row"
-        )
+        raise TemplateLimitError(f"the chat template takes over {MOST_SECONDS:g} s; use another one, or cut the row")
 
 
 def _counted(value: Any) -> Any:
@@ -108,11 +104,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The operation, where its result is as long as a text may be."""
         if operator == "*":
-            pairs = [
-                (a, b)
-                for a, b in ((left, right), (right, left))
-                if isinstance(a, Sized) and isinstance(b, int)
-            ]
+            pairs = [(a, b) for a, b in ((left, right), (right, left)) if isinstance(a, Sized) and isinstance(b, int)]
             count(1, max((len(text) * max(times, 0) for text, times in pairs), default=0))
         elif operator == "%" and isinstance(left, str):
             _check_format(left, "%", right)

@@ -91,10 +91,7 @@ def _experts(subject: Subject) -> Iterator[Check]:
         # A token may have an expert twice, which a router doesn't give; sums are the same.
         every = torch.arange(experts + 1).repeat_interleave(torch.tensor([*counts, tokens * topk - here]))
         chosen = every[torch.randperm(len(every))].view(tokens, topk).to(subject.device)
-        given = {
-            "x": randn(subject, tokens, hidden),
-            "probs": torch.rand(tokens, topk, device=subject.device),
-        }
+        given = {"x": randn(subject, tokens, hidden), "probs": torch.rand(tokens, topk, device=subject.device)}
         ahead = module.leaves_room(given["x"], room(chosen, experts))
         permutation = Permutation.of(chosen, experts, None, ahead=ahead)
 
@@ -172,9 +169,7 @@ def _permutation(subject: Subject) -> Iterator[Check]:
 
     sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
     kernel = "triton" if subject.device.type == "cuda" else "torch"
-    yield Check(
-        "permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], WITHOUT_TRITON, prepare
-    )
+    yield Check("permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], WITHOUT_TRITON, prepare)
 
 
 class _ThereAndBack(torch.autograd.Function):

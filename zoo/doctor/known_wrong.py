@@ -62,9 +62,7 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
         params = SeqParams.of(layout)
         shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
         given = {
-            name: torch.randn(
-                layout.total, count, width, device=layout.cu_seqlens.device, dtype=torch.bfloat16
-            )
+            name: torch.randn(layout.total, count, width, device=layout.cu_seqlens.device, dtype=torch.bfloat16)
             for name, count in shapes.items()
         }
 
@@ -79,9 +77,7 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
 
     shape = f"{heads} heads / {kv_heads} KV x {width}, {row_shape(layout)}"
     fix = "zoo uses PyTorch's attention for heads wider than 128"
-    return Check(
-        f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], fix, prepare
-    )
+    return Check(f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], fix, prepare)
 
 
 def _flash4(layout: PackedLayout, width: int) -> Check:

@@ -33,9 +33,7 @@ class TowerHeads:
     module: torch.nn.Module  # on the meta device
     heads: int
     width: int
-    block: (
-        torch.nn.Module | None
-    )  # the block around it, with norms and MLP; None where transformers runs that
+    block: torch.nn.Module | None  # the block around it, with norms and MLP; None where transformers runs that
 
     @property
     def implementation(self) -> str:
@@ -74,11 +72,7 @@ class Subject:
             elif linear:
                 found = hasattr(layer.self_attention, "in_proj")
             else:
-                found = (
-                    hasattr(layer.mlp, "experts")
-                    if sparse
-                    else isinstance(layer.self_attention, SelfAttention)
-                )
+                found = hasattr(layer.mlp, "experts") if sparse else isinstance(layer.self_attention, SelfAttention)
             if found:
                 return layer
         return None

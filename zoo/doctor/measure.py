@@ -74,9 +74,7 @@ class CheckResult:
             "shape": check.shape,
             "dtype": check.dtype,
             "bound": check.bound,
-            "errors": {
-                name: e if math.isfinite(e) else None for name, e in self.errors.items()
-            },  # None: not finite
+            "errors": {name: e if math.isfinite(e) else None for name, e in self.errors.items()},  # None: not finite
             "right": self.right,
             "problem": self.problem,
             "fix": None if self.right else check.fix,

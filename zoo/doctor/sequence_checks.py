@@ -56,13 +56,7 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
         kernel = core_name(chosen.self_attention, subject)
         fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
         return Check(
-            name,
-            kernel,
-            shape,
-            precision,
-            BOUNDS[precision],
-            fix,
-            lambda: prepare(subject, chosen.self_attention),
+            name, kernel, shape, precision, BOUNDS[precision], fix, lambda: prepare(subject, chosen.self_attention)
         )
 
     both = (
@@ -92,9 +86,7 @@ def _windowed_attention(subject: Subject, module: Any) -> Trial:
     params = SeqParams.of(layout, None, Blocks(runs))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = module.core_attention(
-            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params
-        )
+        out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)
         return out.reshape(layout.total, heads, width)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -130,9 +122,7 @@ def _packed_attention(subject: Subject, module: Any) -> Trial:
     params = SeqParams.of(layout)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = module.core_attention(
-            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params
-        )
+        out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)
         return out.reshape(layout.total, heads, width)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,9 +140,7 @@ def _padded_attention(subject: Subject, module: Any) -> Trial:
     real = torch.arange(tokens, device=subject.device)[:, None] < ends  # (T, B)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = module.core_attention(
-            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=None
-        )
+        out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=None)
         return out.reshape(tokens, rows, heads, width)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -242,11 +230,7 @@ def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, w
 
 
 def delta_rule_trial(
-    device: torch.device,
-    dtype: torch.dtype,
-    layout: PackedLayout,
-    sizes: DeltaRuleSizes,
-    run: Callable[..., Tensor],
+    device: torch.device, dtype: torch.dtype, layout: PackedLayout, sizes: DeltaRuleSizes, run: Callable[..., Tensor]
 ) -> Trial:
     """The rule `run` on a row, its decays and betas like those of a layer that has just been made."""
     total = layout.total

@@ -46,9 +46,7 @@ def _fp8_product(subject: Subject) -> Check:
             return fp8_linear(x, weight)
 
         return Trial(
-            run,
-            torch.nn.functional.linear,
-            {"x": randn(subject, rows, width), "weight": randn(subject, out, width)},
+            run, torch.nn.functional.linear, {"x": randn(subject, rows, width), "weight": randn(subject, out, width)}
         )
 
     return Check(
@@ -94,13 +92,7 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
 
     sizes = f"{rows} x {heads} x {width}"
     return Check(
-        "gated_norm",
-        fused_name(subject),
-        sizes,
-        subject.precision,
-        BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
+        "gated_norm", fused_name(subject), sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
     )
 
 
@@ -130,9 +122,7 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
     kind = ", zero-centred" if zero_centred else ""
     sizes = " x ".join(map(str, (rows, *shape)))
     kernel = type(module).__name__
-    return Check(
-        name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
-    )
+    return Check(name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
 
 
 def _rotary(subject: Subject) -> Iterator[Check]:
@@ -165,23 +155,16 @@ def _rotary(subject: Subject) -> Iterator[Check]:
 
     sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
     if attention.is_plain:
-        sizes += f", {attention.num_query_groups_per_partition} groups" + ", normed" * bool(
-            attention.q_layernorm
-        )
+        sizes += f", {attention.num_query_groups_per_partition} groups" + ", normed" * bool(attention.q_layernorm)
     bound = ROTARY_BOUNDS[subject.precision]
     yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
 
 
-def _heads(
-    subject: Subject, attention: Any, turn: tuple[Tensor, Tensor], turned: Callable[[Tensor], Tensor]
-) -> Trial:
+def _heads(subject: Subject, attention: Any, turn: tuple[Tensor, Tensor], turned: Callable[[Tensor], Tensor]) -> Trial:
     """Queries, keys, values and gates side by side; `turned`: what the reference makes of heads (T, H, D), their angles being `turn`."""
     config, width = subject.config, attention.config.kv_channels
     groups, gated = attention.num_query_groups_per_partition, bool(config.attention_output_gate)
-    repeats, centered = (
-        attention.num_attention_heads_per_partition // groups,
-        config.layernorm_zero_centered_gamma,
-    )
+    repeats, centered = (attention.num_attention_heads_per_partition // groups, config.layernorm_zero_centered_gamma)
     parts = [repeats] * (2 if gated else 1) + [1, 1]
     norms = {"queries": attention.q_layernorm, "keys": attention.k_layernorm}
     weights = {name: norm.weight for name, norm in norms.items() if norm is not None}
@@ -218,9 +201,7 @@ def _swiglu(subject: Subject) -> Check:
         return Trial(lambda x, probs: glu(x, activation, probs), exact, given)
 
     bound = BOUNDS[subject.precision]
-    return Check(
-        "swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, FP32_IS_PLAIN, prepare
-    )
+    return Check("swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, FP32_IS_PLAIN, prepare)
 
 
 def _output_gate(subject: Subject) -> Check:

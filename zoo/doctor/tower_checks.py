@@ -88,15 +88,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             out, _ = function(
-                tower.module,
-                q,
-                k,
-                v,
-                attention_mask=None,
-                scaling=width**-0.5,
-                dropout=0.0,
-                is_causal=False,
-                **lengths,
+                tower.module, q, k, v, attention_mask=None, scaling=width**-0.5, dropout=0.0, is_causal=False, **lengths
             )
             return out[0]
 

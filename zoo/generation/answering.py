@@ -118,9 +118,7 @@ class Answering:
             if found:
                 yield found
 
-    def _spare(
-        self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int]
-    ) -> dict[int, Prompt]:
+    def _spare(self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int]) -> dict[int, Prompt]:
         """A prompt to take passes with, whose answer nobody reads."""
         for number in numbers:
             try:

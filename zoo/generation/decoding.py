@@ -57,9 +57,7 @@ class Decoding:
         """The family's step, on packed rows of any length."""
         packing = {"packing.mode": "thd", "packing.pad_to": None}
         step = build.build_step(self.assembly, self.recipe.replace(packing), self.here)
-        step.vocabulary = (
-            None  # tokens of answers are marked by negative ids, and have rows as the model chose them
-        )
+        step.vocabulary = None  # tokens of answers are marked by negative ids, and have rows as the model chose them
         return step
 
     @property

@@ -80,9 +80,7 @@ def _refused(held_out: SampleSource, world: World) -> set[int]:
     return set().union(*everyone)
 
 
-def _chosen(
-    finder: Answering, held_out: SampleSource, most: int, refused: Collection[int] = ()
-) -> dict[int, str]:
+def _chosen(finder: Answering, held_out: SampleSource, most: int, refused: Collection[int] = ()) -> dict[int, str]:
     """Number and answer of the rows to show, in the order of the rows: as many of each kind, spread over its rows."""
     kinds: dict[str, list[int]] = {}
     for number in spread(len(held_out), SEARCHED):

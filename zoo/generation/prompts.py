@@ -37,9 +37,7 @@ class Prompt:
     reference: str | None
 
 
-def make_prompt(
-    processor: Processor, row: Row, data: DataConfig, *, most: int, answered: bool = True
-) -> Prompt:
+def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, answered: bool = True) -> Prompt:
     """The prompt of a row.
 
     Args:
@@ -83,9 +81,7 @@ def _without_answer(row: Row) -> tuple[Row, str | None]:
         return row, None
     answer = row.messages[-1].content
     if PLACEHOLDER.search(answer):
-        raise RowError(
-            row.source, "media_in_answer", "the last answer has media, which no model here can write."
-        )
+        raise RowError(row.source, "media_in_answer", "the last answer has media, which no model here can write.")
     return replace(row, messages=row.messages[:-1]), answer
 
 

@@ -11,10 +11,7 @@ from zoo.config.devices import gpu_capabilities
 from zoo.files import cache_folder
 
 # Environment of a library, its package, and the folder of its cache.
-_CACHES = (
-    ("FLASH_ATTENTION_CUTE_DSL_CACHE", "flash_attn", "flash_attention_4"),
-    ("QUACK_CACHE", "quack", "quack"),
-)
+_CACHES = (("FLASH_ATTENTION_CUTE_DSL_CACHE", "flash_attn", "flash_attention_4"), ("QUACK_CACHE", "quack", "quack"))
 
 
 def keep_kernels() -> None:

@@ -96,9 +96,7 @@ def _write(rows: Any, place: Path, key: str) -> Path:
 def _write_dataset(rows: Any, place: Path, key: str) -> Path:
     """A folder of `save_to_disk`, in the place of an earlier one."""
     if rows.format.get("type") == "custom":
-        raise ConfigError(
-            f"{key}: the data set has a transform, which no file keeps; apply it with map() first"
-        )
+        raise ConfigError(f"{key}: the data set has a transform, which no file keeps; apply it with map() first")
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

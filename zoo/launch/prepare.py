@@ -97,9 +97,7 @@ def _check_machine(recipe: Recipe) -> None:
 def _check_run_dir(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(
-            f"run.dir={folder}: {existing} is a file; wanted a folder, which need not exist yet"
-        )
+        raise ConfigError(f"run.dir={folder}: {existing} is a file; wanted a folder, which need not exist yet")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir={folder}: no permission to write in {existing}; give another run.dir")
     config = folder / "config.yaml"

@@ -27,32 +27,17 @@ from zoo.config.devices import cpu_threads
 from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.logging.startup_time import STARTED
 from zoo.parallel.processes import CALLED_SUFFIX, DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
-from zoo.parallel.signals import (
-    INTERRUPTED,
-    LOST,
-    PREEMPTED,
-    REQUESTS,
-    SAME_SECONDS,
-    SIGNALS,
-    handled,
-    leave_terminal,
-)
+from zoo.parallel.signals import INTERRUPTED, LOST, PREEMPTED, REQUESTS, SAME_SECONDS, SIGNALS, handled, leave_terminal
 
 MISTAKE = "zoo: error: "  # begins the line of a rank that has found a mistake of the user's
 _POLL_SECONDS = 0.05
 _MISTAKE_SECONDS = 1.0  # after a rank has found a user's mistake: time for the others to find it too
 _OTHERS_SECONDS = 8.0  # after any other failure: time for the others to report who failed, and to leave
 _TAIL_LINES = 20
-_STOPPED = (
-    INTERRUPTED,
-    PREEMPTED,
-    *(-number for number in SIGNALS),
-)  # exit codes of a rank that a signal ended
+_STOPPED = (INTERRUPTED, PREEMPTED, *(-number for number in SIGNALS))  # exit codes of a rank that a signal ended
 
 
-def run_ranks(
-    command: Sequence[str], ranks: int, threads: int | None = None, messages: list[str] | None = None
-) -> int:
+def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None, messages: list[str] | None = None) -> int:
     """Run `command` as `ranks` processes of one group on this machine and wait for all of them.
 
     A failing rank ends the others within seconds. The first of SIGNALS is passed on to every rank, and their end is
@@ -114,11 +99,7 @@ class RankGroup:
         self._folder.cleanup()
 
     def start_all(
-        self,
-        command: Sequence[str],
-        ranks: int,
-        threads: int | None = None,
-        received: Sequence[int] = (),
+        self, command: Sequence[str], ranks: int, threads: int | None = None, received: Sequence[int] = ()
     ) -> None:
         """Start `command` as `ranks` processes of one group, until a signal is in `received`."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -229,9 +210,7 @@ class RankGroup:
         during = f", while it called {called}" if called else ""
         if code == 0 and not called:
             during = ", as by os._exit or exit() in a thread or library"
-        return f"zoo: rank {rank} {_ending(code, self._kills)}{during}" + (
-            f"; its last lines:\n{tail}" if tail else ""
-        )
+        return f"zoo: rank {rank} {_ending(code, self._kills)}{during}" + (f"; its last lines:\n{tail}" if tail else "")
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.stderr"

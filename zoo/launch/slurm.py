@@ -39,8 +39,7 @@ def join_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
         environ.setdefault("LOCAL_WORLD_SIZE", str(max(1, each)))
     if found["RANK"] == 0 and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ:
         print(
-            f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts",
-            file=sys.stderr,
+            f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts", file=sys.stderr
         )
     environ.update({name: str(value) for name, value in found.items()})
     return True
@@ -78,23 +77,14 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     threads = "" if gpus else 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"\n'
     command = " ".join(_quoted(argument) for argument in arguments)
     text = _TEMPLATE.format(
-        name=name,
-        nodes=nodes,
-        each=each,
-        gpus=gpus,
-        threads=threads,
-        command=command,
-        preempted=PREEMPTED,
-        lost=LOST,
+        name=name, nodes=nodes, each=each, gpus=gpus, threads=threads, command=command, preempted=PREEMPTED, lost=LOST
     )
     write_atomically(path, text)
     return path
 
 
 def _quoted(argument: str) -> str:
-    return (
-        argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
-    )
+    return argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
 
 
 _TEMPLATE = """\

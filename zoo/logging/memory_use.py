@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from zoo.parallel.world import World
 
 _KINDS = ("host_gib", "peak_gib", "reserved_gib")
-_STEPS = (
-    2  # a process tells its memory after so many: the second has activations beside the optimizer's state
-)
+_STEPS = 2  # a process tells its memory after so many: the second has activations beside the optimizer's state
 
 
 class MemoryUse:

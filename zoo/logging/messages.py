@@ -14,9 +14,7 @@ from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader
 
-WITHOUT_MOMENTS = (
-    "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
-)
+WITHOUT_MOMENTS = "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
 
 
 def at_start(
@@ -48,9 +46,7 @@ def at_start(
         share += " without dropout (lora.keep_dropout=true keeps it)"
     by_muon, trained = updated
     if recipe.train.optimizer == "muon":
-        share += (
-            f", {by_muon / 1e6:.2f} M of them updated by Muon and {(trained - by_muon) / 1e6:.2f} M by AdamW"
-        )
+        share += f", {by_muon / 1e6:.2f} M of them updated by Muon and {(trained - by_muon) / 1e6:.2f} M by AdamW"
     trains = "a stream" if rows is None else f"{rows} rows"
     evaluates = "no evaluation"
     if eval_rows is not None:
@@ -127,9 +123,7 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         seen = folder / "plots" / "predictions.png"
         if seen.is_file():
             yield f"what the model answers to held-out rows: {seen}"
-        known = [loss for loss in losses if math.isfinite(loss)] or [
-            math.nan
-        ]  # a step without labels has none
+        known = [loss for loss in losses if math.isfinite(loss)] or [math.nan]  # a step without labels has none
         yield f"loss {known[0]:.4f} -> {known[-1]:.4f} in {done} steps; plot: {plot}"
 
 

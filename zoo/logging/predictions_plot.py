@@ -77,21 +77,11 @@ def plot_predictions(folder: Path, step: int, found: Sequence[Prediction], decod
     top = 1 - 0.62 / (0.7 + 1.9 * rows)
     title = f"{folder.resolve().name}: answers to held-out rows at step {step:,}"
     title = title if len(title) <= 80 else f"{ELLIPSIS}{title[-79:]}"
+    figure.text(0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False)
     figure.text(
-        0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False
+        0.985, (1 + top) / 2, f"{right} of {len(found)} right", fontsize=12, color=QUIET, ha="right", va="center"
     )
-    figure.text(
-        0.985,
-        (1 + top) / 2,
-        f"{right} of {len(found)} right",
-        fontsize=12,
-        color=QUIET,
-        ha="right",
-        va="center",
-    )
-    grid = figure.add_gridspec(
-        rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12
-    )
+    grid = figure.add_gridspec(rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12)
     for number, one in enumerate(found):
         _card(figure, grid[number // COLUMNS, number % COLUMNS], one, decoder)
     path = folder / "plots" / "predictions.png"
@@ -167,9 +157,7 @@ class _Fit:
         low, high = 1, min(len(text), 400)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if self._width(text[:middle] + end, size) <= width else (low, middle - 1)
-            )
+            low, high = (middle, high) if self._width(text[:middle] + end, size) <= width else (low, middle - 1)
         return low
 
     @staticmethod
@@ -185,9 +173,7 @@ class _Fit:
         renderer = self.figure.canvas.get_renderer()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # letters that the font has not
-            width, _, _ = renderer.get_text_width_height_descent(
-                text, FontProperties(size=size, weight="bold"), False
-            )
+            width, _, _ = renderer.get_text_width_height_descent(text, FontProperties(size=size, weight="bold"), False)
         return float(width) / float(self.axis.get_window_extent(renderer).width)
 
 
@@ -252,9 +238,7 @@ def _sound(figure: Any, place: Any, samples: np.ndarray) -> None:
     axis = figure.add_subplot(lower)
     with np.errstate(divide="ignore"):
         power = _spectrogram(samples)
-    axis.imshow(
-        power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 8, extent=(0, seconds, 0, 8)
-    )
+    axis.imshow(power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 8, extent=(0, seconds, 0, 8))
     axis.set(xticks=[], yticks=[])
     axis.set_xlabel(f"{seconds:.1f} s", fontsize=7, color=QUIET, labelpad=1)
 

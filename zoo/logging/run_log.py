@@ -152,9 +152,7 @@ class RunLog:
         """Write the log's last line, summary.json and the plot; `why`: of a run that a callback stopped."""
         if not self.main:
             return
-        self._line(
-            {"event": "end", "step": summary["steps"], "reason": reason, **({"why": why} if why else {})}
-        )
+        self._line({"event": "end", "step": summary["steps"], "reason": reason, **({"why": why} if why else {})})
         self._file.close()
         write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         plot_losses(self.folder)

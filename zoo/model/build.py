@@ -60,9 +60,7 @@ class Assembly:
             return tuple(bridge.fp32)
         if source.kind == "run":
             return tuple(read_origin(source.folder).get("fp32", ()))
-        return stored_in_fp32(
-            bridge, source.weights, native=source.kind == "zoo", tied=bool(self.config.tied)
-        )
+        return stored_in_fp32(bridge, source.weights, native=source.kind == "zoo", tied=bool(self.config.tied))
 
     def save_files(self, folder: Path) -> None:
         """Write config.json, the processor's files and generation_config.json."""
@@ -262,9 +260,7 @@ def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
         "lora.init": None,
         "parallel.stage_layers": [],
     }
-    return validate(
-        recipe.replace({**model, "train.reference": "start", "distill.teacher": None}), world.size
-    )
+    return validate(recipe.replace({**model, "train.reference": "start", "distill.teacher": None}), world.size)
 
 
 def distillation_loss(recipe: Recipe) -> DistillationLoss | None:
@@ -281,9 +277,7 @@ def preference_loss(recipe: Recipe) -> AnswerLoss | None:
     if not train.pairs:
         return None
     beta = 1.0 if train.scores else train.beta
-    return PreferenceLoss(
-        train.loss, beta, train.label_smoothing, train.simpo_gamma, center=train.center_rewards
-    )
+    return PreferenceLoss(train.loss, beta, train.label_smoothing, train.simpo_gamma, center=train.center_rewards)
 
 
 def model_dims(assembly: Assembly) -> Dims:

@@ -80,17 +80,13 @@ class Adapters:
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
         return {
-            f"{one.target.zoo}.lora.{name}": getattr(one.adapter, name)
-            for one in self.held
-            for name in ("a", "b")
+            f"{one.target.zoo}.lora.{name}": getattr(one.adapter, name) for one in self.held for name in ("a", "b")
         } | dict(self.whole.trained)
 
     def sharded(self) -> dict[str, Any]:
         """The parameters as megatron-core's checkpoints take them, by the names of `named`."""
         return {
-            key: tensor
-            for one in self.held
-            for key, tensor in one.adapter.sharded(f"{one.target.zoo}.lora.").items()
+            key: tensor for one in self.held for key, tensor in one.adapter.sharded(f"{one.target.zoo}.lora.").items()
         } | self.whole.sharded(self.shard)
 
     @torch.no_grad()
@@ -147,12 +143,7 @@ class Adapters:
 
 
 def attach(
-    chunks: Sequence[Any],
-    family: ModelFamily,
-    dims: Dims,
-    arch: Mapping[str, Any],
-    recipe: Recipe,
-    here: World,
+    chunks: Sequence[Any], family: ModelFamily, dims: Dims, arch: Mapping[str, Any], recipe: Recipe, here: World
 ) -> Adapters:
     """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters but those trained whole are frozen.
 
@@ -167,12 +158,7 @@ def attach(
 
 
 def place(
-    chunks: Sequence[Any],
-    family: ModelFamily,
-    dims: Dims,
-    arch: Mapping[str, Any],
-    recipe: Recipe,
-    here: World,
+    chunks: Sequence[Any], family: ModelFamily, dims: Dims, arch: Mapping[str, Any], recipe: Recipe, here: World
 ) -> Adapters:
     """Adapters of zeros, also for weights on the meta device. Every rank calls it.
 
@@ -324,9 +310,7 @@ def _draw(adapters: Adapters, one: Held, rank: int, seed: int) -> None:
     bound = 1 / math.sqrt(shape[-1])
 
     def drawn(index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(f"{seed}/{one.target.zoo}.lora.a/{index}".encode())
-        )
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{one.target.zoo}.lora.a/{index}".encode()))
         return torch.empty(rank, shape[-1]).uniform_(-bound, bound, generator=generator)
 
     with torch.device("cpu"):
@@ -339,9 +323,7 @@ def counts(adapters: Adapters | None) -> tuple[int, int]:
     """This rank's parameters in adapters, and those trained whole beside them."""
     if adapters is None:
         return 0, 0
-    every, whole = (
-        sum(one.numel() for one in named.values()) for named in (adapters.named(), adapters.whole.trained)
-    )
+    every, whole = (sum(one.numel() for one in named.values()) for named in (adapters.named(), adapters.whole.trained))
     return every - whole, whole
 
 

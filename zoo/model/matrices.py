@@ -20,9 +20,7 @@ from zoo.bridge.parallel import AnyShard, Axis, ShardInfo, cut, full_shape, shar
 
 Runs = tuple[tuple[int, int], ...]  # (first, end) of each
 
-_NO_MATRIX = re.compile(
-    r"embed|(^|\.)(output_layer|score)\.|\.router\."
-)  # embeddings of patches and places too
+_NO_MATRIX = re.compile(r"embed|(^|\.)(output_layer|score)\.|\.router\.")  # embeddings of patches and places too
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -83,11 +81,7 @@ def matrices_of(name: str, parameter: Tensor, bridge: Bridge, dims: Dims, info: 
         found = _runs(mine)
         offsets = [expert * len(mine) for expert in range(stack)]
         rows.append(
-            tuple(
-                tuple((first + offset, end + offset) for first, end in runs)
-                for offset in offsets
-                for runs in found
-            )
+            tuple(tuple((first + offset, end + offset) for first, end in runs) for offset in offsets for runs in found)
         )
     return Matrices(axis if size > 1 else None, dim, parameter.shape[-1], tuple(rows))
 

@@ -20,11 +20,7 @@ class MergedTensors:
     """Reads tensors under zoo's names, as `zoo.bridge.streams.Reader` says, out of the weights that adapters belong to."""
 
     def __init__(
-        self,
-        base: Source,
-        shapes: Mapping[str, Shape],
-        adapters: Mapping[str, Any],
-        whole: Mapping[str, Tensor],
+        self, base: Source, shapes: Mapping[str, Shape], adapters: Mapping[str, Any], whole: Mapping[str, Tensor]
     ) -> None:
         """`shapes`: of the model's tensors; `adapters`: by the name of the tensor that each is added to; `whole`: trained in the place of the base's."""
         self._base, self._shapes, self._adapters, self._whole = base, shapes, adapters, whole

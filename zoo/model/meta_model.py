@@ -125,11 +125,7 @@ def on_meta(here: World) -> Iterator[World]:
     _settle_triton()
     meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
     states = tracker.get_states()
-    with (
-        torch.device(meta),
-        replaced(torch.cuda, current_device=lambda: meta),
-        private.without_a_random_state(),
-    ):
+    with torch.device(meta), replaced(torch.cuda, current_device=lambda: meta), private.without_a_random_state():
         try:
             yield replace(here, device=meta)
         finally:

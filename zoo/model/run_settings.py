@@ -119,9 +119,7 @@ def write_settings(settings: RunSettings, folder: Path) -> None:
 def as_overrides(settings: RunSettings) -> list[str]:
     """How media and texts become tokens and labels, as overrides of a recipe: what lengths, files and errors mean is left out."""
     values = {
-        key: value
-        for key, value in settings.values.items()
-        if _name(key) not in (*NOT_EXPORTED, "overlong", "budget")
+        key: value for key, value in settings.values.items() if _name(key) not in (*NOT_EXPORTED, "overlong", "budget")
     }
     return [f"{key}={json.dumps(escaped(value))}" for key, value in values.items()]
 

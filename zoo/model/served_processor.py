@@ -35,9 +35,7 @@ class ServedProcessor:
     def __init__(self, processor: Any, settings: RunSettings) -> None:
         self.settings = settings
         self._changes = _changes(processor, settings)
-        self._template = _with_defaults(
-            processor.hf.chat_template, settings.values.get("data.template") or {}
-        )
+        self._template = _with_defaults(processor.hf.chat_template, settings.values.get("data.template") or {})
         self.hf = _changed(processor.hf, self._changes, self._template)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -52,9 +50,7 @@ class ServedProcessor:
 
 def _changes(processor: Any, settings: RunSettings) -> dict[str, dict[str, Any]]:
     """Part of the processor -> attributes of it that the run's settings change."""
-    values = {
-        name: settings.values.get(f"data.{name}") for name in ("min_pixels", "max_pixels", "video_max_pixels")
-    }
+    values = {name: settings.values.get(f"data.{name}") for name in ("min_pixels", "max_pixels", "video_max_pixels")}
     limits = PixelLimits(values["min_pixels"], values["max_pixels"], values["video_max_pixels"])
     found: dict[str, dict[str, Any]] = {}
     for name, given in processor.stored_limits(limits).items():
@@ -70,13 +66,7 @@ def _sampling(videos: Any, settings: RunSettings) -> dict[str, Any]:
     default = DataConfig()
     fps = settings.values.get("data.video_fps", default.video_fps)
     most = settings.values.get("data.max_frames", default.max_frames)
-    wanted = {
-        "fps": fps,
-        "num_frames": None,
-        "max_frames": most,
-        "min_frames": MIN_FRAMES,
-        "initial_shift": False,
-    }
+    wanted = {"fps": fps, "num_frames": None, "max_frames": most, "min_frames": MIN_FRAMES, "initial_shift": False}
     found = {name: value for name, value in wanted.items() if hasattr(videos, name)}
     # Processors that take all frames of a video by default do so unless the run was asked for another rate.
     chosen = (fps, most) != (default.video_fps, default.max_frames)
@@ -126,10 +116,6 @@ def _patch(path: Path, changes: Mapping[str, Any]) -> None:
     if not path.is_file():
         return
     settings = read_object(path)
-    former = {
-        old: changes["size"][new] for old, new in PIXELS.items() if "size" in changes and old in settings
-    }
+    former = {old: changes["size"][new] for old, new in PIXELS.items() if "size" in changes and old in settings}
     settings |= {**changes, **former}
-    path.write_text(
-        json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

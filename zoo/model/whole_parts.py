@@ -81,9 +81,7 @@ def find(
 ) -> WholeParts:
     """The weights among this rank's parameters that a recipe with adapters trains whole; every rank calls it."""
     bridge, wanted = family.load("bridge"), recipe.lora.whole_parts
-    parts = [
-        name for name in parameters if family.part_of(name, recipe.named_parts) in wanted and name != SCORE
-    ]
+    parts = [name for name in parameters if family.part_of(name, recipe.named_parts) in wanted and name != SCORE]
     parts += [SCORE] if recipe.train.scores and SCORE in parameters else []
     modules: list[str] = []
     saved: list[Saved] = []

@@ -137,11 +137,7 @@ def _linear_widths(config: TransformerConfig) -> Iterator[int]:
     tp = config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads // tp, max(1, config.num_query_groups // tp)
     gates = heads if config.attention_output_gate else 0
-    yield from (
-        config.hidden_size,
-        heads * config.kv_channels,
-        (heads + gates + 2 * groups) * config.kv_channels,
-    )
+    yield from (config.hidden_size, heads * config.kv_channels, (heads + gates + 2 * groups) * config.kv_channels)
     full: FullHeads | None = getattr(config, "full_heads", None)
     if full is not None:
         yield from (heads * full.width, (heads + full.groups // tp) * full.width)
@@ -200,9 +196,7 @@ def linear_attention(backend: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
-            in_proj=backend.column_parallel_linear(),
-            out_norm=GatedRMSNorm,
-            out_proj=backend.row_parallel_linear(),
+            in_proj=backend.column_parallel_linear(), out_norm=GatedRMSNorm, out_proj=backend.row_parallel_linear()
         ),
     )
 
@@ -216,9 +210,7 @@ def decoder_layer(
     """
     norm = backend.layer_norm(rms_norm=True, has_residual=True)
     attention = linear_attention(backend) if linear else self_attention(config, backend)
-    dense = MLPSubmodules(
-        linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
-    )
+    dense = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
     mlp: Any = partial(DenseMLP.as_mlp_submodule, submodules=dense)
     if experts:
         shared = partial(SharedExperts, submodules=dense)

@@ -9,13 +9,7 @@ from zoo.nn.decoder.config import activation, full_heads, limits_groups, normali
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
 
-DROPOUTS = (
-    "attention_dropout",
-    "dropout",
-    "activation_dropout",
-    "hidden_dropout_prob",
-    "projection_dropout",
-)
+DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 
 
 def check_decoder(config: Any) -> None:
@@ -142,12 +136,8 @@ def _check_rotary(config: Any) -> None:
     if config.sliding:
         for kind in ("full_attention", "sliding_attention"):
             if not isinstance(rope.get(kind), dict):
-                raise UserError(
-                    f"{where}rope_parameters.{kind} is missing; wanted the parameters of such layers"
-                )
-            _check_angles(
-                f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear", *config.further_angles)
-            )
+                raise UserError(f"{where}rope_parameters.{kind} is missing; wanted the parameters of such layers")
+            _check_angles(f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear", *config.further_angles))
     elif any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
             f"{where}rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
@@ -169,9 +159,7 @@ def _check_rotary(config: Any) -> None:
 def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in built:
-        raise UserError(
-            f"{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only"
-        )
+        raise UserError(f"{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only")
     if rope.get("rope_theta") is None:
         raise UserError(f"{where}.rope_theta is null; wanted a number")
     named = ["partial_rotary_factor"] + (["factor"] if kind != "default" else [])
@@ -195,9 +183,7 @@ def _check_shape(head: int, shape: RotaryShape, where: str) -> None:
 def _check_sections(where: str, sections: list[int], frequencies: int, interleaved: bool) -> None:
     """Interleaved, frequency 3k + 1 is height's and 3k + 2 width's for as many k as its section says."""
     fits = len(sections) == 3 and sum(sections) == frequencies
-    beyond = (
-        (axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]) if fits else ()
-    )
+    beyond = (axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]) if fits else ()
     if not fits or (interleaved and any(beyond)):
         raise UserError(
             f"{where}rope_parameters.mrope_section is {printable(str(sections), 100)}; wanted three numbers that sum to {frequencies}, "
@@ -227,9 +213,7 @@ def check_towers(config: Any) -> None:
         rope = getattr(part, "rope_parameters", None) or {}
         kind = rope.get("rope_type", "axial")
         if kind not in ("axial", "default"):
-            raise UserError(
-                f"{name}.rope_parameters.rope_type is {kind!r}; transformers' towers have 'axial' only"
-            )
+            raise UserError(f"{name}.rope_parameters.rope_type is {kind!r}; transformers' towers have 'axial' only")
         if any(isinstance(value, dict) for value in rope.values()):
             raise UserError(f"{name}.rope_parameters has parameters for each kind of layer; wanted one set")
         if rope and rope.get("rope_theta") is None:

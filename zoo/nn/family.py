@@ -38,24 +38,16 @@ class FamilyConfig:
     title: ClassVar[str]  # the family's, for messages
     sliding: ClassVar[bool] = False  # whether layers may see a window, with rotary angles of their own
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
-    not_built: ClassVar[
-        Mapping[str, str]
-    ] = {}  # a model_type close to these -> why it can't be trained, for messages
-    further: ClassVar[tuple[str, ...]] = (
-        "head_dim",
-    )  # keys of a decoder that are read though its class has none
+    not_built: ClassVar[Mapping[str, str]] = {}  # a model_type close to these -> why it can't be trained, for messages
+    further: ClassVar[tuple[str, ...]] = ("head_dim",)  # keys of a decoder that are read though its class has none
     mrope_section: ClassVar[tuple[int, ...] | None] = (
         None  # where a config has none, as in transformers; None: one position a token
     )
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
     further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside default and linear
     builds: ClassVar[tuple[str, ...]] = ()  # keys of `refuse_unbuilt` that are read here all the same
-    partial_rotary: ClassVar[bool] = (
-        False  # whether transformers rotates a part of each head where a config says so
-    )
-    inner: ClassVar[str] = (
-        ""  # key of the part with text_config, vision_config and token ids, where one has them
-    )
+    partial_rotary: ClassVar[bool] = False  # whether transformers rotates a part of each head where a config says so
+    inner: ClassVar[str] = ""  # key of the part with text_config, vision_config and token ids, where one has them
 
     @classmethod
     def from_arch(cls, arch: dict[str, Any]) -> Self:
@@ -103,9 +95,7 @@ class FamilyConfig:
         """
         needed, there = rows_of(processor.tokenizer), self.text.vocab_size
         if needed > there:
-            raise UserError(
-                f"{self.text_prefix}vocab_size is {there}, the tokenizer has {needed} tokens; raise it"
-            )
+            raise UserError(f"{self.text_prefix}vocab_size is {there}, the tokenizer has {needed} tokens; raise it")
         arch = self.hf.to_dict()
         (arch[self.inner] if self.inner else arch).update(processor.token_ids)
         return self.from_arch(arch)

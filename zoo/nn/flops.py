@@ -39,10 +39,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     sparse = bool(getattr(text, "num_experts", 0))
     windowed = windowed_layers(text) or [False] * count
     full = [full_heads(text) is not None and not short for short in windowed]
-    return [
-        LayerKind(linear[i], sparse and i not in dense and (i + 1) % every == 0, full[i])
-        for i in range(count)
-    ]
+    return [LayerKind(linear[i], sparse and i not in dense and (i + 1) % every == 0, full[i]) for i in range(count)]
 
 
 def _layer(config: FamilyConfig, kind: LayerKind) -> DecoderCost:
@@ -50,9 +47,7 @@ def _layer(config: FamilyConfig, kind: LayerKind) -> DecoderCost:
     attention = _full_attention if kind.full else _attention
     mixing = _linear_attention(text) if kind.linear else attention(text, "output_gate" in config.traits)
     gated = "plain_shared_expert" not in config.traits
-    return DecoderCost(
-        mixing.per_token + (_experts(text, gated) if kind.sparse else _mlp(text)), mixing.per_pair
-    )
+    return DecoderCost(mixing.per_token + (_experts(text, gated) if kind.sparse else _mlp(text)), mixing.per_pair)
 
 
 def _attention(text: Any, gated: bool) -> DecoderCost:
@@ -79,9 +74,7 @@ def _linear_attention(text: Any) -> DecoderCost:
     key, value = text.linear_key_head_dim, text.linear_value_head_dim
     keys, heads = text.linear_num_key_heads * key, text.linear_num_value_heads
     values = heads * value
-    projections = (
-        2.0 * text.hidden_size * (2 * keys + 2 * values + 2 * heads) + 2.0 * values * text.hidden_size
-    )
+    projections = 2.0 * text.hidden_size * (2 * keys + 2 * values + 2 * heads) + 2.0 * values * text.hidden_size
     convolution = 2.0 * text.linear_conv_kernel_dim * (2 * keys + values)
     rule = heads * (4.0 * CHUNK * key + CHUNK * (key + value) + 2.0 * CHUNK * value + 6.0 * key * value)
     return DecoderCost(projections + convolution + rule, 0.0)

@@ -96,8 +96,5 @@ def put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 def media_rows(placements: Mapping[str, Placement], encoded: Mapping[str, Encoded], like: Tensor) -> Tensor:
     """(N, hidden) embeddings in the order of the placements' rows, one tower after the other."""
-    rows = [
-        encoded[name].embeddings.index_select(0, on_device_of(p.source, like))
-        for name, p in placements.items()
-    ]
+    rows = [encoded[name].embeddings.index_select(0, on_device_of(p.source, like)) for name, p in placements.items()]
     return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])

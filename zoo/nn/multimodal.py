@@ -25,10 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
@@ -45,16 +42,7 @@ from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
 from zoo.nn.head.score import ScoreHead
 from zoo.nn.head.tokens import at_temperature, clear_padding, cross_entropy, most_likely, without_padding
-from zoo.nn.inputs import (
-    Encoded,
-    ModelInputs,
-    Placement,
-    RotaryShape,
-    Stage,
-    media_rows,
-    on_device_of,
-    put_rows,
-)
+from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage, media_rows, on_device_of, put_rows
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
 from zoo.nn.wide import as_held
 

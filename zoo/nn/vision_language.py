@@ -68,13 +68,9 @@ class VisionLanguageModel(LanguageModel):
         if not pixels:
             return {}
         grids = torch.cat([media[k] for k in ("image_grid_thw", "video_grid_thw") if k in media])
-        worked_out = {
-            name.removeprefix("vision."): x for name, x in media.items() if name.startswith("vision.")
-        }
+        worked_out = {name.removeprefix("vision."): x for name, x in media.items() if name.startswith("vision.")}
         seen = self.vision(
-            torch.cat(pixels).to(self.vision.dtype),
-            grid_thw=on_device_of(grids, pixels[0]),
-            **worked_out,
+            torch.cat(pixels).to(self.vision.dtype), grid_thw=on_device_of(grids, pixels[0]), **worked_out
         )
         deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()
         return {"vision": Encoded(seen.pooler_output, deepstack)}

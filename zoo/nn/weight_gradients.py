@@ -14,11 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 
 from zoo.nn.decoder.experts.grouped import GroupedExperts

@@ -99,6 +99,4 @@ def _layer_norm(kind: Any) -> type:
 
 
 def _subclass(kind: Any, members: dict[str, Any]) -> type:
-    return type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members}
-    )
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})

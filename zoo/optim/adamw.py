@@ -110,9 +110,7 @@ class AdamW(torch.optim.Optimizer):
         self._parts: list[list[Part]] | None = None  # of updates, by parameter group, once they are found
         self.norm_gradients: list[Tensor] | None = None
         self._offload = offload
-        self._offloaded: set[Tensor] | None = (
-            None  # parameters whose state is on the host, once they are chosen
-        )
+        self._offloaded: set[Tensor] | None = None  # parameters whose state is on the host, once they are chosen
         self._host = HostUpdate(threads)
         self._host_parts: list[list[Part]] = []  # the same of parameters on the host
         self._shared: list[SharedRange] = []
@@ -149,9 +147,7 @@ class AdamW(torch.optim.Optimizer):
         if not self._offload:
             return False
         if self._offloaded is None:
-            parameters = [
-                one for group in self.param_groups for one in group["params"] if self.updates_here(one)
-            ]
+            parameters = [one for group in self.param_groups for one in group["params"] if self.updates_here(one)]
             chosen = on_host([one.numel() for one in parameters], self._offload)
             self._offloaded = {one for one, there in zip(parameters, chosen, strict=True) if there}
         return parameter in self._offloaded
@@ -171,18 +167,13 @@ class AdamW(torch.optim.Optimizer):
         if self.on_host(parameter):
             device, zeros = torch.device("cpu"), self._host.zeros
         formats = dict(zip(MOMENTS, zip(self._dtypes, (True, False), strict=True), strict=True))
-        moments = {
-            name: Moment.zeros(numel, *formats[name], device, zeros) for name in self.moment_names(parameter)
-        }
+        moments = {name: Moment.zeros(numel, *formats[name], device, zeros) for name in self.moment_names(parameter)}
         master = parameter.detach()
         if parameter.dtype == torch.bfloat16:
             master = (zeros or partial(torch.zeros, device=device))(numel, dtype=torch.int16)
         self.forget()
         self._moments[parameter] = moments
-        self.state[parameter] = {
-            MASTER: master,
-            **{name: moment.values for name, moment in moments.items()},
-        }
+        self.state[parameter] = {MASTER: master, **{name: moment.values for name, moment in moments.items()}}
 
     def moment_names(self, parameter: Tensor) -> tuple[str, ...]:
         """The moments that a parameter has, or will have."""
@@ -223,8 +214,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters and the number of updates; tensors are asked for one by one."""
         groups = [
-            {**group, "params": list(range(len(group["params"]))), "step": self.updates}
-            for group in self.param_groups
+            {**group, "params": list(range(len(group["params"]))), "step": self.updates} for group in self.param_groups
         ]
         return {"state": {0: {"step": torch.tensor(float(self.updates))}}, "param_groups": groups}
 
@@ -265,9 +255,7 @@ class AdamW(torch.optim.Optimizer):
         if has_kernel(parts):
             from zoo.nn.adamw.kernel import make_tables
 
-            addresses = [
-                [tensor.data_ptr() for part in group for tensor in _tensors(part)] for group in parts
-            ]
+            addresses = [[tensor.data_ptr() for part in group for tensor in _tensors(part)] for group in parts]
             if addresses != self._addresses:
                 self._addresses, self._tables = addresses, [make_tables(group) for group in parts]
 

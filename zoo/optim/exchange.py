@@ -19,9 +19,7 @@ from torch import Tensor
 from zoo.model.matrices import Matrices, Runs
 from zoo.nn.muon import newton_schulz_flops, orthogonalized
 
-AT_ONCE = (
-    2**26
-)  # elements of parameters that are exchanged, and of matrices that are orthogonalised, in one go
+AT_ONCE = 2**26  # elements of parameters that are exchanged, and of matrices that are orthogonalised, in one go
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ class Exchange:
     def _matrices(self, index: int, parameter: Parameter) -> Iterator[Matrix]:
         found, columns = parameter.matrices, parameter.matrices.columns
         for number, shape in enumerate(found.shapes()):
-            runs = [
-                tuple((first * columns, end * columns) for first, end in rows[number]) for rows in found.rows
-            ]
+            runs = [tuple((first * columns, end * columns) for first, end in rows[number]) for rows in found.rows]
             pieces = tuple(_within(runs[cut], parameter.ranges[replica]) for cut, replica in self._places)
             parts = tuple(
                 tuple(sorted((r for r in range(self.size) if self._places[r][0] == cut), key=self._replica))
@@ -198,6 +194,4 @@ def _parts(matrix: Matrix, views: Sequence[Tensor], whole: Tensor) -> list[Tenso
     sizes = [[views[rank].numel() for rank in ranks] for ranks in matrix.parts]
     widths = [sum(counts) // columns if matrix.dim == 0 else columns for counts in sizes]
     cut = whole.split(widths, dim=matrix.dim)
-    return [
-        piece for part, counts in zip(cut, sizes, strict=True) for piece in part.reshape(-1).split(counts)
-    ]
+    return [piece for part, counts in zip(cut, sizes, strict=True) for piece in part.reshape(-1).split(counts)]

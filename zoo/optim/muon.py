@@ -82,11 +82,7 @@ class Muon(AdamW):
         count: int,
         clip: float,
     ) -> None:
-        mine = {
-            index: shards[index]
-            for index in dict.fromkeys(matrix.index for matrix in batch)
-            if index in shards
-        }
+        mine = {index: shards[index] for index in dict.fromkeys(matrix.index for matrix in batch) if index in shards}
         held: dict[int, tuple[int, Tensor]] = {}
         weights: dict[int, Tensor] = {}
         for index, shard in mine.items():

@@ -142,8 +142,7 @@ class BinPacker[K]:
         """
         items = [(index, length, cost) for index, length, cost in state["items"]]
         keys = sorted(
-            (self._aligned(index, length, cost), -serial, cost)
-            for serial, (index, length, cost) in enumerate(items)
+            (self._aligned(index, length, cost), -serial, cost) for serial, (index, length, cost) in enumerate(items)
         )
         self._items, self._sorted = dict(enumerate(items)), keys
         self._serial, self._oldest = len(items), 0
@@ -217,11 +216,7 @@ class BinPacker[K]:
 
 
 def plan_bins(
-    lengths: Iterable[int],
-    budget: int,
-    align: int = 1,
-    lookahead: int = 1024,
-    costs: Iterable[int] | None = None,
+    lengths: Iterable[int], budget: int, align: int = 1, lookahead: int = 1024, costs: Iterable[int] | None = None
 ) -> Iterator[list[int]]:
     """Bins of positions in `lengths`, in a deterministic order; see `BinPacker` for the arguments.
 

@@ -53,9 +53,7 @@ class TowerCost:
     window: int | None = None  # rows see one another within windows of so many; None: all of an item
     kept: float = 0.0  # numbers that are kept of a row for the backward pass, those of attention aside
     piece: int = 1  # rows that are taken at once: the last ones of an item are kept as if they were as many
-    attended: float = (
-        0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
-    )
+    attended: float = 0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
     layers: int = 0  # that the host launches one by one
 
     def flops(self, rows: float) -> float:
@@ -94,9 +92,7 @@ class ModelCost:
             costs[name] += sum(map(self.towers[name].flops, items))
         return costs
 
-    def flops(
-        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
-    ) -> float:
+    def flops(self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None) -> float:
         """Forward FLOPs of a sample; arguments as `parts` takes them."""
         return sum(self.parts(length, labels, media).values())
 

@@ -39,9 +39,7 @@ def starts(padded_lengths: Sequence[int]) -> list[int]:
 
 def owner(padded_lengths: Sequence[int]) -> Tensor:
     """(T,) int64 segment of each token, padding counted to the segment before it."""
-    return arange(len(padded_lengths)).repeat_interleave(
-        int64(padded_lengths), output_size=sum(padded_lengths)
-    )
+    return arange(len(padded_lengths)).repeat_interleave(int64(padded_lengths), output_size=sum(padded_lengths))
 
 
 def positions(padded_lengths: Sequence[int]) -> Tensor:
@@ -84,9 +82,7 @@ def _alternate(
     values: Sequence[int], dtype: torch.dtype, lengths: Sequence[int], padded_lengths: Sequence[int]
 ) -> Tensor:
     """(T,) of 2 S values: one for each segment's real tokens, the next for its padding."""
-    sizes = [
-        size for real, padded in zip(lengths, padded_lengths, strict=True) for size in (real, padded - real)
-    ]
+    sizes = [size for real, padded in zip(lengths, padded_lengths, strict=True) for size in (real, padded - real)]
     return torch.tensor(values, dtype=dtype, device=CPU).repeat_interleave(
         int64(sizes), output_size=sum(padded_lengths)
     )

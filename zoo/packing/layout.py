@@ -92,12 +92,7 @@ class PackedLayout:
 
     @classmethod
     def from_mask(
-        cls,
-        mask: Tensor,
-        align: int = 1,
-        pad_to: int | None = None,
-        *,
-        masked_is_true: bool | None = None,
+        cls, mask: Tensor, align: int = 1, pad_to: int | None = None, *, masked_is_true: bool | None = None
     ) -> PackedLayout:
         """The layout of a padded batch, which remembers each row's place for `pack` and `unpack`.
 
@@ -207,9 +202,7 @@ class PackedLayout:
     @property
     def real_index(self) -> Tensor:
         """(real_tokens,) int64 packed positions of the real tokens, in order."""
-        return self._tensor(
-            "real_index", lambda: index.ragged(self.lengths, index.starts(self.padded_lengths))
-        )
+        return self._tensor("real_index", lambda: index.ragged(self.lengths, index.starts(self.padded_lengths)))
 
     def pack(self, x: Tensor, fill: complex = 0, batch_dim: int = 0) -> Tensor:
         """Lay the real tokens of a padded batch end to end.
@@ -227,9 +220,7 @@ class PackedLayout:
             ValueError: B or T0 disagrees with the layout.
         """
         if x.ndim < batch_dim + 2 or x.shape[batch_dim] != self.num_segments:
-            raise ValueError(
-                f"The batch has shape {tuple(x.shape)}; (B={self.num_segments}, T0, ...) is wanted."
-            )
+            raise ValueError(f"The batch has shape {tuple(x.shape)}; (B={self.num_segments}, T0, ...) is wanted.")
         width = x.shape[batch_dim + 1]
         if self.width is not None and width != self.width:
             raise ValueError(f"The batch is {width} tokens wide, but the layout's mask was {self.width}.")
@@ -262,9 +253,7 @@ class PackedLayout:
             ValueError: the number of samples or a sample's length disagrees with the layout.
         """
         if len(samples) != self.num_segments:
-            raise ValueError(
-                f"{len(samples)} samples were given to a layout of {self.num_segments} segments."
-            )
+            raise ValueError(f"{len(samples)} samples were given to a layout of {self.num_segments} segments.")
         for segment, (sample, length) in enumerate(zip(samples, self.lengths, strict=True)):
             if sample.ndim < 1 or sample.shape[0] != length:
                 raise ValueError(
@@ -292,9 +281,7 @@ class PackedLayout:
             ValueError: y is not (1, T, ...) or a row does not fit the width.
         """
         if y.ndim < batch_dim + 2 or tuple(y.shape[batch_dim : batch_dim + 2]) != (1, self.total):
-            raise ValueError(
-                f"The packed row has shape {tuple(y.shape)}; (1, T={self.total}, ...) is wanted."
-            )
+            raise ValueError(f"The packed row has shape {tuple(y.shape)}; (1, T={self.total}, ...) is wanted.")
         if width is None:
             width = max(self.lengths) if self.width is None else self.width
         check_width(self.starts, self.lengths, width)
@@ -318,9 +305,7 @@ class PackedLayout:
         Raises:
             ValueError: a padded length is not a multiple of 2 * size (named), or the rank is outside the group.
         """
-        return self._tensor(
-            ("cp_index", rank, size), lambda: context.zigzag_index(self.padded_lengths, rank, size)
-        )
+        return self._tensor(("cp_index", rank, size), lambda: context.zigzag_index(self.padded_lengths, rank, size))
 
     def cp_shard(self, x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
         """`x.index_select(dim, self.cp_index(rank, size))`: what one context-parallel rank holds of x.
@@ -338,9 +323,7 @@ class PackedLayout:
             ValueError: as `cp_index`, or x does not have T tokens at `dim`.
         """
         if x.shape[dim] != self.total:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; T={self.total} tokens are wanted at dimension {dim}."
-            )
+            raise ValueError(f"x has shape {tuple(x.shape)}; T={self.total} tokens are wanted at dimension {dim}.")
         plan = self._memo.plan(
             ("cp", rank, size), x.device, lambda: context.zigzag_plan(self.padded_lengths, rank, size)
         )
@@ -354,9 +337,7 @@ class PackedLayout:
         Raises:
             ValueError: a padded length is not a multiple of 2 * size (named).
         """
-        return self._tensor(
-            ("cp_restore_index", size), lambda: context.restore_index(self.padded_lengths, size)
-        )
+        return self._tensor(("cp_restore_index", size), lambda: context.restore_index(self.padded_lengths, size))
 
     def kept[T](self, name: Name, make: Callable[[], T]) -> T:
         """A value that follows from the row and the device alone, which every layer needs, made once. Don't write into its tensors."""

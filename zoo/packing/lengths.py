@@ -12,14 +12,10 @@ Counts = Sequence[Sequence[tuple[int, int]]]  # (position in the segment, embedd
 def as_ints(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
     """The lengths as Python ints; TypeError for a tensor, or for a length that is not an integer."""
     if isinstance(lengths, Tensor):
-        raise TypeError(
-            "lengths is a tensor; give host integers (`.tolist()`), so that no device sync hides here."
-        )
+        raise TypeError("lengths is a tensor; give host integers (`.tolist()`), so that no device sync hides here.")
     for segment, length in enumerate(lengths):
         if isinstance(length, bool) or not hasattr(length, "__index__"):
-            raise TypeError(
-                f"Segment {segment} has length {length!r} ({type(length).__name__}); an int is wanted."
-            )
+            raise TypeError(f"Segment {segment} has length {length!r} ({type(length).__name__}); an int is wanted.")
     return tuple(int(length) for length in lengths)
 
 
@@ -35,9 +31,7 @@ def padded_lengths(lengths: Sequence[int], align: int, pad_to: int | None) -> tu
         raise ValueError(f"align is {align}; it must be at least 1.")
     for segment, length in enumerate(lengths):
         if length < 1:
-            raise ValueError(
-                f"Segment {segment} has length {length}; drop it, every segment needs a real token."
-            )
+            raise ValueError(f"Segment {segment} has length {length}; drop it, every segment needs a real token.")
     padded = [-(-length // align) * align for length in lengths]
     if pad_to is not None:
         needed = sum(padded)
@@ -67,9 +61,7 @@ def expanded_lengths(lengths: Sequence[int], counts: Counts) -> list[int]:
         seen: set[int] = set()
         for position, number in media:
             if not 0 <= position < length:
-                raise ValueError(
-                    f"Segment {segment} has {length} tokens; it has no placeholder position {position}."
-                )
+                raise ValueError(f"Segment {segment} has {length} tokens; it has no placeholder position {position}.")
             if number < 1:
                 raise ValueError(
                     f"The placeholder at position {position} of segment {segment} has {number} embeddings; "
@@ -85,6 +77,4 @@ def expanded_lengths(lengths: Sequence[int], counts: Counts) -> list[int]:
 def check_segments(lengths: Sequence[int], counts: Sequence[Sequence[object]]) -> None:
     """Raise ValueError unless `counts` has one list for each segment."""
     if len(counts) != len(lengths):
-        raise ValueError(
-            f"counts has {len(counts)} lists for {len(lengths)} segments; give each segment one."
-        )
+        raise ValueError(f"counts has {len(counts)} lists for {len(lengths)} segments; give each segment one.")

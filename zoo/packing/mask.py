@@ -17,9 +17,7 @@ SENSES = (
 )
 
 
-def rows_from_mask(
-    mask: Tensor, masked_is_true: bool | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def rows_from_mask(mask: Tensor, masked_is_true: bool | None = None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Lengths and starts of the rows of a mask.
 
     Args:
@@ -54,10 +52,7 @@ def rows_from_mask(
     if rows == 0:
         raise ValueError("The mask has no rows: an empty batch can't be packed.")
     count_B = _count(real_BT)
-    _refuse(
-        count_B == 0,
-        f"has no real token: drop the row, or name the mask's sense. {SENSES}",
-    )
+    _refuse(count_B == 0, f"has no real token: drop the row, or name the mask's sense. {SENSES}")
     first_B, last_B = real_BT[:, 0], real_BT[:, -1]
     edges_B = _count(real_BT[:, 1:] != real_BT[:, :-1]) + first_B + last_B
     _refuse(

@@ -181,9 +181,7 @@ def _segment_expanded(segment: int, at: list[int], media: list[int], placeholder
     """True or False as `already_expanded`, None where both readings are the same."""
     for order, number in enumerate(media):
         if number < 1:
-            raise ValueError(
-                f"Medium {order} of segment {segment} has {number} embeddings; at least 1 is wanted."
-            )
+            raise ValueError(f"Medium {order} of segment {segment} has {number} embeddings; at least 1 is wanted.")
     if len(at) == len(media):
         return None if sum(media) == len(media) else False
     if len(at) != sum(media):

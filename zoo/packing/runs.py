@@ -33,9 +33,7 @@ class Plan(NamedTuple):
     pays: bool
 
 
-def plan(
-    starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], source: int, result: int
-) -> Plan:
+def plan(starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], source: int, result: int) -> Plan:
     """The plan that takes `lengths` tokens each at `starts` of a source and puts them at `places` of a result.
 
     Args:

@@ -39,9 +39,7 @@ def quiet() -> None:
     """Suppress warnings about packages that zoo does not need, and about how megatron-core calls torch."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     # megatron-core calls functions of torch.distributed by names that torch 2.14 has new ones for.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-    )
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU to report.
     logger = logging.getLogger("torch.utils.cpp_extension")
@@ -120,10 +118,7 @@ def _torch_settings() -> Callable[[], None]:
 
     more: Any = torch.utils.deterministic
     cudnn = torch.backends.cudnn
-    strict, warn = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    strict, warn = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
     switch = sys.getswitchinterval()
     threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()

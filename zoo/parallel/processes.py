@@ -24,12 +24,8 @@ import zoo
 from zoo.parallel.signals import LOST, heard
 
 LAUNCHER = "ZOO_LAUNCHER"  # environment: process id, start time ("-": not known), pipe and its inode
-FAILURE_LOG = (
-    "ZOO_FAILURE_LOG"  # environment: the file in which a rank leaves why it failed, for its launcher
-)
-DIAGNOSIS_SUFFIX = (
-    ".diagnosis"  # of a file beside that one: why all ranks left, from the rank that found it out
-)
+FAILURE_LOG = "ZOO_FAILURE_LOG"  # environment: the file in which a rank leaves why it failed, for its launcher
+DIAGNOSIS_SUFFIX = ".diagnosis"  # of a file beside that one: why all ranks left, from the rank that found it out
 CALLED_SUFFIX = ".called"  # of another one, while a rank is at work: the user's function that it calls
 _POLL_SECONDS = 2.0
 _THREAD_SECONDS = 5.0  # that threads of users may outlast a run without a word
@@ -73,9 +69,7 @@ class Launcher:
         self._theirs, self._mine = os.pipe()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         os.close(self._theirs)
         os.close(self._mine)
 
@@ -168,11 +162,7 @@ def _leave_threads(code: int) -> None:
         thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"
     )
     where = f"threads that were started by functions of yours ({names})"
-    print(
-        f"zoo: all is done; waiting for {where}, {_MOST_THREAD_SECONDS:.0f} s at most",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"zoo: all is done; waiting for {where}, {_MOST_THREAD_SECONDS:.0f} s at most", file=sys.stderr, flush=True)
     time.sleep(_MOST_THREAD_SECONDS)
     print(f"zoo: error: {where} do not end; the process ends without them", file=sys.stderr, flush=True)
     os._exit(code or 1)

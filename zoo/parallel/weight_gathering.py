@@ -85,9 +85,7 @@ class Gathering:
                 for group in groups:
                     order.setdefault(group, place)
                     self._there.setdefault(group, torch.cuda.Event())
-                module.register_forward_pre_hook(
-                    partial(self._wait, [self._there[group] for group in groups])
-                )
+                module.register_forward_pre_hook(partial(self._wait, [self._there[group] for group in groups]))
         return order
 
     def _wait(self, events: Sequence[Any], *_: Any) -> None:
@@ -120,7 +118,5 @@ def _groups(optimizer: Any) -> list[Any]:
     return [
         group
         for group in every
-        if group.buckets
-        and id(group.buckets[0]) in own
-        and group.intra_distributed_optimizer_instance_size > 1
+        if group.buckets and id(group.buckets[0]) in own and group.intra_distributed_optimizer_instance_size > 1
     ]

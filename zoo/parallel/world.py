@@ -219,9 +219,7 @@ def _init_distributed(on_cpu: bool, device: torch.device) -> None:
     dist.init_process_group(**options)
     if not on_cpu:
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
-        if (
-            dist.get_world_size() > 1
-        ):  # one rank may never exchange anything: plans and checks have such a world
+        if dist.get_world_size() > 1:  # one rank may never exchange anything: plans and checks have such a world
             dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
 
 

@@ -204,11 +204,7 @@ class Kept:
         else:
             whole = self.row.chunked / parallel.cp
             rule = heads * (6 * CHUNK + (key + value) + 4 * key + 3 * value)
-            kept = (
-                self.tokens
-                * size
-                * (inner + (text.linear_conv_kernel_dim + 1) * convolved + 2 * keys + values)
-            )
+            kept = self.tokens * size * (inner + (text.linear_conv_kernel_dim + 1) * convolved + 2 * keys + values)
             kept += whole * FP32 * rule + self.tokens * size * 5 * values
         kept += self._dropped(text.hidden_size + values)
         return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
@@ -232,10 +228,7 @@ class Kept:
         kept += self.shared * text.num_experts * FP32
         shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
         if shared:
-            kept += (
-                self.tokens * self._swiglu * shared / parallel.tp * size
-                + 2 * self.shared * text.hidden_size * size
-            )
+            kept += self.tokens * self._swiglu * shared / parallel.tp * size + 2 * self.shared * text.hidden_size * size
         return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self._into_linear())
 
     def arrived(self) -> float:

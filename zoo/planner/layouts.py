@@ -25,7 +25,9 @@ from zoo.planner.speed import Speed
 # The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
-HOST_UPDATE = 2e9  # weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads
+HOST_UPDATE = (
+    2e9  # weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads
+)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
@@ -197,9 +199,7 @@ def _layouts(recipe: Recipe, ranks: int) -> Iterator[Recipe]:
         "tp": [size for size in powers if size <= min(node, 8)],
         "pp": [size for size in powers if size <= min(ranks, 32)],
         "cp": [size for size in powers if size <= min(node, 8)],
-        "ep": [
-            size for size in powers if size <= min(ranks, 64) and num_experts(recipe.model.arch) % size == 0
-        ],
+        "ep": [size for size in powers if size <= min(ranks, 64) and num_experts(recipe.model.arch) % size == 0],
     }
     if not num_experts(recipe.model.arch):
         choices["ep"] = [1]
@@ -232,13 +232,9 @@ def _with_stages(layout: Recipe, speed: Speed) -> Iterator[Recipe]:
 def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
     """One sentence: that nothing fits, and the next larger machine or the smaller row that would."""
     size = recipe.machine.memory_gb
-    machine = (
-        f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
-    )
+    machine = f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
     if recipe.machine.host_memory_gb is not None:
-        without = first_fit(
-            model, replace(recipe, machine=replace(recipe.machine, host_memory_gb=None)), ranks, row
-        )
+        without = first_fit(model, replace(recipe, machine=replace(recipe.machine, host_memory_gb=None)), ranks, row)
         if without is not None and (samples := _fewer_samples(model, recipe, ranks, row)):
             needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks) / 1e9
             return (
@@ -254,11 +250,7 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
     larger = _larger_machine(model, recipe, ranks, row)
     if larger is not None:
         would.append(larger)
-    return (
-        f"{text}; {' or '.join(would)} would do"
-        if would
-        else f"{text}; take a smaller size=, or freeze parts of it"
-    )
+    return f"{text}; {' or '.join(would)} would do" if would else f"{text}; take a smaller size=, or freeze parts of it"
 
 
 def _fewer_samples(model: Model, recipe: Recipe, ranks: int, row: Row) -> str | None:

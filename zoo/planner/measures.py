@@ -49,11 +49,7 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
     """Each measure's name, whether the recipe has it, and the recipe without it if so, else with it."""
     if recipe.engine.precision == "bf16":  # never planned: that is the user's choice
         kept = recipe.train.main_grads_dtype == "bf16"
-        yield (
-            "gradients in bf16",
-            kept,
-            recipe.replace({"train.main_grads_dtype": "fp32" if kept else "bf16"}),
-        )
+        yield ("gradients in bf16", kept, recipe.replace({"train.main_grads_dtype": "fp32" if kept else "bf16"}))
     have = _MOMENTS.index(recipe.train.exp_avg_sq_dtype), _RECOMPUTE.index(recipe.engine.recompute)
     ladder = (
         ("moments in bf16", 0, 1),
@@ -77,6 +73,4 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
 def _at(recipe: Recipe, kind: int, level: int) -> Recipe:
     if kind:
         return recipe.replace({"engine.recompute": _RECOMPUTE[level]})
-    return recipe.replace(
-        {f"train.{name}": _MOMENTS[level] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    )
+    return recipe.replace({f"train.{name}": _MOMENTS[level] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")})

@@ -186,12 +186,7 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
     parallel = recipe.parallel
     kept = Kept(recipe, model.text, model.traits, row, fused)
     micro_batches = max(
-        1,
-        recipe.train.global_batch
-        * parallel.tp
-        * parallel.pp
-        * parallel.cp
-        // (ranks * recipe.train.micro_batch),
+        1, recipe.train.global_batch * parallel.tp * parallel.pp * parallel.cp // (ranks * recipe.train.micro_batch)
     )
     found = []
     for stage in range(parallel.pp):
@@ -235,9 +230,7 @@ def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[fl
             count * (halves[kind][0] + norm + into + (arrived if kind.sparse else 0.0))
             for kind, count in counts.items()
         )
-        again = (
-            mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items()
-        )
+        again = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
         return stored, max(again, default=0.0) * 1.5
     stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)

@@ -23,9 +23,7 @@ class Weights:
 
     part: str  # what they are: embedding, decoder, experts, head, multi_token, adapters, or a tower's name
     place: int | Literal["first", "last"]  # a decoder layer (from 0), or the stage at an end of the pipeline
-    cut: (
-        Cut  # whole on every rank, over tensor parallel ranks, or over expert and expert tensor parallel ones
-    )
+    cut: Cut  # whole on every rank, over tensor parallel ranks, or over expert and expert tensor parallel ones
     count: int  # numbers in all of them, over all ranks
     trained: bool = True
     matrices: bool = False  # what Muon updates under train.optimizer=muon
@@ -70,9 +68,7 @@ class ParameterStatistics:
     def newton_schulz(self, tp: int) -> float:
         """FLOPs of Muon in a step, over all ranks; tensor-parallel ranks orthogonalise alike what each of them has whole."""
         return sum(
-            weights.newton_schulz * (tp if weights.cut == "whole" else 1)
-            for weights in self.weights
-            if weights.trained
+            weights.newton_schulz * (tp if weights.cut == "whole" else 1) for weights in self.weights if weights.trained
         )
 
 

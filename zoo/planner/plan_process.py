@@ -25,9 +25,7 @@ from zoo.parallel.processes import Launcher, end_with_parent
 from zoo.subprocesses import module_command
 
 
-def planned(
-    recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] | None = None
-) -> Recipe:
+def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] | None = None) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
     Args:
@@ -67,12 +65,7 @@ def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], obj
         with Launcher() as launcher:
             env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
             with subprocess.Popen(
-                command,
-                env=env,
-                stderr=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-                pass_fds=launcher.files,
+                command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, pass_fds=launcher.files
             ) as process:
                 try:
                     meanwhile()

@@ -136,20 +136,11 @@ def _gpu(recipe: Recipe) -> dict[str, Any] | None:
     gpu = find_gpu(recipe.machine.gpu or "")
     if gpu is None:
         return None
-    return {
-        name: getattr(gpu, name) for name in ("name", "memory_gb", "tflops", "attention", "fp8", "measured")
-    }
+    return {name: getattr(gpu, name) for name in ("name", "memory_gb", "tflops", "attention", "fp8", "measured")}
 
 
 def make_plan(
-    model: Model,
-    recipe: Recipe,
-    ranks: int,
-    row: Row,
-    *,
-    fused: bool,
-    limit: float | None,
-    saves: bool = False,
+    model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None, saves: bool = False
 ) -> Plan:
     """The plan of a validated recipe on so many ranks, `limit` bytes each; `saves`: with its checkpoints and export."""
     forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
@@ -211,9 +202,7 @@ def table(plan: Plan) -> str:
     for number, stage in enumerate(plan.stages):
         name = f"  stage {number}" if len(plan.stages) > 1 else "  all"
         values = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
-        cells = [
-            f"{value / size:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)
-        ]
+        cells = [f"{value / size:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)]
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.room is not None:
         lines.append(f"  room {plan.room / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.room)}")
@@ -226,11 +215,7 @@ def table(plan: Plan) -> str:
             f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
             f"{_kept(plan.recipe)} {(save['disk'] - save['export']) / size:.2f} of the disk"
             + (f", the export {save['export'] / size:.2f}" if save["export"] else "")
-            + (
-                f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones"
-                if "stage" in save
-                else ""
-            )
+            + (f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones" if "stage" in save else "")
         )
     row = found["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
@@ -240,10 +225,7 @@ def table(plan: Plan) -> str:
         "",
         f"a row: {row['tokens']} tokens in {samples}, {row['labels']} labels{media}",
         "FLOPs           a row, forward     a step",
-        *(
-            f"  {name:<13} {_flops(flops):>14} {_flops(plan.step[name]):>10}"
-            for name, flops in plan.forward.items()
-        ),
+        *(f"  {name:<13} {_flops(flops):>14} {_flops(plan.step[name]):>10}" for name, flops in plan.forward.items()),
         *(
             f"  {'Newton-Schulz':<13} {'-':>14} {_flops(flops):>10}"
             for name, flops in plan.step.items()
@@ -253,9 +235,7 @@ def table(plan: Plan) -> str:
         f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
     ]
     if plan.seconds:
-        lines.append(
-            f"  {plan.seconds:.3g} s a step at the GPUs' peak, {plan.seconds / 0.4:.3g} s at 40 % MFU"
-        )
+        lines.append(f"  {plan.seconds:.3g} s a step at the GPUs' peak, {plan.seconds / 0.4:.3g} s at 40 % MFU")
     return "\n".join(lines)
 
 

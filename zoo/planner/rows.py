@@ -34,8 +34,7 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
         labels=round(total * labels),
         media={
             name: tuple(
-                piece * tower.rows_per_token
-                for piece in _pieces(int(total * media) // len(cost.towers), _item(recipe))
+                piece * tower.rows_per_token for piece in _pieces(int(total * media) // len(cost.towers), _item(recipe))
             )
             for name, tower in cost.towers.items()
         },

@@ -27,9 +27,7 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
     frozen = {*model.towers, "language"} - whole if lora.rank else set(recipe.model.freeze)
     adapted = set(lora.parts) if lora.rank else set()
     trained = adapted | whole if lora.rank else recipe.named_parts - frozen
-    merging = trained & set(
-        get_family(recipe.model.family).inner
-    )  # trained behind a tower that may be frozen
+    merging = trained & set(get_family(recipe.model.family).inner)  # trained behind a tower that may be frozen
     backward = merging | {name for name in model.towers if name not in frozen or name in adapted}
     factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
     factors["decoder"] = train_factor(

@@ -33,7 +33,9 @@ EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages
 READ = 3e12  # bytes/s
-LAUNCH = 4.5e-3  # seconds in which a host launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples)
+LAUNCH = (
+    4.5e-3  # seconds in which a host launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples)
+)
 BEYOND = 0.3  # share for each doubling of tp * cp that leaves a node
 
 
@@ -139,10 +141,7 @@ class Speed:
     def _read(self, recipe: Recipe) -> float:
         """Seconds in which a rank's weights are read for a row."""
         mine = share(self.model.parameters, recipe, 0)
-        size, passes = (
-            2 if recipe.engine.precision == "bf16" else 4,
-            2 if recipe.engine.recompute == "none" else 3,
-        )
+        size, passes = (2 if recipe.engine.precision == "bf16" else 4, 2 if recipe.engine.recompute == "none" else 3)
         return passes * size * (mine.dense + mine.experts) / READ
 
     def _gradients(self, recipe: Recipe, ranks: int, node: int) -> float:
@@ -176,9 +175,7 @@ def recomputed(model: Model) -> float:
     """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
     text, share = model.text, 0.0
     for kind in model.kinds:
-        width = (
-            text.num_experts_per_tok * text.moe_intermediate_size if kind.sparse else text.intermediate_size
-        )
+        width = text.num_experts_per_tok * text.moe_intermediate_size if kind.sparse else text.intermediate_size
         share += 6.0 * text.hidden_size * width
     return min(1.0, share / model.cost.decoder.per_token)
 

@@ -57,11 +57,7 @@ class Rows:
 
     @classmethod
     def read(
-        cls,
-        batch: Mapping[str, Any],
-        processor: Any,
-        temperature: float | Tensor = 1.0,
-        sparse: Sparse | None = None,
+        cls, batch: Mapping[str, Any], processor: Any, temperature: float | Tensor = 1.0, sparse: Sparse | None = None
     ) -> Rows:
         """Check a batch, as `zoo.Engine` describes it, and bring what the host needs of it to the host.
 
@@ -77,9 +73,7 @@ class Rows:
         """
         for name in ("input_ids", "attention_mask"):
             if not isinstance(batch.get(name), Tensor):
-                raise ValueError(
-                    f"the batch has no tensor {name}; wanted input_ids and attention_mask, both (B, T)"
-                )
+                raise ValueError(f"the batch has no tensor {name}; wanted input_ids and attention_mask, both (B, T)")
         ids = batch["input_ids"].cpu()
         if ids.ndim != 2:
             raise ValueError(
@@ -93,9 +87,7 @@ class Rows:
         if wanted is not None:
             chosen = _same_shape(batch[wanted], wanted, ids)
             if bool(((chosen != 0) & (chosen != 1)).any()):
-                raise ValueError(
-                    f"the batch's {wanted} holds values other than 0 and 1; multiply the loss by weights"
-                )
+                raise ValueError(f"the batch's {wanted} holds values other than 0 and 1; multiply the loss by weights")
             labels = ids.masked_fill(~((chosen == 1) & real), IGNORE)
         heat = _temperature(temperature, len(ids))
         media = _media(batch, processor, len(ids))
@@ -200,9 +192,7 @@ def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
     if isinstance(heat, Tensor) and heat.ndim == 0:
         heat = float(heat)
     if isinstance(heat, Tensor) and heat.shape != (rows,):
-        raise ValueError(
-            f"temperature has shape {tuple(heat.shape)}; a number, or ({rows},) for the rows is wanted"
-        )
+        raise ValueError(f"temperature has shape {tuple(heat.shape)}; a number, or ({rows},) for the rows is wanted")
     if isinstance(heat, Tensor) and not len(heat):
         return heat
     least = float(heat.min()) if isinstance(heat, Tensor) else heat

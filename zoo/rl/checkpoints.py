@@ -108,7 +108,5 @@ class Checkpoints:
     def _trainable(self, call: str) -> Trainable:
         parts = self.parts
         if parts.optimizer is None:
-            raise UserError(
-                f"engine.{call}: the engine was opened with train=False, and has no state to {call}"
-            )
+            raise UserError(f"engine.{call}: the engine was opened with train=False, and has no state to {call}")
         return Trainable(parts.chunks, parts.optimizer, parts.scheduler, parts.adapters)

@@ -163,9 +163,7 @@ class Engine(OpenModel):
         with settings(self.recipe, self.device), torch.no_grad():
             return generate(self._parts, self.recipe, self._world, rows, samples, sampling, batch)
 
-    def hf_weights(
-        self, *, dtype: torch.dtype | None = None, bucket: int = BUCKET
-    ) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, dtype: torch.dtype | None = None, bucket: int = BUCKET) -> Iterator[tuple[str, Tensor]]:
         """The model's weights as they are now: published names and whole tensors, for an inference engine say.
 
         They are those that an export writes, to the bit, adapters merged; tensors that zoo does not train (a talker, depths of
@@ -241,9 +239,7 @@ class Engine(OpenModel):
     def _read(self, batch: Mapping[str, Any], temperature: float | Tensor) -> Rows:
         return Rows.read(batch, self._parts.assembly.processor, temperature, self._sparse)
 
-    def _values(
-        self, batch: Mapping[str, Any], temperature: float | Tensor, *, entropy: bool
-    ) -> dict[str, Tensor]:
+    def _values(self, batch: Mapping[str, Any], temperature: float | Tensor, *, entropy: bool) -> dict[str, Tensor]:
         passes, rows = self._open("model"), self._read(batch, temperature)
         with settings(self.recipe, self.device):
             return passes.values(rows, entropy=entropy)

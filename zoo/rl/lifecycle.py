@@ -68,9 +68,7 @@ class OpenModel:
         ranks.engines.append(self)
 
     @classmethod
-    def open(
-        cls, recipe: Recipe | str | Path, *, train: bool = True, beside: OpenModel | None = None
-    ) -> Self:
+    def open(cls, recipe: Recipe | str | Path, *, train: bool = True, beside: OpenModel | None = None) -> Self:
         """Start the process groups, build the recipe's model and load its weights. Every rank calls it.
 
         Args:

@@ -85,9 +85,7 @@ class Passes:
         results = {name: self._from_last_stage(value) for name, value in whole.items()}
         if noted is not None:
             for group in (self.world.groups.tp_cp, self.world.groups.pp):
-                if (
-                    group.size() > 1
-                ):  # each token's are on one rank, or alike on several, and -1 on the others
+                if group.size() > 1:  # each token's are on one rank, or alike on several, and -1 on the others
                     dist.all_reduce(noted, op=dist.ReduceOp.MAX, group=group)
             results["routing"] = noted.to(torch.int16)
         return results
@@ -197,10 +195,6 @@ def _called(
         seen = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ValueError(f"loss_fn returned {seen}; wanted one number, the sum over the tokens of its rows")
     if not total.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss that does not depend on the log-probabilities; don't detach them"
-        )
-    numbers = {
-        name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()
-    }
+        raise ValueError("loss_fn returned a loss that does not depend on the log-probabilities; don't detach them")
+    numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
     return total.reshape(()), numbers

@@ -65,9 +65,7 @@ class Weights:
 
     def _held(self) -> lora.Adapters:
         if self.parts.adapters is None:
-            raise UserError(
-                "the model has no adapters: the recipe's lora.rank is 0; call hf_weights() for its weights"
-            )
+            raise UserError("the model has no adapters: the recipe's lora.rank is 0; call hf_weights() for its weights")
         return self.parts.adapters
 
     def peft_config(self, recipe: Recipe) -> dict[str, Any]:

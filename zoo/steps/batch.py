@@ -86,9 +86,7 @@ def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLa
     """
     given = getattr(batch, "layout", None)
     if given is not None and not isinstance(given, PackedLayout):
-        raise ValueError(
-            f"the batch's layout is a {type(given).__name__}; a zoo.packing.PackedLayout is wanted"
-        )
+        raise ValueError(f"the batch's layout is a {type(given).__name__}; a zoo.packing.PackedLayout is wanted")
     if batch.attention_mask is not None:
         sense = getattr(batch, "masked_is_true", None)
         return PackedLayout.from_mask(batch.attention_mask, align, pad_to, masked_is_true=sense)
@@ -110,15 +108,11 @@ def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLa
     return layout
 
 
-def _checked(
-    given: PackedLayout, lengths: tuple[int, ...] | None, align: int, pad_to: int | None
-) -> PackedLayout:
+def _checked(given: PackedLayout, lengths: tuple[int, ...] | None, align: int, pad_to: int | None) -> PackedLayout:
     """A packed row's own layout, held against its lengths and the step's padding, without a tensor."""
     real = given.lengths if lengths is None else as_ints(lengths)
     if given.lengths != real:
-        raise ValueError(
-            f"the batch's layout has lengths {short(given.lengths)}, its lengths are {short(real)}"
-        )
+        raise ValueError(f"the batch's layout has lengths {short(given.lengths)}, its lengths are {short(real)}")
     wanted = padded_lengths(real, align, pad_to)
     if given.padded_lengths != wanted:
         raise ValueError(

@@ -20,14 +20,7 @@ from zoo.steps.media import MediaStream
 from zoo.steps.shard import IGNORE
 
 # Names under which batches of other libraries carry the offsets of their segments.
-OFFSETS = (
-    "cu_seqlens",
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_padded",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-)
+OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def check_layout(batch: Any, layout: PackedLayout) -> None:
@@ -57,9 +50,7 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
         if given is not None:
             _check_offsets(name, given, layout)
     given = getattr(batch, "layout", None)
-    if (
-        given is not None and given != layout
-    ):  # a padded batch's, beside its mask; `layout_of` checks a packed row's
+    if given is not None and given != layout:  # a padded batch's, beside its mask; `layout_of` checks a packed row's
         raise ValueError(
             f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(layout.padded_lengths)}; "
             "make it with the step's packing.align and packing.pad_to"
@@ -112,9 +103,7 @@ def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, sha
     own = given.cpu()
     wanted = [tuple(shape), (1, *shape), (len(positions), *shape)]
     if tuple(own.shape) not in wanted:
-        raise ValueError(
-            f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none"
-        )
+        raise ValueError(f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none")
     real = source[0] >= 0
     own = own.reshape(-1, math.prod(shape))[:, source[0, real]]
     rule = positions[:, 0, real]
@@ -129,9 +118,7 @@ def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, sha
 
 
 def check_media(
-    streams: Mapping[str, Sequence[MediaStream]],
-    media: Mapping[str, Tensor],
-    placed: Mapping[str, int],
+    streams: Mapping[str, Sequence[MediaStream]], media: Mapping[str, Tensor], placed: Mapping[str, int]
 ) -> None:
     """Hold the sizes of a batch's media against its media and its placeholders.
 
@@ -148,9 +135,7 @@ def check_media(
         for part in parts:
             rows = len(media[part.data])
             if rows != sum(part.rows):
-                raise ValueError(
-                    f"the batch's {part.data} have {rows} rows, but {part.sizes} say {sum(part.rows)}"
-                )
+                raise ValueError(f"the batch's {part.data} have {rows} rows, but {part.sizes} say {sum(part.rows)}")
         made = sum(sum(part.outputs) for part in parts)
         if made != placed.get(tower, 0):
             names = ", ".join(part.data for part in parts) or "none"

@@ -66,15 +66,11 @@ def grid_positions(
     Raises:
         ValueError: tokens and grids don't agree, or there are more or fewer `steps` than videos.
     """
-    images, videos = (
-        media[name].tolist() if name in media else [] for name in ("image_grid_thw", "video_grid_thw")
-    )
+    images, videos = (media[name].tolist() if name in media else [] for name in ("image_grid_thw", "video_grid_thw"))
     if steps is not None and len(steps) != len(videos):
         raise ValueError(f"the batch has the times of {len(steps)} video(s), but {len(videos)} video(s)")
     left = {tokens.image: _apart(images, tokens.merge)}
-    left[tokens.video] = (
-        _apart(videos, tokens.merge) if steps is None else _whole(videos, tokens.merge, steps)
-    )
+    left[tokens.video] = _apart(videos, tokens.merge) if steps is None else _whole(videos, tokens.merge, steps)
     pieces = []
     for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
         placed = _sample(segment[:length], left)
@@ -82,17 +78,13 @@ def grid_positions(
         pieces.append(_run(len(segment) - length, int(placed.max()) + 1))
     for token, unused in left.items():
         if unused:
-            raise ValueError(
-                f"{len(unused)} image(s) or frame(s) of the batch have no token {token} in the row"
-            )
+            raise ValueError(f"{len(unused)} image(s) or frame(s) of the batch have no token {token} in the row")
     return torch.cat(pieces, dim=1).unsqueeze(1)
 
 
 def _apart(grids: Sequence[Sequence[int]], merge: int) -> deque[_Grid]:
     """Images, or the frames of videos one by one."""
-    return deque(
-        _Grid((0,), height // merge, width // merge) for time, height, width in grids for _ in range(time)
-    )
+    return deque(_Grid((0,), height // merge, width // merge) for time, height, width in grids for _ in range(time))
 
 
 def _whole(grids: Sequence[Sequence[int]], merge: int, steps: Sequence[float]) -> deque[_Grid]:
@@ -113,9 +105,7 @@ def _sample(ids: Tensor, left: Mapping[int, deque[_Grid]]) -> Tensor:
             continue
         token = int(ids[start])
         if not left[token]:
-            raise ValueError(
-                f"token {token} at {start} asks for a medium, but the batch has no more of its kind"
-            )
+            raise ValueError(f"token {token} at {start} asks for a medium, but the batch has no more of its kind")
         grid = left[token].popleft()
         end = start + grid.count
         if not bool((ids[start:end] == token).all()) or end > len(ids):

@@ -68,11 +68,7 @@ class RankShare:
 
 
 def rank_share(
-    streams: Sequence[MediaStream],
-    media: Mapping[str, Tensor],
-    rank: int,
-    size: int,
-    device: torch.device = CPU,
+    streams: Sequence[MediaStream], media: Mapping[str, Tensor], rank: int, size: int, device: torch.device = CPU
 ) -> RankShare:
     """The share of `rank` of `size` of one tower's items, given in the order in which the tower encodes them.
 
@@ -88,8 +84,7 @@ def rank_share(
         made[mine] += outputs[item]
     longest = max(made)
     pieces = [
-        torch.arange(count) + mine * longest + start
-        for count, mine, start in zip(outputs, owner, starts, strict=True)
+        torch.arange(count) + mine * longest + start for count, mine, start in zip(outputs, owner, starts, strict=True)
     ]
     taken: dict[str, Tensor] = {}
     first = 0

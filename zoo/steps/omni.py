@@ -47,9 +47,7 @@ class OmniStep(VisionStep):
     def _tokens(self) -> Tokens:
         thinker = self.config.thinker
         if getattr(thinker, "vision_start_token_id", None) is None:
-            raise UserError(
-                "thinker_config.vision_start_token_id is not there; wanted the token before an image"
-            )
+            raise UserError("thinker_config.vision_start_token_id is not there; wanted the token before an image")
         return Tokens(
             image=thinker.image_token_id,
             video=thinker.video_token_id,

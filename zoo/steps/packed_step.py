@@ -204,22 +204,17 @@ class PackedStep:
             ids, labels, source = (layout.pack(x, fill) for x, fill in zip(tokens, FILLS, strict=True))
         elif batch.input_ids.shape[1] == layout.total:
             ids = batch.input_ids
-            labels, source = (
-                x.masked_fill(layout.padding_mask, f) for x, f in ((labels, IGNORE), (source, -1))
-            )
+            labels, source = (x.masked_fill(layout.padding_mask, f) for x, f in ((labels, IGNORE), (source, -1)))
         else:
             ids, labels, source = (
-                layout.pack_list(x[0].split(list(layout.lengths)), fill)
-                for x, fill in zip(tokens, FILLS, strict=True)
+                layout.pack_list(x[0].split(list(layout.lengths)), fill) for x, fill in zip(tokens, FILLS, strict=True)
             )
         layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
         check_ids(ids, labels, self.vocabulary)
         whole = self._whole_segments(layout)
         if whole is not None:
             tokens = (ids, labels, source)
-            ids, labels, source = (
-                whole.lay_out(x, layout, fill) for x, fill in zip(tokens, FILLS, strict=True)
-            )
+            ids, labels, source = (whole.lay_out(x, layout, fill) for x, fill in zip(tokens, FILLS, strict=True))
             layout = whole.layout
         positions = self.positions(ids, layout, batch.media)
         check_positions(getattr(batch, "position_ids", None), source, positions, batch.input_ids.shape)
@@ -324,9 +319,7 @@ class PackedStep:
             "input_ids": self._move(mine.take(parts.input_ids)),
             "positions": self._move(mine.positions()),
             "padding_mask": self._move(mine.take(parts.padding_mask)) if has_padding else None,
-            "seq_params": mine.seq_params(
-                self.two_way_tokens(parts.input_ids), self.cp_group, self.device, padded
-            ),
+            "seq_params": mine.seq_params(self.two_way_tokens(parts.input_ids), self.cp_group, self.device, padded),
         }
 
     def _shard_media(
@@ -359,12 +352,7 @@ class PackedStep:
         return {name: rank_share(tower, media, *place) for name, tower in streams.items() if tower}
 
     def _shard_labels(
-        self,
-        parts: Parts,
-        mine: ContextShard,
-        shares: Mapping[str, RankShare],
-        depths: int,
-        labels: Labels,
+        self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int, labels: Labels
     ) -> tuple[dict[str, Any], LossInputs]:
         """Rows that predict a label and what they predict, at each of `depths` further depths too."""
         ahead, places = [], [labels.rows[:0]]  # `zoo.nn.decoder.mtp` shows by an example what a depth reads
@@ -410,9 +398,7 @@ class PackedStep:
         if self.preference is not None and not evaluate:
             values = -output if self.scores else output
             group = self.cp_group if self.cp_size > 1 else None
-            total, metrics = answer_loss(
-                values, loss_inputs, self.preference, group, counts=self.cp_rank == 0
-            )
+            total, metrics = answer_loss(values, loss_inputs, self.preference, group, counts=self.cp_rank == 0)
         elif self.distillation is not None and not evaluate:
             total, metrics = distillation_loss(output, loss_inputs, self.distillation)
         else:

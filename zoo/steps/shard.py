@@ -39,9 +39,7 @@ class Parts:
     # (R, T') int64 index into the caller's flattened batch, -1 for what the caller doesn't have
     source: Tensor
     placements: Mapping[str, Placement]  # rows counted over the whole micro-batch, seq-major: t * R + r
-    whole: WholeSegments | None = (
-        None  # the context-parallel ranks that hold each segment; None: all, chunks of it
-    )
+    whole: WholeSegments | None = None  # the context-parallel ranks that hold each segment; None: all, chunks of it
 
 
 def padded_rows(rows: list[Tensor], layout: PackedLayout, align: int, pad_to: int | None) -> list[Tensor]:
@@ -102,9 +100,7 @@ class ContextShard:
             return self.parts.positions.index_select(2, self.index)
         return self.row.cp_shard(self.parts.positions, self.rank, self.size, dim=2)
 
-    def seq_params(
-        self, two_way: Tensor | None, cp_group: Any, device: torch.device, padded: bool
-    ) -> SeqParams | None:
+    def seq_params(self, two_way: Tensor | None, cp_group: Any, device: torch.device, padded: bool) -> SeqParams | None:
         """Offsets of the packed row, and the runs that attend to one another both ways; None where there is neither.
 
         Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `two_way`: (R, T') bool,
@@ -119,9 +115,7 @@ class ContextShard:
         layout = parts.layout if whole is None else whole.local(self.rank)
         return SeqParams.of(layout.to(device), cp_group, blocks, cut=whole is None)
 
-    def placements(
-        self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]
-    ) -> dict[str, Placement]:
+    def placements(self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]) -> dict[str, Placement]:
         """Rows as this rank counts them, of embeddings as they stand once gathered."""
         rows, found = self.parts.input_ids.shape[0], {}
         for name, placement in placements.items():

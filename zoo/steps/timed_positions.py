@@ -38,17 +38,10 @@ class MediaCursor:
     """Media of a packed row in order of appearance; positions of each sample take what is theirs."""
 
     def __init__(
-        self,
-        images: list[tuple[int, int, int]],
-        videos: list[tuple[tuple[int, int, int], float]],
-        audios: list[int],
+        self, images: list[tuple[int, int, int]], videos: list[tuple[tuple[int, int, int], float]], audios: list[int]
     ) -> None:
         """`images`: grids (t, h, w) in patches; `videos`: the same and seconds a step; `audios`: tokens of each."""
-        self._left: dict[str, deque[Any]] = {
-            "image": deque(images),
-            "video": deque(videos),
-            "audio": deque(audios),
-        }
+        self._left: dict[str, deque[Any]] = {"image": deque(images), "video": deque(videos), "audio": deque(audios)}
 
     def take(self, kind: str) -> Any:
         """The next medium of a kind; raises ValueError when the batch has no more of it."""

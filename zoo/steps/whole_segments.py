@@ -21,9 +21,7 @@ from zoo.packing import index
 from zoo.packing.layout import PackedLayout
 
 TRIES = 16
-SLACK = (
-    0.05  # of a rank's work that may be padding or waiting: cutting samples costs more (docs/parallelism.md)
-)
+SLACK = 0.05  # of a rank's work that may be padding or waiting: cutting samples costs more (docs/parallelism.md)
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,7 @@ class WholeSegments:
 
 
 def whole_segments(
-    layout: PackedLayout,
-    size: int,
-    flops: Callable[[int], float],
-    most: int,
-    pad_to: int | None = None,
+    layout: PackedLayout, size: int, flops: Callable[[int], float], most: int, pad_to: int | None = None
 ) -> WholeSegments | None:
     """How `size` ranks can hold the segments of a row whole; None where they are better cut.
 
@@ -102,10 +96,7 @@ def whole_segments(
         padded[segment] += tokens - count
     of_padding = flops(1)
     cut = (sum(work) + of_padding * (layout.total - layout.real_tokens)) / size
-    if (
-        max(own + of_padding * (tokens - count) for own, count in zip(work, held, strict=True))
-        > (1 + SLACK) * cut
-    ):
+    if max(own + of_padding * (tokens - count) for own, count in zip(work, held, strict=True)) > (1 + SLACK) * cut:
         return None
     return WholeSegments(PackedLayout(lengths, tuple(padded)), tuple(rank_of), size)
 

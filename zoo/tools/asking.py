@@ -64,11 +64,7 @@ def recipe_of(place: Place, overrides: Overrides, *, quiet: bool = False) -> Rec
     family, settings = family_of(read_arch(place.files)).name, settings_of(place)
     recipe = recipe_for_weights(str(place.folder), family, overrides, settings.layer)
     plain = recipe_for_weights(str(place.folder), family, overrides)
-    told = [
-        f"{key}={shown_value(_at(recipe, key))}"
-        for key in settings.values
-        if _at(recipe, key) != _at(plain, key)
-    ]
+    told = [f"{key}={shown_value(_at(recipe, key))}" for key in settings.values if _at(recipe, key) != _at(plain, key)]
     if told and not quiet:
         _say(f"settings of {settings.origin}: {', '.join(told)}; key=value sets another")
     return recipe
@@ -93,9 +89,7 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
     given = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
     if "data.eval" in given:
         if rows is not None:
-            raise UserError(
-                f"rows and data.eval say both which rows are asked about; leave out one of them: {rows}"
-            )
+            raise UserError(f"rows and data.eval say both which rows are asked about; leave out one of them: {rows}")
         rows = list(recipe.data.eval)
     root = recipe.data.root if "data.root" in given else None  # a program names media from its own folder
     with tempfile.TemporaryDirectory(prefix="zoo-rows-") as folder:
@@ -104,17 +98,14 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
         else:
             entries = [
                 _as_read_by_run(
-                    parse_entry(write_entry(entry, Path(folder) / f"rows-{number}", root, "rows"), "rows"),
-                    settings,
+                    parse_entry(write_entry(entry, Path(folder) / f"rows-{number}", root, "rows"), "rows"), settings
                 )
                 for number, entry in enumerate(entries_of(_parsed(rows), "rows"))
             ]
             if not any(Path(entry.path or "").is_relative_to(folder) for entry in entries):  # rows by name
                 _say_where_rows_differ(recipe, settings, entries)
         if not entries:
-            raise UserError(
-                "rows: there are none; wanted a file, an entry as data.train takes it, or a list of dicts"
-            )
+            raise UserError("rows: there are none; wanted a file, an entry as data.train takes it, or a list of dicts")
         check_entries([], entries)
         for entry in entries:
             check_entry(entry, "rows")
@@ -173,9 +164,7 @@ def _own_rows(recipe: Recipe, settings: RunSettings, name: str) -> tuple[Recipe,
     whole = recipe.replace(dict(settings.rows))
     found: list[DataEntry] = with_defaults(whole.data).eval
     if not found:
-        raise UserError(
-            f"{name}: its run held out no rows; say which rows to take: a file, or digits:heldout"
-        )
+        raise UserError(f"{name}: its run held out no rows; say which rows to take: a file, or digits:heldout")
     _say(f"rows that the run evaluated on: {', '.join(evaluated_on(whole.data))}")
     return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), found
 
@@ -189,9 +178,7 @@ def _say_where_rows_differ(recipe: Recipe, settings: RunSettings, entries: Seque
     taken = [(source_of(entry), entry.kinds, entry.held_out) for entry in entries]
     if own and taken != [(source_of(entry), entry.kinds, entry.held_out) for entry in own]:
         rows = ", ".join(entry.selected for entry in entries)
-        _say(
-            f"rows: {rows}; the run evaluated on others: {', '.join(evaluated_on(whole))} (rows=auto takes those)"
-        )
+        _say(f"rows: {rows}; the run evaluated on others: {', '.join(evaluated_on(whole))} (rows=auto takes those)")
 
 
 def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:

@@ -41,16 +41,7 @@ from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
 from zoo.checkpoint import model_card as card
 from zoo.checkpoint.selection import check_beside_weights
-from zoo.config.locate import (
-    ABOUT,
-    HF_PART,
-    WEIGHTS_PART,
-    Place,
-    locate,
-    quantisation,
-    read_arch,
-    unquantised,
-)
+from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, quantisation, read_arch, unquantised
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
@@ -133,9 +124,7 @@ def convert(
     check_beside_weights(place)
     target = expanded(target)
     if push_to and place.kind == "hf":
-        raise UserError(
-            f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's"
-        )
+        raise UserError(f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's")
     writer = ExportWriter(target, overwrite=overwrite)
     if place.kind == "run":
         from zoo.checkpoint.export import export_run
@@ -229,9 +218,7 @@ def _changes(arch: dict[str, Any], dtype: torch.dtype | None, allowed: Sequence[
     return found
 
 
-def _plan_hf(
-    place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
-) -> Conversion:
+def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]) -> Conversion:
     """zoo's own weights as a Hugging Face folder."""
     about, arch = read_about(place.folder), read_arch(place.files)
     plan = build_meta_model(arch, published_names(reader, arch))
@@ -292,11 +279,7 @@ def _parts(entry: Entry, dims: Dims) -> list[str]:
 
 
 def to_hf_jobs(
-    folder: Path,
-    reader: SafetensorsFolder,
-    plan: MetaModel,
-    dtype: torch.dtype | None,
-    allow: Sequence[str] = (),
+    folder: Path, reader: SafetensorsFolder, plan: MetaModel, dtype: torch.dtype | None, allow: Sequence[str] = ()
 ) -> Conversion:
     """How each of zoo's own tensors in a folder becomes the published ones, in the layouts and dtypes that the folder records."""
     dtypes = published_dtypes(folder)

@@ -91,11 +91,7 @@ def evaluate(
     check_counts(batch=batch, max_rows=max_rows)
     with out_file(out) as file, asked(path, rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
-        options: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens,
-            "batch": batch,
-            "max_rows": most,
-        }
+        options: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
         options["kept"] = file.kept and str(file.kept)
         task = "zoo.tools.evaluate:evaluate_here"
         found = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)

@@ -48,9 +48,7 @@ class Cell:
         if self.chosen is None or self.bytes is None:
             return "-"
         cuts = [
-            f"{name}{size}"
-            for name in ("tp", "pp", "cp", "ep")
-            if (size := getattr(self.chosen.parallel, name)) > 1
+            f"{name}{size}" for name in ("tp", "pp", "cp", "ep") if (size := getattr(self.chosen.parallel, name)) > 1
         ]
         marks = MOMENTS.get(self.chosen.train.exp_avg_sq_dtype, "")
         marks += RECOMPUTE.get(self.chosen.engine.recompute, "")
@@ -74,9 +72,7 @@ def find_kind(hardware: str) -> str:
     if gpu is None:
         count, _, kind = hardware.rpartition("x")
         if count and find_gpu(kind):
-            raise ConfigError(
-                f"hardware={hardware}: --table counts the GPUs itself; name the kind: hardware={kind}"
-            )
+            raise ConfigError(f"hardware={hardware}: --table counts the GPUs itself; name the kind: hardware={kind}")
         near = near_gpus(hardware)
         hint = f"nearest: {', '.join(near)}" if near else "`zoo list` shows the names"
         raise ConfigError(f"hardware={hardware}: no such GPU; {hint}; any other by its memory: 80gb")
@@ -140,11 +136,7 @@ def _has_experts(family: str, size: str) -> bool:
 
 
 def line(
-    recipe: str,
-    size: str,
-    kind: str,
-    overrides: Sequence[str] = (),
-    shares: Mapping[str, float] | None = None,
+    recipe: str, size: str, kind: str, overrides: Sequence[str] = (), shares: Mapping[str, float] | None = None
 ) -> list[Cell]:
     """The cells of a size on 1 to 16 GPUs of a kind."""
     model: Model | None = None
@@ -176,7 +168,4 @@ def text_lines(lines: Iterator[list[Cell]]) -> Iterator[str]:
 
 def _aligned(head: str, cells: Sequence[str]) -> str:
     widths = (7, 12, 16, 19, 0)
-    return (
-        f"{head:<36} "
-        + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-    )
+    return f"{head:<36} " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -111,9 +111,7 @@ def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, 
     with loaded(recipe, Sampling(**options["sampling"]), options["batch"]) as answering:
         entries = [parse_entry(spec, "data.eval") for spec in recipe.data.eval]
         modalities, bad = answering.decoding.assembly.processor.modalities, answering.bad_rows
-        given = open_rows(
-            entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True
-        )
+        given = open_rows(entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True)
         kept = KeptRows(options.get("kept"), answering.decoding.here)
         found = answering.all(given, range(len(given)), frozenset(options["unanswered"]), kept.add)
         if bad.counts and answering.decoding.here.is_main:
@@ -135,9 +133,7 @@ class Chat:
             UserError: a file that is missing or broken, or a conversation that is longer than the model takes.
         """
         asked = prompt_row(text, files)
-        row = {
-            name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())
-        }
+        row = {name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())}
         form = Form(literal_tags=True)  # placeholders of the files stand before the text
         whole = make_row(with_stand_in(row), "", Access(Path(), outside=True), form)
         prompt = self._answering.prompt(whole, answered=False)
@@ -161,9 +157,7 @@ def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iter
 
 def prompt_row(text: str, files: Mapping[str, Media]) -> dict[str, Any]:
     """A row with a question, the media before its text, files by absolute paths."""
-    named = {
-        kind: list(media) if isinstance(media, list | tuple) else [media] for kind, media in files.items()
-    }
+    named = {kind: list(media) if isinstance(media, list | tuple) else [media] for kind, media in files.items()}
     marks = "".join(f"<{kind}>" * len(media) for kind, media in named.items())
     media = {MEDIA[kind]: [_absolute(medium) for medium in media] for kind, media in named.items()}
     return {"messages": [{"role": "user", "content": marks + text}], **media}

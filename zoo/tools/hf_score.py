@@ -90,9 +90,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
             pixels=limits.pixels,
             decoder=decoder_for(recipe.data),
         )
-        moved = {
-            key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()
-        }
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
         logits = model(**moved).logits[0, :-1].float()
         targets = sample.input_ids[1:].to(device)
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()

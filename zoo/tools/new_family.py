@@ -120,10 +120,7 @@ def _filled(template: str, name: str, package: bool, vision: bool) -> str:
         f"from support.{values['rows']} import {values['examples']}",
         f"from support.tiny_{name} import write_tiny_{name}",
     ]
-    values |= {
-        "imports": "\n".join(sorted(imports)),
-        "arch": arch,
-    }
+    values |= {"imports": "\n".join(sorted(imports)), "arch": arch}
     text = _read(template).substitute(values)
     return re.sub(r"\n{3,}$", "\n", re.sub(r"\n\n\n+(?=\S)", "\n\n\n", text)).rstrip("\n") + "\n"
 

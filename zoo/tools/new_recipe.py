@@ -37,9 +37,7 @@ from zoo.model.meta_model import family_of
 from zoo.registry import families
 
 LOOKED_AT = 200  # rows, spread over all, whose media and lengths are looked at
-_FULL_TUNING = (
-    9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
-)
+_FULL_TUNING = 9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
 _OPEN_BUDGET = 10**8  # tokens, so that no row is refused while it is measured
 _PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*", re.ASCII)  # what YAML reads as a text without quotes
 
@@ -193,12 +191,7 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
         lines.append(
             f"  # freeze: [{', '.join(families()[recipe.model.family].parts[:-1])}]  # parts that stay as they are"
         )
-    lines += [
-        "",
-        *_data_lines(data, measured),
-        *_length_lines(recipe, data, measured),
-        *_more_lines(recipe, out),
-    ]
+    lines += ["", *_data_lines(data, measured), *_length_lines(recipe, data, measured), *_more_lines(recipe, out)]
     text = "\n".join(lines) + "\n"
     with tempfile.TemporaryDirectory(prefix="zoo-init-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -263,16 +256,9 @@ def _more_lines(recipe: Recipe, out: Path) -> list[str]:
 
 def _measure(recipe: Recipe, data: FoundData) -> Measured:
     """Lengths of the rows that were looked at, by the model's own processor."""
-    alone = {
-        **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1),
-        "sp": False,
-        "stage_layers": [],
-        "plan": [],
-    }
+    alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "stage_layers": [], "plan": []}
     align = recipe.packing.align or alignment(recipe)
-    recipe = validate(
-        recipe.replace({"parallel": alone, "packing.align": align, "data.train": ["digits:train"]}), 1
-    )
+    recipe = validate(recipe.replace({"parallel": alone, "packing.align": align, "data.train": ["digits:train"]}), 1)
     processor = assemble(recipe, repaired_source(recipe)).processor
     source = SampleSource.of_rows(RowSet([data.rows], ["rows"]), processor, recipe.data, budget=_OPEN_BUDGET)
     bad: list[RowError] = []
@@ -292,9 +278,7 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
         if found is not None:
             lengths.append((found.length, bool(row.media)))
     if len(bad) == len(data.rows):
-        raise UserError(
-            f"none of the {len(bad)} rows looked at can be used by this model, the first: {bad[0]}"
-        )
+        raise UserError(f"none of the {len(bad)} rows looked at can be used by this model, the first: {bad[0]}")
     longest = max((length for length, _ in lengths), default=0)
     text = max((length for length, media in lengths if not media), default=0)
     over = sum(length > recipe.packing.budget for length, _ in lengths)
@@ -306,9 +290,7 @@ def _shrinks(recipe: Recipe, data: FoundData) -> bool:
     processor = assemble(recipe, repaired_source(recipe)).processor
     settings = recipe.replace({"data.train": ["digits:train"], "data.overlong": "shrink"}).data
     try:
-        source = SampleSource.of_rows(
-            RowSet([data.rows], ["rows"]), processor, settings, budget=recipe.packing.budget
-        )
+        source = SampleSource.of_rows(RowSet([data.rows], ["rows"]), processor, settings, budget=recipe.packing.budget)
     except ConfigError:  # a processor that can't
         return False
     for number in range(len(data.rows)):
@@ -374,6 +356,4 @@ def _yaml(text: str) -> str:
     """A text as YAML and the recipe's references have it."""
     text = str(escaped(text))
     words: Sequence[str] = ("null", "true", "false", "yes", "no", "on", "off", "~", ".")
-    return (
-        text if _PLAIN.fullmatch(text) and text.lower() not in words else json.dumps(text, ensure_ascii=False)
-    )
+    return text if _PLAIN.fullmatch(text) and text.lower() not in words else json.dumps(text, ensure_ascii=False)

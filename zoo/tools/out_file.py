@@ -36,9 +36,7 @@ class OutFile:
             raise UserError("out=: wanted the name of a file")
         path = expanded(out)
         if path.is_dir():
-            raise UserError(
-                f"out={out}: it is a folder; wanted the name of a file, such as out={out}/rows.jsonl"
-            )
+            raise UserError(f"out={out}: it is a folder; wanted the name of a file, such as out={out}/rows.jsonl")
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
             self.path = path
             return

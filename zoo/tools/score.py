@@ -118,9 +118,7 @@ class _Scorer:
             if batch is not None and logprobs is not None and self.here.cp_rank == 0:
                 rows = by_sample(given, given.input_ids, given.labels, logprobs)
                 for index, (ids, labels, values) in zip(indices, rows, strict=True):
-                    labels = torch.cat(
-                        (labels.new_full((1,), -100), labels[1:])
-                    )  # nothing stands before the first
+                    labels = torch.cat((labels.new_full((1,), -100), labels[1:]))  # nothing stands before the first
                     new[index] = {
                         "source": batches.source.rows.name(index),
                         "token_ids": ids.tolist(),
@@ -138,10 +136,7 @@ class _Scorer:
         def forward(data: Iterator[Any], model: Any) -> Any:
             inputs, loss_inputs = self.step.prepare(next(data), logprobs=True)
             output = self.step.forward(model, inputs)
-            return output, lambda output: (
-                output.sum(),
-                {"logprobs": self.step.logprobs(output, loss_inputs)},
-            )
+            return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, loss_inputs)})
 
         many = len(self.chunks) > 1
         results = get_forward_backward_func()(

@@ -183,9 +183,7 @@ class _Side:
             if actual not in used and name not in passed
         }
         entries = {
-            name: entry
-            for name, entry in resolution.entries.items()
-            if not (plan.dims.tied and entry.rule.tied_to)
+            name: entry for name, entry in resolution.entries.items() if not (plan.dims.tied and entry.rule.tied_to)
         }
         fitted = {name: _fitting(entry, resolution.source, reader, plan) for name, entry in entries.items()}
         return cls(plan.family.name, reader, fitted, resolution.source, others, plan.dims)
@@ -275,9 +273,7 @@ def _size(difference: float | None) -> float:
     return float("inf") if difference is None or difference != difference else difference
 
 
-def _compare_rows(
-    places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool
-) -> list[dict[str, Any]]:
+def _compare_rows(places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool) -> list[dict[str, Any]]:
     """Row by row, each side by its own code, read as the run did that made one of them."""
     known = [settings for settings in map(settings_of, places) if settings.values]
     overrides = combined(as_overrides(known[0]) if known else (), overrides)

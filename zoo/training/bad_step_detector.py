@@ -155,9 +155,7 @@ class BadStepDetector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; {} stands for a run without a detector. UserError where it is none."""
         if not conforms(state, _STATE):
-            raise UserError(
-                "state.json: its 'bad_steps' is not what zoo writes there; take another checkpoint"
-            )
+            raise UserError("state.json: its 'bad_steps' is not what zoo writes there; take another checkpoint")
         self.counts = Counter(state.get("counts", {}))
         self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
         self._spikes = list(state.get("spikes", []))
@@ -167,10 +165,7 @@ class BadStepDetector:
 
 
 def step_if(
-    optimizer: Any,
-    scheduler: Any | None,
-    good: Callable[[float], bool],
-    measure: Callable[[], float] | None = None,
+    optimizer: Any, scheduler: Any | None, good: Callable[[float], bool], measure: Callable[[], float] | None = None
 ) -> float:
     """megatron-core's optimizer step, part by part; the update is made only where the gradient's norm is `good`.
 

@@ -19,12 +19,7 @@ from zoo.training.preference.reference import BASE
 
 
 def completion(
-    recipe: Recipe,
-    assembly: Assembly,
-    adapters: Adapters | None,
-    step: Any,
-    chunks: Sequence[Any],
-    world: World,
+    recipe: Recipe, assembly: Assembly, adapters: Adapters | None, step: Any, chunks: Sequence[Any], world: World
 ) -> Complete | None:
     """What gives a run's micro-batches a teacher's tokens, the reference of the model without adapters, KTO's divergence; None for none.
 

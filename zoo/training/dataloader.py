@@ -131,11 +131,7 @@ def refuse_unlabelled(source: SampleSource, recipe: Recipe) -> None:
 
 
 def open_data(
-    recipe: Recipe,
-    assembly: Assembly,
-    world: World,
-    folder: Path,
-    tick: Callable[[], None] = lambda: None,
+    recipe: Recipe, assembly: Assembly, world: World, folder: Path, tick: Callable[[], None] = lambda: None
 ) -> RunData:
     """Open data.train and data.eval as the recipe says; every rank calls it.
 
@@ -184,23 +180,12 @@ def open_data(
             "read it as a table"
         )
     loader = BatchLoader(
-        source,
-        recipe,
-        align=align,
-        dp_rank=world.dp_rank,
-        dp_size=world.dp_size,
-        cost=cost,
-        group=object_group(),
+        source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size, cost=cost, group=object_group()
     )
     if not settings.eval or recipe.train.eval_rows == 0:
         return RunData(source, loader, None, None, decoder, rows_read)
     held_out = SampleSource.open(
-        settings.eval,
-        assembly.processor,
-        settings,
-        max_rows=recipe.train.eval_rows,
-        evaluation=True,
-        **options,
+        settings.eval, assembly.processor, settings, max_rows=recipe.train.eval_rows, evaluation=True, **options
     )
     eval_set = recipe_batches(recipe, held_out, world, cost=cost)
     return RunData(source, loader, held_out, eval_set, decoder, rows_read)

@@ -122,9 +122,7 @@ def _forward(step: Any, chunks: Sequence[Any], batch: Any, world: World) -> list
 
     found: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
-        data_iterator=[itertools.repeat(batch) for _ in chunks]
-        if len(chunks) > 1
-        else itertools.repeat(batch),
+        data_iterator=[itertools.repeat(batch) for _ in chunks] if len(chunks) > 1 else itertools.repeat(batch),
         model=list(chunks),
         num_microbatches=smallest_count(world, chunks),
         seq_length=batch.input_ids.shape[1],
@@ -197,11 +195,7 @@ class _Sums:
             "exact_match": match / max(rows, 1.0),
             "rows": int(rows),
             "by_kind": {
-                kind: {
-                    "exact_match": sums[3] / sums[2],
-                    "rows": int(sums[2]),
-                    "loss": sums[0] / (sums[1] or 1.0),
-                }
+                kind: {"exact_match": sums[3] / sums[2], "rows": int(sums[2]), "loss": sums[0] / (sums[1] or 1.0)}
                 for kind, sums in sorted(total.items())
             },
         }

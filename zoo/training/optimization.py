@@ -15,12 +15,7 @@ from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.optim import muon
 from zoo.optim.adamw import AdamW, norm_gradients
 from zoo.optim.copies import share_copies
-from zoo.parallel.gradient_reduction import (
-    accumulate_directly,
-    divide_at_the_loss,
-    reduce_in_order,
-    sum_by_dtype,
-)
+from zoo.parallel.gradient_reduction import accumulate_directly, divide_at_the_loss, reduce_in_order, sum_by_dtype
 from zoo.parallel.megatron import inner_optimizer
 from zoo.parallel.weight_gathering import gather_once, settle_all
 from zoo.parallel.world import World, cores_beside_gpu
@@ -37,11 +32,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     Gradients are the ranks' mean, whether a backward pass is one of megatron-core's schedules' or a loop's own.
     """
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     on_gpu, half = torch.cuda.is_available(), recipe.train.main_grads_dtype == "bf16"
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -104,12 +95,7 @@ def build_optimizer(
     chunks: list[Any], recipe: Recipe, assembly: Assembly, world: World, total_steps: int
 ) -> tuple[Any, Any]:
     """zoo's AdamW, with Muon beside it if the recipe says so, in mcore's distributed optimizer, and its learning rate's schedule."""
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        ParamKey,
-        get_megatron_optimizer,
-        get_standard_config_overrides,
-    )
+    from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
     train = recipe.train
@@ -133,16 +119,11 @@ def build_optimizer(
         of_part = ParamWithNamePredicate(
             part, lambda _, name, part=part: assembly.family.part_of(name, recipe.named_parts) == part
         )
-        groups[ParamKey(with_name_predicate=of_part)] = {
-            "max_lr": train.lr * scale,
-            "min_lr": train.min_lr * scale,
-        }
+        groups[ParamKey(with_name_predicate=of_part)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
     optimizer = inner_optimizer.build(
         config,
         _inner(recipe, world),
-        lambda: get_megatron_optimizer(
-            config, chunks, config_overrides=groups, use_gloo_process_groups=False
-        ),
+        lambda: get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False),
     )
     share_copies(optimizer, world.groups.embd)
     ahead = recipe.parallel.overlap_param_gather and chunks[0].ddp_config.overlap_grad_reduce

@@ -31,9 +31,7 @@ from zoo.training.dataloader import RunData
 _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 
-def choose_checkpoint(
-    folder: Path, recipe: Recipe, known: Mapping[str, dict[str, str]] | None = None
-) -> Chosen:
+def choose_checkpoint(folder: Path, recipe: Recipe, known: Mapping[str, dict[str, str]] | None = None) -> Chosen:
     """The checkpoint of a run folder to resume from; `known` faults as for `choose`. Every rank calls it.
 
     Raises:
@@ -88,13 +86,9 @@ def allowed_changes(
     saved, found = changes_from(checkpoint, recipe)
     seen = {change.key for change in found}
     of_model = _of_model(state["model"], model)
-    found += [
-        one for one in of_model if not any(key == one.key or key.startswith(f"{one.key}.") for key in seen)
-    ]
+    found += [one for one in of_model if not any(key == one.key or key.startswith(f"{one.key}.") for key in seen)]
     refuse(str(checkpoint), found, recipe, saved.get("recipe"))
-    if ("lora" in state["model"]) != (
-        "lora" in model
-    ):  # the trained parameters of one are missing in the other
+    if ("lora" in state["model"]) != ("lora" in model):  # the trained parameters of one are missing in the other
         what = "adapters" if "lora" in state["model"] else "no adapters"
         raise ConfigError(
             f"{checkpoint} holds {what}, and lora.rank={recipe.lora.rank} asks for the opposite, which can't be allowed; start "
@@ -116,20 +110,13 @@ def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]
 def known_rows(data: RunData) -> dict[str, Any]:
     """How the rows of a run are recognised, as plain values."""
     return {"form": FORM} | {
-        key: [
-            _known(name, part).as_dict()
-            for name, part in zip(source.rows.names, source.rows.parts, strict=True)
-        ]
+        key: [_known(name, part).as_dict() for name, part in zip(source.rows.names, source.rows.parts, strict=True)]
         for key, source in _sources(data)
     }
 
 
 def check_rows(
-    checkpoint: Path,
-    state: Mapping[str, Any],
-    data: RunData,
-    recipe: Recipe,
-    allowed: Sequence[Change],
+    checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, allowed: Sequence[Change]
 ) -> Rows:
     """Compare a run's rows with those of its checkpoint: the first rank does, and all ranks get the result.
 
@@ -166,12 +153,7 @@ def place_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows
 
 
 def log_differences(
-    log: RunLog,
-    done: int,
-    changed: Sequence[Change],
-    rows: Rows,
-    chosen: Chosen,
-    notes: Sequence[str] = (),
+    log: RunLog, done: int, changed: Sequence[Change], rows: Rows, chosen: Chosen, notes: Sequence[str] = ()
 ) -> None:
     """Log what differs from the checkpoint that a run resumes from, what was found damaged, and `notes` on the rows."""
     for change in changed:
@@ -196,9 +178,7 @@ def _known(name: str, part: Any) -> Known:
     return Known(name, None) if isinstance(part, RowStream) else of_part(name, part)
 
 
-def _compared(
-    checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool
-) -> Rows:
+def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool) -> Rows:
     saved, others = state.get("known_rows", {}), False
     if saved.get("form") != FORM:
         raise ConfigError(
@@ -226,9 +206,7 @@ def _compared(
         if grown:
             messages.append(f"{key} has grown: {', '.join(grown)}")
             if key == "data.train":
-                messages[-1] += (
-                    "; the current epoch keeps the rows it began with, the new ones join in the next"
-                )
+                messages[-1] += "; the current epoch keeps the rows it began with, the new ones join in the next"
                 sizes = [one.rows for one in before]
     return Rows(known_rows(data), None if anew else sizes, anew, others, messages)
 

@@ -434,9 +434,7 @@ class Run:
             "memory": self.memory.most(),
             "metrics": self.evaluated[1],
         }
-        reason = messages.reason(
-            self.interrupted, self.preempted, self.done >= self.total_steps, self.stopped
-        )
+        reason = messages.reason(self.interrupted, self.preempted, self.done >= self.total_steps, self.stopped)
         self.callbacks.end(self.done, self.saved, reason)
         self.log.finish(summary, reason, why)
         for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):

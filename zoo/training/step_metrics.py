@@ -93,12 +93,7 @@ class Totals:
 
     @classmethod
     def of(
-        cls,
-        mine: OfRank,
-        world: World,
-        *,
-        mtp: bool,
-        reported: AnswerLoss | DistillationLoss | None = None,
+        cls, mine: OfRank, world: World, *, mtp: bool, reported: AnswerLoss | DistillationLoss | None = None
     ) -> Totals:
         """Sum over all ranks: the step's one wait for the device, and its one exchange but for those of layers and gradients.
 
@@ -169,9 +164,7 @@ def expert_shares(config: Any, world: World, micro_batches: int) -> dict[str, to
         if entry is None:  # a pipeline stage without experts
             share = torch.zeros((), dtype=torch.float64, device=world.device)
         else:
-            share = entry.values.double().sum() / (
-                micro_batches * _expert_layers(config) * _alike(entry, world)
-            )
+            share = entry.values.double().sum() / (micro_batches * _expert_layers(config) * _alike(entry, world))
         found[f"moe_{name}"] = share
     tracker.clear()
     return found

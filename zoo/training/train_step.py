@@ -33,9 +33,7 @@ class Fetched:
     batches: list[Any]
     first: Prepared | None  # None: of batches that are to be completed first
     waited: float  # seconds for the loader
-    total_steps: int | None = (
-        None  # steps of the run, by what the loader knew with this one; None: it does not say
-    )
+    total_steps: int | None = None  # steps of the run, by what the loader knew with this one; None: it does not say
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,7 @@ FLAGS_OF_RUN = 5  # values of `flags_of`
 def flags_of(stop: Interrupts, ends_at: float, due_at: float, *, stops: bool) -> list[float]:
     """Whether this rank was interrupted, by a cluster, is out of time, is due to save, and `stops` by a callback."""
     now = time.monotonic()
-    return [
-        float(flag)
-        for flag in (stop.asked, stop.asked and stop.preempted, now > ends_at, now > due_at, stops)
-    ]
+    return [float(flag) for flag in (stop.asked, stop.asked and stop.preempted, now > ends_at, now > due_at, stops)]
 
 
 class TrainStep:

@@ -97,9 +97,7 @@ def _behind(heartbeats: Sequence[Heartbeat]) -> list[int]:
     """The ranks that the others wait for: those that are behind and do not wait in an exchange themselves."""
     least = min((heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) for heartbeat in heartbeats)
     return [
-        heartbeat.rank
-        for heartbeat in heartbeats
-        if (heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) == least
+        heartbeat.rank for heartbeat in heartbeats if (heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) == least
     ]
 
 
@@ -111,11 +109,7 @@ def describe(
     `limit`: the seconds of silence, or without progress, that `reason` stands for.
     """
     heartbeats = {rank: one.heartbeat for rank, one in seen.items()}
-    others = [
-        heartbeat
-        for rank, heartbeat in heartbeats.items()
-        if rank not in blamed and heartbeat.state == "alive"
-    ]
+    others = [heartbeat for rank, heartbeat in heartbeats.items() if rank not in blamed and heartbeat.state == "alive"]
     what = {
         "died": "died, last seen",
         "silent": f"gave no sign of life for {limit:.0f} s, last seen",
@@ -129,11 +123,7 @@ def describe(
     waiting = "; ".join(
         f"{_ranks(group)} {'were' if len(group) > 1 else 'was'} {_wait(at)}" for at, group in _grouped(others)
     )
-    after = (
-        f"the same command resumes from {checkpoint}"
-        if checkpoint
-        else "there is no checkpoint to resume from"
-    )
+    after = f"the same command resumes from {checkpoint}" if checkpoint else "there is no checkpoint to resume from"
     return "; ".join(part for part in (stands + errors, waiting, after) if part)
 
 

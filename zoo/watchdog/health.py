@@ -66,9 +66,7 @@ def read_health(folder: Path) -> dict[str, Any] | None:
     except (UserError, OSError):
         return None
     writer = content.get("writer")
-    if not conforms(content, _FIELDS, (*_FIELDS, "ranks")) or not conforms(
-        writer, _WRITER, ("machine", "pid", "born")
-    ):
+    if not conforms(content, _FIELDS, (*_FIELDS, "ranks")) or not conforms(writer, _WRITER, ("machine", "pid", "born")):
         return None
     ranks = content["ranks"]
     if not isinstance(ranks, list) or not all(conforms(rank, _RANK, tuple(_RANK)) for rank in ranks):

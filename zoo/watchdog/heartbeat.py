@@ -70,9 +70,7 @@ class Watch:
             world.rank, 0, self.progress.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
         )
         self._seen = {world.rank: Seen(self._heartbeat)}
-        self._error: BaseException | None = (
-            None  # an exchange broke, and it is not known yet which rank broke it
-        )
+        self._error: BaseException | None = None  # an exchange broke, and it is not known yet which rank broke it
         self._unheard = 0.0  # the time since which the store has not answered; 0: it answers
         self._store: Any = None
         self._asking: threading.Thread | None = None
@@ -94,9 +92,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         stopped = isinstance(error, KeyboardInterrupt)
         if isinstance(error, Exception):
             with self._stop.deferred():  # torchrun sends SIGTERM to the ranks that a failure drags along
@@ -131,9 +127,7 @@ class Watch:
         if self._closing.wait(self._every):
             return True
         paused = time.monotonic() - began - self._every
-        if (
-            paused > _PAUSE_SECONDS
-        ):  # as by SIGSTOP and SIGCONT: what the others did meanwhile is still to be read
+        if paused > _PAUSE_SECONDS:  # as by SIGSTOP and SIGCONT: what the others did meanwhile is still to be read
             self._forgive(paused)
             self._unheard += paused if self._unheard else 0.0
         return False
@@ -261,9 +255,7 @@ class Watch:
         now = time.monotonic()
         self._unheard = self._unheard or now
         first = self._seen.get(0)
-        gone = (
-            not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
-        )
+        gone = not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
         if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
             return
         if has_ended(self.folder):  # rank 0 left on a diagnosis that this rank had no time to read
@@ -293,9 +285,7 @@ class Watch:
                 time.sleep(0 if mistake else self._every)
                 self._read()
         message = describe("failed", [self._rank], self._seen, limit=0.0, checkpoint=self._newest())
-        diagnosis = self._post(
-            Diagnosis("" if mistake or self._size == 1 else message, "failed", ranks=(self._rank,))
-        )
+        diagnosis = self._post(Diagnosis("" if mistake or self._size == 1 else message, "failed", ranks=(self._rank,)))
         if diagnosis.ranks == (self._rank,):
             if self.progress.begun or mistake is None:  # a start that is refused leaves the folder as it was
                 self._record(diagnosis, reported)
@@ -349,9 +339,7 @@ class Watch:
 
     def _how_to_resume(self) -> str:
         newest = self._newest()
-        return (
-            f"the same command resumes from {newest}" if newest else "there is no checkpoint to resume from"
-        )
+        return f"the same command resumes from {newest}" if newest else "there is no checkpoint to resume from"
 
 
 def _of_an_exchange(error: Exception) -> bool:

@@ -20,9 +20,7 @@ from zoo import user_code
 
 _PACKAGE = str(Path(zoo.__file__).parent)
 # These stand between torch and who calls it.
-_THIN = tuple(
-    str(Path(_PACKAGE) / name) for name in ("parallel/megatron/cpu_host.py", "logging/step_timer.py")
-)
+_THIN = tuple(str(Path(_PACKAGE) / name) for name in ("parallel/megatron/cpu_host.py", "logging/step_timer.py"))
 # Threads that do a phase's work while the main thread waits for them, by the beginning of their names.
 _WORKING = {"data": "zoo-data", "save": "zoo-save"}
 

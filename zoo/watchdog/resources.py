@@ -181,9 +181,7 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
             (run_dir / ".probe").unlink()
     found_disk = disk(run_dir)
     free = f" ({size(found_disk[0])} of {size(found_disk[1])} are free now)" if found_disk else ""
-    return UserError(
-        f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_room(recipe)}"
-    )
+    return UserError(f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_room(recipe)}")
 
 
 def _room(recipe: Recipe, path: object = None) -> str:

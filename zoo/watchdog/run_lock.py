@@ -68,9 +68,7 @@ class RunLock:
             raise failure[0]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.release()
 
     def touch(self) -> bool:
@@ -135,10 +133,7 @@ class RunLock:
             if alive is None:
                 time.sleep(1.0)
             elif self._replace(holder):
-                print(
-                    f"zoo: {self._folder}: {_named(holder)} is gone and has left its lock; taken over",
-                    flush=True,
-                )
+                print(f"zoo: {self._folder}: {_named(holder)} is gone and has left its lock; taken over", flush=True)
                 return
 
     def _create(self) -> bool:

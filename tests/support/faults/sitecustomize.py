@@ -24,9 +24,7 @@ class Fault:
 
     target: str  # module:function or module:Class.method
     act: Callable[[], None]
-    calls: int | None = (
-        None  # it strikes at the first so many calls; None: at the call of the step that FAULT names
-    )
+    calls: int | None = None  # it strikes at the first so many calls; None: at the call of the step that FAULT names
 
 
 def kill() -> None:
@@ -45,9 +43,7 @@ def sleep(seconds: float) -> Callable[[], None]:
     return lambda: time.sleep(float(os.environ.get("FAULT_SECONDS", seconds)))
 
 
-PRODUCE = (
-    "zoo.data.loading.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
-)
+PRODUCE = "zoo.data.loading.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
 WRITER = "zoo.checkpoint.storage.disk:write"  # called once a save
 FAULTS = {
     "hang": Fault(PRODUCE, lambda: time.sleep(10_000)),

@@ -61,9 +61,7 @@ def test_rows_side_by_side_are_to_transformers_what_they_are_alone(name: str) ->
 
 def test_a_medium_that_leaves_no_room_for_text_is_refused() -> None:
     assembly = build.assemble(tiny("llava_sft"))
-    with pytest.raises(
-        UserError, match=r"a sample of LLaVA.* has \d+ tokens with one of text .*; give longest="
-    ):
+    with pytest.raises(UserError, match=r"a sample of LLaVA.* has \d+ tokens with one of text .*; give longest="):
         examples(assembly, 1, 12)
 
 
@@ -73,12 +71,7 @@ def test_zoo_and_transformers_train_on_the_same_samples(name: str, cpu_world: An
     given = {
         "samples": 4, "passes": 1, "warm_steps": 4, "longest": LONGEST, "data": "", "routing": "router", "profile": False,
     }  # fmt: skip
-    row = {
-        "packing.mode": "thd",
-        "packing.budget": 4 * LONGEST,
-        "train.global_batch": 1,
-        "run.dir": str(tmp_path),
-    }
+    row = {"packing.mode": "thd", "packing.budget": 4 * LONGEST, "train.global_batch": 1, "run.dir": str(tmp_path)}
     plain = hf.measure(recipe, given | {"setting": vars(Setting("hf", 2, backend="sdpa"))})
     run = BenchRun(
         recipe.replace(row),

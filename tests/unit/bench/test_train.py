@@ -55,8 +55,7 @@ def test_sizes_are_drawn_as_the_published_script_draws_them() -> None:
     (sample,) = receipts(build.assemble(recipe("2b")).config, 1)
     generator = torch.Generator().manual_seed(1234)
     height, width, text = (
-        int(torch.randint(low, high, (1,), generator=generator))
-        for low, high in ((20, 41), (20, 37), (100, 601))
+        int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((20, 41), (20, 37), (100, 601))
     )
     assert sample.media["image_grid_thw"].tolist() == [[1, 2 * height, 2 * width]]
     assert sample.length == 8 + 2 + height * width + text
@@ -219,9 +218,7 @@ def test_a_run_of_the_bench_is_a_run(
         "profile": False,
     }
     monkeypatch.setattr(Saver, "prepare", lambda *_: pytest.fail("takes memory for saves"))
-    run = (LoadedRun if data else BenchRun)(
-        recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), given
-    )
+    run = (LoadedRun if data else BenchRun)(recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), given)
     with closing(run):
         line = run.measure()
     assert line["steps"] == 8 and line["loss"] > 0 and ("data_wait" in line) == bool(data)
@@ -280,9 +277,7 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    given: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_makes_no_sense_is_refused(given: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["bench", "train", *given])
     shown = capfd.readouterr()
     assert words in shown.err + shown.out and (code == 2 or "failed" in shown.out)

@@ -78,12 +78,8 @@ def test_operations_put_out_what_they_say() -> None:
     layout = PackedLayout.from_mask(batch.mask, 4)
     made = {name: call(layout) for name, call in packing.operations(batch, layout, cp=2)}
     torch.testing.assert_close(made["unpack ids"], batch.ids.masked_fill(~batch.mask, 0), rtol=0, atol=0)
-    torch.testing.assert_close(
-        made["unpack labels"], batch.labels.masked_fill(~batch.mask, -100), rtol=0, atol=0
-    )
-    torch.testing.assert_close(
-        made["unpack positions"], batch.positions.masked_fill(~batch.mask, 0), rtol=0, atol=0
-    )
+    torch.testing.assert_close(made["unpack labels"], batch.labels.masked_fill(~batch.mask, -100), rtol=0, atol=0)
+    torch.testing.assert_close(made["unpack positions"], batch.positions.masked_fill(~batch.mask, 0), rtol=0, atol=0)
     torch.testing.assert_close(
         made["slice positions"], made["pack positions"][:, :, layout.cp_index(0, 2)], rtol=0, atol=0
     )

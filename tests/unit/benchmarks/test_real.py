@@ -45,9 +45,7 @@ def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
         assert draw(str(folder), "pages=2", "videos=1", "clips=2").stdout == f"5 rows in {folder}\n"
     names = {path.name for path in first.iterdir()}
     assert names == {"page_0.jpg", "page_1.jpg", "video_0.mp4", "clip_0.flac", "clip_1.mp3", "rows.jsonl", "held.jsonl"}  # fmt: skip
-    assert all(
-        (first / name).read_bytes() == (second / name).read_bytes() for name in names - {"video_0.mp4"}
-    )
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names - {"video_0.mp4"})
     rows, held = ((first / name).read_text().splitlines() for name in ("rows.jsonl", "held.jsonl"))
     assert (len(rows), len(held)) == (4, 1) and not set(rows) & set(held)
     media = [json.loads(line)["messages"][0]["content"][0] for line in rows + held]

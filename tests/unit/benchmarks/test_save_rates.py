@@ -49,9 +49,7 @@ def test_a_folder_that_can_not_be_made_is_named_as_it_was_given(bench: Any, tmp_
 
 
 @pytest.mark.slow
-def test_saves_and_loads_of_a_small_model_are_measured(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_saves_and_loads_of_a_small_model_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = save_rates.Options(
         size="tiny", nproc=2, folder=str(tmp_path / "new"), steps=2, longest=64, packed=2, disk_mb=64
     )

@@ -63,9 +63,7 @@ def test_round_trip_with_its_source(tiny: Tiny, tmp_path: Path, kind: str) -> No
     assert (tmp_path / "out" / generation).read_bytes() == (source / generation).read_bytes()
     model = load_in_transformers(tmp_path / "out")
     assert model.has_talker == (kind == "talking")
-    torch.testing.assert_close(
-        model.thinker.lm_head.weight, tiny.state["output_layer.weight"], rtol=0, atol=0
-    )
+    torch.testing.assert_close(model.thinker.lm_head.weight, tiny.state["output_layer.weight"], rtol=0, atol=0)
     experts = model.thinker.model.layers[2].mlp.experts.gate_up_proj
     torch.testing.assert_close(experts, tiny.state["decoder.layers.2.mlp.experts.weight1"], rtol=0, atol=0)
 
@@ -87,9 +85,7 @@ def test_a_config_object_and_a_processor(tiny: Tiny, tmp_path: Path) -> None:
         def save_pretrained(self, folder: Path) -> None:
             (Path(folder) / "processor_config.json").write_text("{}")
 
-    config = Qwen3OmniMoeConfig(
-        thinker_config=fakes.THINKER
-    )  # asks for a talker; there are no weights for one
+    config = Qwen3OmniMoeConfig(thinker_config=fakes.THINKER)  # asks for a talker; there are no weights for one
     export_hf(
         [loaded(tiny, tiny.silent)],
         tmp_path / "out",
@@ -106,14 +102,7 @@ def test_a_config_object_and_a_processor(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_carried_tensors_keep_their_bytes_under_a_cast(tiny: Tiny, tmp_path: Path) -> None:
-    export_hf(
-        [loaded(tiny, tiny.talking)],
-        tmp_path / "out",
-        BRIDGE,
-        DIMS,
-        source=tiny.talking,
-        dtype=torch.bfloat16,
-    )
+    export_hf([loaded(tiny, tiny.talking)], tmp_path / "out", BRIDGE, DIMS, source=tiny.talking, dtype=torch.bfloat16)
     got, old = read_all(tmp_path / "out"), read_all(tiny.talking)
     carried = [name for name in old if name.startswith(("talker.", "code2wav."))]
     assert carried and all(same_bytes(got[name], old[name]) for name in carried)
@@ -136,9 +125,7 @@ def test_only_files_beside_the_weights_are_copied(tiny: Tiny, tmp_path: Path) ->
     assert names == {*kept, "additional_chat_templates", "config.json", "model.safetensors", "zoo_files.json"}
 
 
-def parallel_export(
-    tiny: Tiny, world: ThreadWorld, target: Path, stages: list[range], **kwargs: Any
-) -> list[Any]:
+def parallel_export(tiny: Tiny, world: ThreadWorld, target: Path, stages: list[range], **kwargs: Any) -> list[Any]:
     def work(rank: int, info: ShardInfo, comm: Comm) -> Path:
         layers = stages[world.stages[rank]]
         chunk = fakes.build_chunk(tiny.state, info, layers, zero=False)
@@ -188,8 +175,7 @@ def test_a_fused_published_layout_gathers_all_experts(tmp_path: Path) -> None:
 def test_a_copy_on_another_stage_is_read_and_not_written_again(tmp_path: Path) -> None:
     """Two stages of two tensor-parallel ranks; both have the embedding, as with multi-token prediction."""
     bridge = Bridge(
-        name="copies",
-        rules=(rule("embedding", "embed", shard="tp0"), rule("a", "a"), rule("b", "b", shard="tp1")),
+        name="copies", rules=(rule("embedding", "embed", shard="tp0"), rule("a", "a"), rule("b", "b", shard="tp1"))
     )
     dims = Dims(heads=1, kv_heads=1, head_dim=1)
     full = {"embed": torch.randn(6, 3), "a": torch.randn(5), "b": torch.randn(3, 4)}
@@ -207,9 +193,7 @@ def test_a_copy_on_another_stage_is_read_and_not_written_again(tmp_path: Path) -
         return model.get_parameter("embedding")
 
     done = world.run(work)
-    assert [torch.equal(part, full["embed"][rank % 2 * 3 :][:3]) for rank, part in enumerate(done)] == [
-        True
-    ] * 4
+    assert [torch.equal(part, full["embed"][rank % 2 * 3 :][:3]) for rank, part in enumerate(done)] == [True] * 4
     assert_same_tensors(tmp_path / "out", full)
 
 
@@ -235,9 +219,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tiny: Tiny, tmp
         export_hf([chunk], tmp_path / "out", BRIDGE, DIMS, config={})
     chunk = fakes.build_chunk(tiny.state, ShardInfo(), zero=False)
     with pytest.raises(BridgeError, match="does not fit"):
-        export_hf(
-            [chunk], tmp_path / "out", BRIDGE, Dims(heads=9, kv_heads=3, head_dim=7, experts=4), config={}
-        )
+        export_hf([chunk], tmp_path / "out", BRIDGE, Dims(heads=9, kv_heads=3, head_dim=7, experts=4), config={})
     with pytest.raises(UserError, match="no config"):
         export_hf([chunk], tmp_path / "out", BRIDGE, DIMS)
     assert not list(tmp_path.iterdir())

@@ -113,9 +113,7 @@ def test_views_casts_and_pieces(tmp_path: Path) -> None:
     assert reader.get("left").tolist() == [[0, 1], [4, 5], [8, 9]] == reader.read("left").tolist()
     assert reader.read("left", 1, 2).tolist() == [[4, 5]] and reader.read("left", 1).shape == (2, 2)
     assert reader.read("none").shape == (0, 4) and reader.read("one").item() == 7
-    assert (
-        reader.get("right").tolist() == [[2, 6, 10], [3, 7, 11]] and reader.dtype("right") == torch.bfloat16
-    )
+    assert reader.get("right").tolist() == [[2, 6, 10], [3, 7, 11]] and reader.dtype("right") == torch.bfloat16
     assert load_file(tmp_path / "out" / "model.safetensors")["one"].item() == 7
 
 
@@ -167,9 +165,7 @@ def test_a_folder_that_is_not_all_zoos_is_never_removed(
         (target / "deep").mkdir(parents=True)
         (target / "deep" / "thesis.txt").write_text("mine")
     if not aside:
-        with pytest.raises(
-            UserError, match="so it is not overwritten; choose another folder, or move that away"
-        ):
+        with pytest.raises(UserError, match="so it is not overwritten; choose another folder, or move that away"):
             export(target, "b", 1000, overwrite=True)
         kept = target
     else:
@@ -213,8 +209,7 @@ def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     files = sorted((tmp_path / "out" / "weights").glob("*.safetensors"))
     assert len(files) == 3 and record["algorithm"] == "xxh3_128"
     assert all(
-        record["files"][f"weights/{file.name}"] == xxhash.xxh3_128_hexdigest(file.read_bytes())
-        for file in files
+        record["files"][f"weights/{file.name}"] == xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files
     )
     check(tmp_path / "out", Comm())
     for change, message in ((flip, "is damaged"), (Path.unlink, "is missing")):
@@ -261,9 +256,7 @@ def test_interrupted_between_the_two_renames_the_former_one_is_back(
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_former_folder_that_is_half_removed_never_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_former_folder_that_is_half_removed_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(folder: Path, **options: Any) -> None:
         next(Path(folder).iterdir()).unlink()
         raise KeyboardInterrupt

@@ -18,12 +18,7 @@ QKV = {"linear_qkv.weight": (4608, 3584), "linear_qkv.bias": (4608,)}
 def names(layers: int, *, bias: bool, newline: bool) -> list[str]:
     """zoo's names of a model; one name stands for the tower's many."""
     attention = ["linear_qkv.weight", "linear_proj.weight", *(["linear_qkv.bias"] if bias else [])]
-    parts = [
-        "input_layernorm.weight",
-        "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    ]
+    parts = ["input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
     parts += [f"self_attention.{name}" for name in attention]
     found = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
     found += [*PROJECTOR, "vision.post_layernorm.weight", *(["projector.image_newline"] if newline else [])]
@@ -32,11 +27,7 @@ def names(layers: int, *, bias: bool, newline: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layers", "dims", "bias", "newline", "tensors", "tower"),
-    [
-        (32, LLAMA, False, False, 686, 391),
-        (28, QWEN2, True, True, 765, 421),
-        (24, TIED, True, True, 716, 421),
-    ],
+    [(32, LLAMA, False, False, 686, 391), (28, QWEN2, True, True, 765, 421), (24, TIED, True, True, 716, 421)],
     ids=["1.5-7b", "onevision-7b", "onevision-0.5b"],
 )
 def test_table_covers_the_published_names(

@@ -177,7 +177,5 @@ def test_rows_that_ranks_do_not_divide(rows: int, ranks: int) -> None:
 
 def test_each_section_is_cut_by_itself() -> None:
     full = torch.arange(12)[:, None] * torch.ones(1, 4)
-    pieces = [
-        cut(full, Sections((2, 4, 6)), ShardInfo(tp_rank=rank, tp_size=2))[:, 0].tolist() for rank in range(2)
-    ]
+    pieces = [cut(full, Sections((2, 4, 6)), ShardInfo(tp_rank=rank, tp_size=2))[:, 0].tolist() for rank in range(2)]
     assert pieces == [[0, 2, 3, 6, 7, 8], [1, 4, 5, 9, 10, 11]]

@@ -23,19 +23,11 @@ SMALL = Bridge(
     carry=("talker.{rest}",),
     dialects=({"old.": "m."},),
 )
-ZOO = [
-    "embedding.weight",
-    "output.weight",
-    "layers.10.experts.weight1",
-    "layers.10.experts.weight2",
-    "tower.a.b.bias",
-]
+ZOO = ["embedding.weight", "output.weight", "layers.10.experts.weight1", "layers.10.experts.weight2", "tower.a.b.bias"]
 
 
 def hf_names(prefix: str = "m.", fused: bool = False) -> list[str]:
-    experts = [
-        f"{prefix}layers.10.experts.{e}.{p}_proj.weight" for e in range(3) for p in ("gate", "up", "down")
-    ]
+    experts = [f"{prefix}layers.10.experts.{e}.{p}_proj.weight" for e in range(3) for p in ("gate", "up", "down")]
     if fused:
         experts = [n for n in experts if "down" in n] + [f"{prefix}layers.10.experts.gate_up_proj"]
     return [f"{prefix}embed.weight", f"{prefix}head.weight", f"{prefix}tower.a.b.bias", *experts]
@@ -63,9 +55,7 @@ def test_fused_layout_is_read_and_per_expert_written() -> None:
 
 
 def test_an_optional_part_is_carried_where_the_model_is_built_without_it() -> None:
-    whole = Bridge(
-        name="whole", rules=(rule("a", "m.a"), rule("mtp.{rest}", "mtp.{rest}")), optional=("mtp.{rest}",)
-    )
+    whole = Bridge(name="whole", rules=(rule("a", "m.a"), rule("mtp.{rest}", "mtp.{rest}")), optional=("mtp.{rest}",))
     assert whole.resolve(["m.a", "mtp.b.c"], ["a"], DIMS).carried == ["mtp.b.c"]
     assert whole.resolve(["m.a"], ["a"], DIMS).carried == []
     built = whole.resolve(["m.a", "mtp.b.c"], ["a", "mtp.b.c"], DIMS)
@@ -141,13 +131,7 @@ def test_qwen3_omni_table_covers_the_published_names() -> None:
     """All 28,010 names of Qwen3-Omni-30B-A3B, with one name standing for a tower's many."""
     zoo = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
     zoo += ["vision.merger_list.2.ln_q.weight", "audio.conv2d1.bias"]
-    parts = [
-        "input_layernorm",
-        "pre_mlp_layernorm",
-        "mlp.router",
-        "mlp.experts.weight1",
-        "mlp.experts.weight2",
-    ]
+    parts = ["input_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.experts.weight1", "mlp.experts.weight2"]
     parts += [f"self_attention.{p}" for p in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")]
     for layer in range(48):
         zoo += [f"decoder.layers.{layer}.{p}" + ("" if "experts" in p else ".weight") for p in parts]

@@ -52,9 +52,7 @@ def all_of(family: str) -> list[Target]:
     there = of(family)
     names = [name for target in there for name in target.modules]
     targets = (
-        ["all-linear", ".*experts.gate_up_proj", ".*experts.down_proj"]
-        if family == "qwen3_vl"
-        else ["all-linear"]
+        ["all-linear", ".*experts.gate_up_proj", ".*experts.down_proj"] if family == "qwen3_vl" else ["all-linear"]
     )
     return choose(there, targets, names)
 
@@ -169,9 +167,7 @@ def test_config() -> None:
 
 def test_a_reward_models_head_is_saved_whole() -> None:
     options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "base": "org/name", "experts": False}
-    config = peft_config(
-        ["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options
-    )
+    config = peft_config(["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options)
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["a.merger", "score"])
     check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")
     for saved, head in ((["score"], None), (["score", "embed_tokens"], "score")):
@@ -191,12 +187,7 @@ def test_modules_are_the_outermost_that_hold_nothing_else() -> None:
         f"base_model.model.model.multi_modal_projector.linear_1.{kind}" for kind in ("weight", "bias")
     }
     bridge = families()["qwen3_vl"].load("bridge")
-    tower = {
-        "vision.layer.scale",
-        "vision.layer.norm.weight",
-        "vision.merger.norm.weight",
-        "vision.still.bias",
-    }
+    tower = {"vision.layer.scale", "vision.layer.norm.weight", "vision.merger.norm.weight", "vision.still.bias"}
     trained = tower - {"vision.still.bias"}
     modules, saved = modules_to_save(tower, tower, trained, bridge, {})
     assert modules == ["model.visual.layer", "model.visual.merger.norm"]

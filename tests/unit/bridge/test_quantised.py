@@ -80,10 +80,7 @@ def test_gate_and_up_may_have_blocks_of_their_own(tmp_path: Path, turned: bool) 
 @pytest.mark.parametrize(
     "how",
     [
-        *(
-            {"quant_method": m}
-            for m in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4", "mxfp8", "x")
-        ),
+        *({"quant_method": m} for m in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4", "mxfp8", "x")),
         {**FP8, "weight_block_size": None},
         {**FP8, "weight_block_size": [128]},
         {**FP8, "weight_block_size": [0, 128]},
@@ -128,19 +125,12 @@ def test_tensors_of_other_methods_are_refused(tmp_path: Path, name: str, how: An
 
 
 def test_fp8_without_a_word_in_the_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"quantised and its config\.json has no quantization_config.*a\.weight"
-    ):
+    with pytest.raises(UserError, match=r"quantised and its config\.json has no quantization_config.*a\.weight"):
         SafetensorsFolder(write(tmp_path, pair("a.weight", (4, 6)), None))
 
 
 def test_what_does_not_fit_is_one_report(tmp_path: Path) -> None:
-    stored = (
-        pair("a.weight", (4, 6))
-        | pair("b.weight", (8, 6))
-        | pair("c.weight", (8, 6))
-        | pair("d.weight", (8, 6))
-    )
+    stored = pair("a.weight", (4, 6)) | pair("b.weight", (8, 6)) | pair("c.weight", (8, 6)) | pair("d.weight", (8, 6))
     del stored["a.weight_scale_inv"], stored["b.weight"]
     stored["c.weight"] = torch.ones(8, 6)
     stored["d.weight_scale_inv"] = torch.ones(3, 1)
@@ -168,11 +158,7 @@ def test_a_config_that_says_fp8_of_plain_weights(tmp_path: Path) -> None:
 
 
 def test_a_config_without_its_statements() -> None:
-    arch = {
-        "model_type": "m",
-        "quantization_config": FP8,
-        "talker_config": {"quantization_config": FP8, "n": 1},
-    }
+    arch = {"model_type": "m", "quantization_config": FP8, "talker_config": {"quantization_config": FP8, "n": 1}}
     assert quantisation(arch) == [FP8, FP8]
     assert unquantised(arch) == {"dtype": "bfloat16", "model_type": "m", "talker_config": {"n": 1}}
     assert unquantised({"torch_dtype": "float16", "quantization_config": FP8}) == {"torch_dtype": "float16"}
@@ -185,19 +171,14 @@ def test_what_is_carried_is_plain_too(tiny: Tiny, tmp_path: Path) -> None:
     from transformers import Qwen3OmniMoeForConditionalGeneration as Omni
 
     wanted = write_fp8(tiny.talking, tmp_path / "fp8", (2, 2))
-    assert any(
-        name.startswith("talker.") and name + "_scale_inv" in stored_names(tmp_path / "fp8")
-        for name in wanted
-    )
+    assert any(name.startswith("talker.") and name + "_scale_inv" in stored_names(tmp_path / "fp8") for name in wanted)
     chunk = fakes.build_chunk(tiny.state, ShardInfo())
     load_hf([chunk], tmp_path / "fp8", BRIDGE, fakes.DIMS)
     export_hf([chunk], tmp_path / "out", BRIDGE, fakes.DIMS, source=tmp_path / "fp8")
     found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
     assert found.keys() == wanted.keys() and all(same(found[name], wanted[name]) for name in wanted)
     assert not quantisation(json.loads((tmp_path / "out" / "config.json").read_text()))
-    ours, theirs = (
-        Omni.from_pretrained(tmp_path / at, dtype=torch.bfloat16).state_dict() for at in ("out", "fp8")
-    )
+    ours, theirs = (Omni.from_pretrained(tmp_path / at, dtype=torch.bfloat16).state_dict() for at in ("out", "fp8"))
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)

@@ -36,10 +36,7 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
     head, groups = text.hidden_size // text.num_attention_heads, text.num_key_value_heads
     dims = Dims(heads=text.num_attention_heads, kv_heads=groups, head_dim=head, tied=False)
     towers = [
-        name.replace(prefix, zoo, 1)
-        for prefix, zoo in TOWERS.items()
-        for name in mine
-        if name.startswith(prefix)
+        name.replace(prefix, zoo, 1) for prefix, zoo in TOWERS.items() for name in mine if name.startswith(prefix)
     ]
     layers = [f"decoder.layers.{i}.{part}" for i in range(text.num_hidden_layers) for part in PARTS]
     ours = [*ENDS, *layers, *towers]

@@ -8,22 +8,10 @@ from zoo.bridge.parallel import cut, full_shape, join
 from zoo.bridges.qwen35_vl import BRIDGE
 
 DENSE = Dims(
-    heads=16,
-    kv_heads=4,
-    head_dim=256,
-    linear_keys=2048,
-    linear_values=4096,
-    linear_value_heads=32,
-    tied=True,
+    heads=16, kv_heads=4, head_dim=256, linear_keys=2048, linear_values=4096, linear_value_heads=32, tied=True
 )  # Qwen3.5-4B
 SPARSE = Dims(
-    heads=16,
-    kv_heads=2,
-    head_dim=256,
-    experts=256,
-    linear_keys=2048,
-    linear_values=4096,
-    linear_value_heads=32,
+    heads=16, kv_heads=2, head_dim=256, experts=256, linear_keys=2048, linear_values=4096, linear_value_heads=32
 )  # Qwen3.5-35B-A3B
 LINEAR = {
     "in_proj.weight": (12352, 2560),
@@ -54,9 +42,7 @@ def names(layers: int, experts: bool) -> list[str]:
         parts = [*rest, *(f"self_attention.{name}" for name in attention)]
         found += [f"decoder.layers.{layer}.{part}" for part in parts]
     found += [f"multi_token.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")]
-    return found + [
-        f"multi_token.layers.0.{part}" for part in (*rest, *(f"self_attention.{name}" for name in FULL))
-    ]
+    return found + [f"multi_token.layers.0.{part}" for part in (*rest, *(f"self_attention.{name}" for name in FULL))]
 
 
 def test_table_covers_the_published_names_of_a_dense_checkpoint() -> None:
@@ -65,9 +51,7 @@ def test_table_covers_the_published_names_of_a_dense_checkpoint() -> None:
     published = BRIDGE.published_names(BRIDGE.publish(zoo).values(), DENSE)
     assert len(published) == 738 - 297 + 1
     layer = "model.language_model.layers"
-    assert {f"{layer}.0.linear_attn.in_proj_qkv.weight", f"{layer}.31.self_attn.q_proj.weight"} <= set(
-        published
-    )
+    assert {f"{layer}.0.linear_attn.in_proj_qkv.weight", f"{layer}.31.self_attn.q_proj.weight"} <= set(published)
     assert not BRIDGE.resolve(published, zoo, DENSE).carried
     without = [name for name in zoo if not name.startswith("multi_token.")]
     assert len(BRIDGE.resolve(published, without, DENSE).carried) == 15

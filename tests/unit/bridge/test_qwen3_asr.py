@@ -16,9 +16,7 @@ def test_names_and_shapes_are_those_of_transformers(size: str) -> None:
     arch = load_recipe("qwen3_asr_sft", [f"size={size}"]).model.arch
     with torch.device("meta"):
         model = Qwen3ASRForConditionalGeneration(Qwen3ASRConfig(**arch))
-    wanted = {
-        name: tuple(tensor.shape) for name, tensor in model.named_parameters()
-    }  # a tied head is there once
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is there once
     assert len(wanted) == TENSORS[size]
     plan = build_meta_model(arch)
     found: dict[str, tuple[int, ...]] = {}

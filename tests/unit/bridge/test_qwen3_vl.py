@@ -45,9 +45,7 @@ def names(layers: int, experts: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layers", "dims", "tensors", "tower"),
-    [(36, DENSE, 713, 315), (48, SPARSE, 882, 351)],
-    ids=["dense", "experts"],
+    ("layers", "dims", "tensors", "tower"), [(36, DENSE, 713, 315), (48, SPARSE, 882, 351)], ids=["dense", "experts"]
 )
 def test_table_covers_the_published_names(layers: int, dims: Dims, tensors: int, tower: int) -> None:
     """`tensors` are in the published checkpoint, `tower` of them the vision tower's; the 4B has no head: it is tied."""

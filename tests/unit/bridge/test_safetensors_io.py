@@ -70,8 +70,7 @@ def test_links_as_in_the_hub_cache_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file",
-    ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", "one.bin", "", 3, None],
+    "file", ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", "one.bin", "", 3, None]
 )
 def test_index_entries_stay_in_the_folder(tmp_path: Path, file: Any) -> None:
     save_file({"c": TENSORS["a"]}, tmp_path / "one.safetensors")
@@ -125,11 +124,7 @@ def test_truncated_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def entry(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "shape": list(shape) if isinstance(shape, tuple) else shape,
-        "data_offsets": [begin, end],
-    }
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
 
 
 @pytest.mark.parametrize(
@@ -195,9 +190,7 @@ def test_mutated_headers_are_refused_or_read_as_they_say(tmp_path: Path) -> None
     for _ in range(5000):
         header = bytearray(whole[8 : 8 + length])
         rng.choice(mutations())(rng, header)
-        (tmp_path / "model.safetensors").write_bytes(
-            struct.pack("<Q", len(header)) + header + whole[8 + length :]
-        )
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + whole[8 + length :])
         try:
             with SafetensorsFolder(tmp_path) as reader:
                 for name in reader.names():
@@ -210,9 +203,7 @@ def test_mutated_headers_are_refused_or_read_as_they_say(tmp_path: Path) -> None
             pass
 
 
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, None), (0, 3), (2, 9), (5, 9), (7, 9), (4, 5), (8, None), (3, 3)]
-)
+@pytest.mark.parametrize(("first", "last"), [(0, None), (0, 3), (2, 9), (5, 9), (7, 9), (4, 5), (8, None), (3, 3)])
 def test_rows_behind_those_that_are_stored(first: int, last: int | None, tmp_path: Path) -> None:
     stored = torch.randn(5, 4).bfloat16()
     save_file({"a": stored}, tmp_path / "model.safetensors")

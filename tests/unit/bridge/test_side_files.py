@@ -134,11 +134,7 @@ def test_the_licence_of_a_card(tmp_path: Path) -> None:
     (tmp_path / CARD).write_text(
         '---\nlicense: other\nlicense_name: "a-b"\nlicense_link: https://x.y/LICENSE\ntags:\n- a\nlicense: a b\n---\nlicense: mit\n'
     )
-    assert licence_of(tmp_path) == {
-        "license": "other",
-        "license_name": "a-b",
-        "license_link": "https://x.y/LICENSE",
-    }
+    assert licence_of(tmp_path) == {"license": "other", "license_name": "a-b", "license_link": "https://x.y/LICENSE"}
 
 
 def model_folder(path: Path) -> Path:

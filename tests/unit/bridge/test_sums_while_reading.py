@@ -93,9 +93,7 @@ def run(folder: Path, read: Read) -> None:
 
 
 @pytest.mark.parametrize("read", ORDERS)
-def test_each_byte_is_summed_once_in_any_order(
-    folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_byte_is_summed_once_in_any_order(folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
 
     class Counting:

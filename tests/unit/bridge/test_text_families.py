@@ -58,13 +58,7 @@ def test_the_tables_cover_names_and_shapes(recipe: str, size: str) -> None:
 
 
 DIMS = Dims(
-    heads=16,
-    kv_heads=2,
-    head_dim=256,
-    linear_keys=6,
-    linear_key_heads=3,
-    linear_values=24,
-    linear_value_heads=6,
+    heads=16, kv_heads=2, head_dim=256, linear_keys=6, linear_key_heads=3, linear_values=24, linear_value_heads=6
 )
 
 
@@ -74,11 +68,7 @@ def test_rows_of_one_key_head_after_the_other() -> None:
 
     sizes = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "num_hidden_layers": 1}
     config = Qwen3NextConfig(
-        **sizes,
-        linear_key_head_dim=2,
-        linear_value_head_dim=4,
-        hidden_size=8,
-        layer_types=["linear_attention"],
+        **sizes, linear_key_head_dim=2, linear_value_head_dim=4, hidden_size=8, layer_types=["linear_attention"]
     )
     qkvz, ba = torch.arange(60.0), torch.arange(60.0, 72.0)
     parts = Qwen3NextGatedDeltaNet(config, 0).fix_query_key_value_ordering(qkvz[None, None], ba[None, None])

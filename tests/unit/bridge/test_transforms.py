@@ -22,15 +22,11 @@ def test_qkv_takes_biases() -> None:
     torch.testing.assert_close(tuple(back), tuple(parts), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "dims", [Dims(heads=4, kv_heads=4, head_dim=3), Dims(heads=7, kv_heads=1, head_dim=2)]
-)
+@pytest.mark.parametrize("dims", [Dims(heads=4, kv_heads=4, head_dim=3), Dims(heads=7, kv_heads=1, head_dim=2)])
 def test_qkv_round_trip_for_mha_and_mqa(dims: Dims) -> None:
     width = dims.head_dim
     parts = [torch.randn(n * width, 11).bfloat16() for n in (dims.heads, dims.kv_heads, dims.kv_heads)]
-    torch.testing.assert_close(
-        tuple(QKV().to_hf(QKV().to_zoo(parts, dims), dims)), tuple(parts), rtol=0, atol=0
-    )
+    torch.testing.assert_close(tuple(QKV().to_hf(QKV().to_zoo(parts, dims), dims)), tuple(parts), rtol=0, atol=0)
 
 
 def test_gated_qkv_groups_hold_queries_then_their_gates() -> None:
@@ -83,17 +79,9 @@ def test_copy_is_the_tensor() -> None:
 def test_dims_are_read_off_dicts_and_objects() -> None:
     from types import SimpleNamespace
 
-    full = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 5,
-        "hidden_size": 40,
-    }
+    full = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 5, "hidden_size": 40}
     assert (
-        Dims.from_hf(full)
-        == Dims.from_hf(SimpleNamespace(**full))
-        == Dims(heads=8, kv_heads=2, head_dim=16, experts=5)
+        Dims.from_hf(full) == Dims.from_hf(SimpleNamespace(**full)) == Dims(heads=8, kv_heads=2, head_dim=16, experts=5)
     )
     linear = {
         "linear_num_key_heads": 2,

@@ -64,17 +64,13 @@ class Cuda:
 
         def noted(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
             cuda.said.append(f"{cuda.streams[-1]} copies {other.numel()}, {non_blocking}")
-            with (
-                torch._C.DisableTorchFunction()
-            ):  # what a world on the CPU has installed would call this again
+            with torch._C.DisableTorchFunction():  # what a world on the CPU has installed would call this again
                 return copy(self, other)
 
         monkeypatch.setattr(Tensor, "copy_", noted)
 
 
-def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward or backward pass may change is copied before it, in the step's own stream; short pieces before long ones."""
     cuda = Cuda(monkeypatch)
     weight, short, buffer = torch.randn(10), torch.randn(4), torch.randn(3)
@@ -109,9 +105,7 @@ def test_memory_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPa
     piece = Piece("w", (10,), (0,), (10,), torch.randn(10), device=GPU)
     copied = HostCopy(GPU)
     copied.prepare([piece], {})
-    with pytest.raises(
-        UserError, match=r"can't be pinned for saves \(CUDA error 2\); leave the host more room"
-    ):
+    with pytest.raises(UserError, match=r"can't be pinned for saves \(CUDA error 2\); leave the host more room"):
         copied.take([piece], {})
     cuda.error = 0
     copied.take([piece], {})
@@ -144,9 +138,6 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     found = torch.frombuffer(copied.view(), dtype=torch.bfloat16)[:384]
     torch.testing.assert_close(found, moment.read().bfloat16(), rtol=0, atol=0)
     torch.testing.assert_close(
-        torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5],
-        torch.arange(5.0),
-        rtol=0,
-        atol=0,
+        torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5], torch.arange(5.0), rtol=0, atol=0
     )
     assert held.on_host and plain.on_host and not Piece("g", (1,), (0,), (1,), like[:1]).on_host

@@ -38,9 +38,7 @@ def hub(folder: Path) -> Path:
 
 
 def test_of_a_run_on_a_model_of_the_hub(tmp_path: Path) -> None:
-    recipe = zoo.load_recipe(
-        "qwen3_vl_sft", ["size=tiny", f"data.train={tmp_path}/mine.jsonl", "train.lr=3e-5"]
-    )
+    recipe = zoo.load_recipe("qwen3_vl_sft", ["size=tiny", f"data.train={tmp_path}/mine.jsonl", "train.lr=3e-5"])
     text = model_card.trained(recipe, 7, look(str(hub(tmp_path))), ARCH)
     assert head(text) == {
         "library_name": "transformers",
@@ -81,11 +79,7 @@ def test_of_adapters_and_of_random_weights() -> None:
     recipe = zoo.load_recipe("qwen3_vl_lora", ["size=tiny"])
     text = model_card.trained(recipe, 7, None, ARCH, adapter=True)
     assert head(text)["library_name"] == "peft" and "PeftModel.from_pretrained" in code(text)
-    assert (
-        "none: training began from random weights" in text
-        and "rank" in text
-        and "base_model" not in head(text)
-    )
+    assert "none: training began from random weights" in text and "rank" in text and "base_model" not in head(text)
 
 
 @pytest.mark.parametrize("adapter", [True, False])

@@ -36,9 +36,7 @@ def make(run_dir: Path, *steps: int) -> list[Path]:
 
 
 def log(run_dir: Path, **losses: float) -> None:
-    lines = [
-        {"event": "eval", "step": int(s[1:]), "loss": v, "exact_match": 1 - v} for s, v in losses.items()
-    ]
+    lines = [{"event": "eval", "step": int(s[1:]), "loss": v, "exact_match": 1 - v} for s, v in losses.items()]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run_dir / "train.jsonl").write_text(text + '{"event": "eval", "st')  # killed while it wrote
 
@@ -56,10 +54,7 @@ def test_the_best_one_is_chosen_on_one_set_of_rows(tmp_path: Path) -> None:
 def test_sums_find_every_change(tmp_path: Path) -> None:
     (folder,) = make(tmp_path, 3)
     assert integrity.faults(folder) == []
-    assert set(json.loads((folder / integrity.MANIFEST).read_text())["files"]) == {
-        "hf/config.json",
-        "state.json",
-    }
+    assert set(json.loads((folder / integrity.MANIFEST).read_text())["files"]) == {"hf/config.json", "state.json"}
     original = (folder / "state.json").read_bytes()
     for content in (b"", b"{} ", b"[]"):
         (folder / "state.json").write_bytes(content)
@@ -356,9 +351,7 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
     ]
 
 
-def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk may take a quarter of a second for each GB that is removed."""
     done = []
     for name in ("_begin", "_write_mine", "_publish"):

@@ -205,9 +205,7 @@ def test_a_write_that_fails_is_tried_again(
     assert len(retried) == 3 and "rank1_0.bin: Input/output error" in retried[0]["why"]
 
 
-def test_a_copy_that_is_given_up_says_where_the_checkpoint_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_given_up_says_where_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = stages(tmp_path, [[0, 1]])
     save(ranks, 4)
     failing(99, monkeypatch)
@@ -245,9 +243,7 @@ def no_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "replace", refuse)
 
 
-def test_where_folders_are_not_renamed_the_manifest_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_folders_are_not_renamed_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = stages(tmp_path, [[0, 1]])
     for step in (2, 4):
         save(ranks, step)
@@ -306,9 +302,7 @@ def test_what_a_killed_run_has_left_is_finished_oldest_first(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("what", ["another run's", "no node", "damaged"])
-def test_what_must_not_be_taken_is_put_aside(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_must_not_be_taken_is_put_aside(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is removed: where a mount is missing, an empty run folder looks like a new run."""
     ranks = stages(tmp_path, [[0], [1]])
     save(ranks, 4)
@@ -322,11 +316,7 @@ def test_what_must_not_be_taken_is_put_aside(
         assert on_all(ranks, lambda stage: leftovers.finish(stage, RECIPE)) == [None] * 2
     assert not checkpoints(tmp_path / "run")
     assert (ranks[0].folder / "checkpoints" / "left_iter_4" / "rank0_0.bin").exists()
-    why = {
-        "another run's": "train.jsonl has no steps",
-        "no node": "no rank sees its file",
-        "damaged": "is damaged",
-    }
+    why = {"another run's": "train.jsonl has no steps", "no node": "no rank sees its file", "damaged": "is damaged"}
     said = capsys.readouterr().err
     assert said.count("is not taken") == 1 and why[what] in said and "left_iter_4; remove it when" in said
 
@@ -431,9 +421,7 @@ def test_an_export_goes_through_a_stage_that_all_ranks_share(nodes: list[list[in
 def test_the_stage_of_a_run_is_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     given = ["size=tiny", "hardware=cpu", "run.stage=~/stage"]
-    one, other = (
-        validate(load_recipe("qwen3_vl_sft", [*given, f"run.dir={tmp_path}/{name}/run"]), 1) for name in "ab"
-    )
+    one, other = (validate(load_recipe("qwen3_vl_sft", [*given, f"run.dir={tmp_path}/{name}/run"]), 1) for name in "ab")
     assert one.run.stage == str(tmp_path / "home" / "stage")
     first, second = stage_folder(one), stage_folder(other)
     assert first is not None and second is not None and first != second

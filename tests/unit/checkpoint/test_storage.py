@@ -72,10 +72,7 @@ def test_a_factory_that_makes_no_views_is_refused() -> None:
 
 def grid(tensor: Tensor, key: str, counts: list[int]) -> list[Piece]:
     """A tensor cut into so many parts along each axis, whose sizes need not be equal."""
-    cuts = [
-        [size * i // count for i in range(count + 1)]
-        for size, count in zip(tensor.shape, counts, strict=True)
-    ]
+    cuts = [[size * i // count for i in range(count + 1)] for size, count in zip(tensor.shape, counts, strict=True)]
     found = []
     for corner in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
         part = tensor[tuple(slice(a, b) for a, b in corner)]
@@ -85,9 +82,7 @@ def grid(tensor: Tensor, key: str, counts: list[int]) -> list[Piece]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_what_one_cut_writes_any_other_reads(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_what_one_cut_writes_any_other_reads(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("written")
     ranks = data.draw(st.integers(1, 3))
     written: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -97,9 +92,7 @@ def test_what_one_cut_writes_any_other_reads(
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
         key = f"tensor {number}"
         tensors[key] = torch.randn(shape).mul(100).to(dtype)
-        cuts = sorted(
-            [0, *(data.draw(st.integers(0, math.prod(shape))) for _ in range(ranks - 1)), math.prod(shape)]
-        )
+        cuts = sorted([0, *(data.draw(st.integers(0, math.prod(shape))) for _ in range(ranks - 1)), math.prod(shape)])
         for rank, (start, end) in enumerate(itertools.pairwise(cuts)):
             part = tensors[key].view(-1)[start:end]
             written[rank] += flat(boxes(described(key, tensors[key])), tuple(shape), part, start)
@@ -108,9 +101,7 @@ def test_what_one_cut_writes_any_other_reads(
         small_blocks(patch, data.draw(st.sampled_from([4096, 2**22])))
         index = save(folder, written)
         back = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
-        counts = {
-            key: [data.draw(st.integers(1, 3)) for _ in tensor.shape] for key, tensor in tensors.items()
-        }
+        counts = {key: [data.draw(st.integers(1, 3)) for _ in tensor.shape] for key, tensor in tensors.items()}
         fill([piece for key, tensor in back.items() for piece in grid(tensor, key, counts[key])], index)
     for key, tensor in tensors.items():
         torch.testing.assert_close(back[key], tensor, rtol=0, atol=0)
@@ -128,8 +119,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
     tensor = torch.randn(5, 7)
     index = save(tmp_path, [grid(tensor, "w", [1, 1])])
     with pytest.raises(
-        UserError,
-        match=r"2 of 2 tensors are missing .* the first v, wanted \[5, 7\], of which it has no such",
+        UserError, match=r"2 of 2 tensors are missing .* the first v, wanted \[5, 7\], of which it has no such"
     ):
         fill([*grid(tensor, "v", [1, 1]), *grid(torch.randn(5, 8), "w", [1, 1])], index)
     with pytest.raises(UserError, match=r"1 of 1 .* the first w, wanted \[5, 8\], of which it has \[5, 7\]"):
@@ -150,9 +140,7 @@ def small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_read_takes_the_blocks_that_it_needs(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_takes_the_blocks_that_it_needs(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that asks for a quarter of the rows reads a quarter of the bytes, and none twice."""
     small_blocks(monkeypatch)
     tensor = torch.randn(64, 1024)
@@ -173,9 +161,7 @@ def test_a_read_takes_the_blocks_that_it_needs(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_every_changed_bit_that_is_read_is_found(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_changed_bit_that_is_read_is_found(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none that isn't read, which another rank checks that needs it."""
     small_blocks(monkeypatch)
     tensor = torch.randn(8, 1024)
@@ -200,9 +186,7 @@ def test_every_changed_bit_that_is_read_is_found(
         fill([rows], index, direct=direct)
 
 
-def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, calls = os.preadv, []
 
     def refuse(handle: int, buffers: Any, offset: int) -> int:
@@ -348,9 +332,7 @@ def test_threads_that_write_leave_the_cores_to_others(tmp_path: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
-def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As some network file systems do: they open the file so and refuse the write."""
     plain, calls = os.pwrite, []
 
@@ -367,9 +349,7 @@ def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(
     assert calls == [0, 0, 1000] and (tmp_path / "a").read_bytes() == bytes(copied.view())
 
 
-def test_the_error_of_the_thread_that_failed_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_the_thread_that_failed_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.pwrite
 
     def full(handle: int, data: Any, at: int) -> int:

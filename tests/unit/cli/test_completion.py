@@ -128,10 +128,7 @@ def test_an_answer_is_quick_and_imports_nothing_heavy() -> None:
     for line in ("zoo train recipe=qwen3_vl_sft size=", "zoo plan hardware=8x", "zoo train train."):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            [sys.executable, "-c", code, "completion", "answer", line],
-            capture_output=True,
-            text=True,
-            check=False,
+            [sys.executable, "-c", code, "completion", "answer", line], capture_output=True, text=True, check=False
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0, done.stderr
@@ -146,10 +143,7 @@ def test_scripts_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out == f"{script}\n"
     for arguments in ([], ["fish"], ["bash", "zsh"]):
         assert main(["completion", *arguments]) == 2
-        assert (
-            capsys.readouterr().err
-            == "zoo: error: zoo completion: name the shell: zoo completion bash | zsh\n"
-        )
+        assert capsys.readouterr().err == "zoo: error: zoo completion: name the shell: zoo completion bash | zsh\n"
 
 
 @pytest.fixture
@@ -193,7 +187,5 @@ def test_bash_completes(line: str, wanted: list[str], with_zoo: dict[str, str]) 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_reads_its_script(with_zoo: dict[str, str]) -> None:
     code = "source <(zoo completion zsh); whence -w _zoo; print $_comps[zoo]"
-    done = subprocess.run(
-        ["zsh", "-f", "-c", code], capture_output=True, text=True, check=False, env=with_zoo
-    )
+    done = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, check=False, env=with_zoo)
     assert done.stdout == "_zoo: function\n_zoo\n", done.stderr

@@ -30,9 +30,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], message: str) -> None:
         run(arguments)
 
 
-def row(
-    kind: str, said: str | None, answer: str | None, media: list[str], loss: float, weight: float
-) -> dict:
+def row(kind: str, said: str | None, answer: str | None, media: list[str], loss: float, weight: float) -> dict:
     return {
         "source": f"{kind}:1", "kind": kind, "task": None, "media": media, "prompt": "?", "answer": answer, "answers": [answer or ""],
         "prediction": said, "finish": "stop", "loss": loss, "loss_weight": weight,

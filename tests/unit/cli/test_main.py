@@ -68,14 +68,8 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["list", "qwen3_v"], "qwen3_v: no such family, recipe or GPU; nearest: qwen3_vl, qwen35_vl, qwen3"),
         (["list", "demo", "all"], "all: zoo list takes one name, or runs and a folder"),
-        (
-            ["bench"],
-            "zoo bench: name what to measure: zoo bench train | data | saves",
-        ),
-        (
-            ["bench", "paking"],
-            "paking: name what to measure: zoo bench train | data | saves",
-        ),
+        (["bench"], "zoo bench: name what to measure: zoo bench train | data | saves"),
+        (["bench", "paking"], "paking: name what to measure: zoo bench train | data | saves"),
         (["bench", "data", "sample=4"], "sample: no such key; nearest: samples"),
         (["bench", "data", "rows=two"], "rows=two: an integer wanted"),
         (["bench", "data", "steps=0"], "steps=0: wanted a whole number from 1 to 1,000,000"),
@@ -104,10 +98,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
             "--train.lr: the value is missing; write train.lr=VALUE",
         ),
         (["train", NAME, "other"], "other: an override is written key=value, such as train.steps=100"),
-        (
-            ["train", f"recipe={NAME}", "--train.steps"],
-            "--train.steps: the value is missing; write train.steps=VALUE",
-        ),
+        (["train", f"recipe={NAME}", "--train.steps"], "--train.steps: the value is missing; write train.steps=VALUE"),
         (["train", f"recipe={NAME}", "--stepz"], "--stepz: no such option; nearest: train.steps=VALUE"),
         (["train", f"recipe={NAME}", "train.stepz=4"], "train.stepz: no such key; nearest: train.steps"),
         (
@@ -124,9 +115,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], mess
 def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert refused(capsys, "train", f"recipe={NAME}", "model.family=x").startswith(
-        "model.family: no family 'x'"
-    )
+    assert refused(capsys, "train", f"recipe={NAME}", "model.family=x").startswith("model.family: no family 'x'")
 
     def missing(_: Recipe, **options: Any) -> TrainResult:
         raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
@@ -167,10 +156,7 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
         ([], "trains on digits:train (image, audio) | "),
         (["data.train=[/a/very/long/folder/of/rows.jsonl,b.jsonl]"], "trains on rows.jsonl and 1 more | "),
         ([f"data.train=[{'r' * 200}.jsonl,b,c]", f"model.init=some/{'m' * 90}"], "... and 2 more | "),
-        (
-            ["data.train=[{path: 'digits:train', kinds: [audio_in_video, multi_audio, multi_image, text]}]"],
-            "...",
-        ),
+        (["data.train=[{path: 'digits:train', kinds: [audio_in_video, multi_audio, multi_image, text]}]"], "..."),
     ],
 )
 def test_the_first_line_of_a_run_is_short(overrides: list[str], wanted: str) -> None:
@@ -187,12 +173,7 @@ def test_the_first_line_of_a_run_is_short(overrides: list[str], wanted: str) -> 
 
 @pytest.mark.parametrize(
     "written",
-    [
-        ["--train.lr", "1e-4"],
-        ["--train.lr=1e-4"],
-        ["train.lr=1e-4"],
-        ["--run.dir", "out", "--train.lr", "1e-4"],
-    ],
+    [["--train.lr", "1e-4"], ["--train.lr=1e-4"], ["train.lr=1e-4"], ["--run.dir", "out", "--train.lr", "1e-4"]],
 )
 def test_options_with_a_space(written: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
@@ -270,16 +251,10 @@ def test_a_rank_that_fails_is_a_line_and_its_exit_code(
     ],
 )
 def test_an_answer_without_an_end_is_said(
-    tokens: list[int],
-    finish: str,
-    wanted: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tokens: list[int], finish: str, wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = {"text": "00", "token_ids": tokens, "finish": finish}
-    monkeypatch.setattr(
-        importlib.import_module("zoo.tools.generate"), "generate", lambda *_, **options: [answer]
-    )
+    monkeypatch.setattr(importlib.import_module("zoo.tools.generate"), "generate", lambda *_, **options: [answer])
     assert main(["generate", "there", "What?"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "00\n" and wanted in printed.err
@@ -314,9 +289,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cpu" in found["hardware"]
 
 
-def test_show_prints_yaml_that_resolves_to_the_same(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_show_prints_yaml_that_resolves_to_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["show", f"recipe={NAME}", "train.steps=7", "data.train=[a.jsonl, b.jsonl]"]) == 0
     printed = capsys.readouterr().out
     assert "#   train.steps: 7 (default null)\n" in printed
@@ -361,9 +334,7 @@ def test_ctrl_c_in_the_guise_of_a_library_s_error(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_no_code_of_a_terminal_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_a_terminal_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["verify", "a\x1b[2Jb\nc"]) == 2
     printed = capsys.readouterr().err
     assert "\x1b" not in printed and printed.endswith("\n")

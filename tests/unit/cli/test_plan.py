@@ -68,9 +68,7 @@ def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str])
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert main(["plan", "recipe=qwen3_vl_sft", "size=235b-a22b", "hardware=1xh100"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(
-        "zoo: error: the model does not fit a GPU of 80 GB; 64 such GPUs (8 nodes of 8) would do"
-    )
+    assert error.startswith("zoo: error: the model does not fit a GPU of 80 GB; 64 such GPUs (8 nodes of 8) would do")
 
 
 def test_another_machine_is_planned_for_without_its_gpus_and_packages(
@@ -151,11 +149,7 @@ def test_a_name_lists_what_is_known_of_it(capsys: pytest.CaptureFixture[str]) ->
         assert all(part in printed for part in (family.title, *family.parts, " ".join(family.proved)))
         own = {name for name in recipe_names() if about(name)["family"] == family.name}
         assert own <= set(printed.split())
-    for name, told in (
-        ("demo", about("demo")["description"]),
-        ("h100", "80 GB"),
-        ("recipes", "qwen3_vl_dpo_lora "),
-    ):
+    for name, told in (("demo", about("demo")["description"]), ("h100", "80 GB"), ("recipes", "qwen3_vl_dpo_lora ")):
         assert main(["list", name]) == 0
         assert told in capsys.readouterr().out
     assert main(["list", "h100", "--json"]) == 0

@@ -7,14 +7,7 @@ from zoo.config.files import root_recipes
 from zoo.errors import UserError
 from zoo.registry import get_family
 
-PARTS = (
-    "text_config.",
-    "vision_config.",
-    "audio_config.",
-    "thinker_config.",
-    "thinker_config.text_config.",
-    "",
-)
+PARTS = ("text_config.", "vision_config.", "audio_config.", "thinker_config.", "thinker_config.text_config.", "")
 BASES = [name for name in root_recipes() if name.endswith("_sft")]
 
 

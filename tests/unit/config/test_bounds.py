@@ -27,9 +27,7 @@ SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(
 
 def test_the_walk_meets_the_numbers() -> None:
     """So the tests below can't pass for want of keys."""
-    assert {"run.seed", "train.lr", "train.lr_scale", "engine.threads", "data.augment", "nproc"} <= set(
-        NUMBERS
-    )
+    assert {"run.seed", "train.lr", "train.lr_scale", "engine.threads", "data.augment", "nproc"} <= set(NUMBERS)
     assert len(NUMBERS) > 50
 
 
@@ -85,9 +83,7 @@ def test_overrides(override: str) -> None:
 
 
 def test_a_recipe_that_was_built_by_hand() -> None:
-    recipe = Recipe(
-        size="tiny", model=ModelConfig(family="qwen3_vl"), train=TrainConfig(steps=1, lr=float("inf"))
-    )
+    recipe = Recipe(size="tiny", model=ModelConfig(family="qwen3_vl"), train=TrainConfig(steps=1, lr=float("inf")))
     with pytest.raises(ConfigError, match=r"^train.lr=inf: wanted a number from 0 to 100$"):
         load_recipe(recipe)
 

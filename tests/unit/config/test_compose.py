@@ -50,9 +50,7 @@ def test_overlays_stand_over_the_recipe_and_overrides_over_all() -> None:
 
 
 def test_an_architecture_takes_overrides_at_any_depth_unchecked() -> None:
-    recipe = load_recipe(
-        NAME, ["model.arch.thinker_config.text_config.num_hidden_layers=2", "model.arch.new.key=1"]
-    )
+    recipe = load_recipe(NAME, ["model.arch.thinker_config.text_config.num_hidden_layers=2", "model.arch.new.key=1"])
     assert recipe.model.arch["thinker_config"]["text_config"]["num_hidden_layers"] == 2
     assert recipe.model.arch["thinker_config"]["text_config"]["hidden_size"] == 128
     assert recipe.model.arch["new"] == {"key": 1}
@@ -81,10 +79,7 @@ def test_steps_and_epochs_replace_each_other_in_a_later_layer() -> None:
     recipe = load_recipe(NAME, ["train.epochs=2"])
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
     recipe = load_recipe(NAME, ["train.epochs=2", "train.steps=5"])
-    assert (recipe.train.steps, recipe.train.epochs) == (
-        5,
-        2.0,
-    )  # a contradiction is left for validate to refuse
+    assert (recipe.train.steps, recipe.train.epochs) == (5, 2.0)  # a contradiction is left for validate to refuse
 
 
 def test_the_users_file_stands_over_the_size_of_its_base(tmp_path: Path) -> None:
@@ -105,9 +100,7 @@ def test_a_base_may_be_a_file_beside_the_users(tmp_path: Path) -> None:
 
 
 def test_a_file_with_its_own_architecture_needs_no_size(tmp_path: Path) -> None:
-    resolved = resolve(
-        write(tmp_path / "r.yaml", "model: {arch: {num_hidden_layers: 2}}\ntrain: {steps: 1}\n")
-    )
+    resolved = resolve(write(tmp_path / "r.yaml", "model: {arch: {num_hidden_layers: 2}}\ntrain: {steps: 1}\n"))
     assert resolved.recipe.size is None
     assert resolved.size_why == "architecture given in model.arch"
 
@@ -145,9 +138,7 @@ def test_the_sizes_of_a_run_come_with_its_weights(tmp_path: Path) -> None:
         assert recipe.train.lr == load_recipe("qwen3_vl_sft", ["size=2b"]).train.lr
         assert "packing.budget=1024, train.global_batch=2, nproc_cpu=2" in resolved.taken
         assert "pixels" not in resolved.taken
-    own = write(
-        tmp_path / "own.yaml", f"base: qwen3_vl_sft\nmodel:\n  init: {tmp_path}\npacking: {{budget: 77}}"
-    )
+    own = write(tmp_path / "own.yaml", f"base: qwen3_vl_sft\nmodel:\n  init: {tmp_path}\npacking: {{budget: 77}}")
     assert resolve(own).recipe.packing.budget == 77
     assert "packing" not in resolve(own).taken
     sized = resolve("qwen3_vl_sft", [f"model.init={tmp_path}", "size=2b"])
@@ -178,9 +169,7 @@ def test_a_run_of_another_family_is_refused(tmp_path: Path) -> None:
 # --- references to the environment
 
 
-def test_the_environment_is_read_where_it_is_written_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_read_where_it_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWS", "/data/rows")
     monkeypatch.setenv("STEPS", "7")
     mine = write(
@@ -280,9 +269,7 @@ def test_a_recipe_is_a_family_a_task_and_an_adapter(tmp_path: Path) -> None:
     recipe = load_recipe("qwen3_vl_moe_dpo_lora")
     assert load_recipe(str(file)).replace({"recipe": recipe.recipe}) == recipe
     assert load_recipe("qwen3_vl_moe_sft", ["task=dpo", "adapter=lora"]) == recipe
-    assert load_recipe("qwen3_vl_moe_lora", {"task": "reward", "adapter": "none"}) == load_recipe(
-        "qwen3_vl_moe_reward"
-    )
+    assert load_recipe("qwen3_vl_moe_lora", {"task": "reward", "adapter": "none"}) == load_recipe("qwen3_vl_moe_reward")
     assert (recipe.lora.rank, recipe.train.reference, recipe.train.lr) == (8, "base", 5e-6)
     mine = load_recipe(str(file), ["adapter=none"])
     assert (mine.lora.rank, mine.train.lr) == (0, 5e-7)
@@ -321,11 +308,7 @@ def test_a_task_stands_below_a_users_file(tmp_path: Path) -> None:
     write(tmp_path / "mine.yaml", "base: qwen3_vl_sft\ntask: dpo\ntrain: {lr: 0.125}\n")
     assert load_recipe(mine, ["task=reward"]).train.loss == "reward"
     sft = load_recipe(mine, ["task=sft"]).train
-    assert (sft.loss, sft.lr, sft.weight_decay) == (
-        "nll",
-        0.125,
-        load_recipe("qwen3_vl_sft").train.weight_decay,
-    )
+    assert (sft.loss, sft.lr, sft.weight_decay) == ("nll", 0.125, load_recipe("qwen3_vl_sft").train.weight_decay)
     own = write(tmp_path / "own.yaml", "model: {family: qwen3_vl}\ntrain: {steps: 1, weight_decay: 1}\n")
     reward = load_recipe(own, ["task=reward"])
     assert (reward.recipe, reward.train.loss, reward.train.weight_decay) == (own, "reward", 0.0)

@@ -97,9 +97,7 @@ def value_of(key: Key) -> str:
 def loaded(overrides: list[str]) -> Recipe:
     """The recipe of the last `recipe=`, under the overrides that are left."""
     names = [text.partition("=")[2] for text in overrides if text.startswith("recipe=")]
-    return load_recipe(
-        [*["qwen3_vl_sft"], *names][-1], [text for text in overrides if not text.startswith("recipe=")]
-    )
+    return load_recipe([*["qwen3_vl_sft"], *names][-1], [text for text in overrides if not text.startswith("recipe=")])
 
 
 def name_of(when: When) -> str:
@@ -109,9 +107,7 @@ def name_of(when: When) -> str:
 
 def sides(key: Key, lacking: When | None) -> list[str]:
     """Overrides under which all conditions of a key hold, except for one."""
-    found = [
-        text for when in key.when or () if when not in (lacking, ALWAYS) for text in SIDES[name_of(when)][0]
-    ]
+    found = [text for when in key.when or () if when not in (lacking, ALWAYS) for text in SIDES[name_of(when)][0]]
     found += [] if lacking is None else SIDES[name_of(lacking)][1]
     return [text for text in found if text.partition("=")[0] != key.key]
 
@@ -222,16 +218,12 @@ def made() -> Iterator[tuple[str, Any]]:
     yield "lora.dropout", recipe.replace(lora=zoo.LoraConfig(dropout=0.5))
     yield (
         "train.momentum",
-        recipe.replace({"train.optimizer": "muon", "train.momentum": 0.5}).replace(
-            {"train.optimizer": "adamw"}
-        ),
+        recipe.replace({"train.optimizer": "muon", "train.momentum": 0.5}).replace({"train.optimizer": "adamw"}),
     )
     yield (
         "train.simpo_gamma",
         zoo.Recipe(
-            size="tiny",
-            model=zoo.ModelConfig(family="qwen3_vl"),
-            train=zoo.TrainConfig(steps=1, simpo_gamma=0.7),
+            size="tiny", model=zoo.ModelConfig(family="qwen3_vl"), train=zoo.TrainConfig(steps=1, simpo_gamma=0.7)
         ),
     )
 
@@ -255,10 +247,7 @@ def test_adapters_on_random_weights_are_named(capsys: pytest.CaptureFixture[str]
     from zoo.cli.main import main
 
     assert main(["show", "recipe=qwen3_vl_lora"]) == 0
-    assert (
-        "# lora.rank=16 with model.init=random: the weights under the adapters are random"
-        in capsys.readouterr().out
-    )
+    assert "# lora.rank=16 with model.init=random: the weights under the adapters are random" in capsys.readouterr().out
     assert main(["show", "recipe=qwen3_vl_sft"]) == 0
     assert "are random" not in capsys.readouterr().out
 

@@ -39,9 +39,7 @@ def test_arithmetic_and_where_there_is_nothing() -> None:
     assert foreign_hint("gradient_accumulation_steps") == (
         "zoo's is train.global_batch (gradient accumulation = train.global_batch / (train.micro_batch * data-parallel ranks))"
     )
-    assert (
-        foreign_hint("warmup_ratio") == "zoo's is train.warmup_steps (a number of steps: ratio * train.steps)"
-    )
+    assert foreign_hint("warmup_ratio") == "zoo's is train.warmup_steps (a number of steps: ratio * train.steps)"
     assert foreign_hint("train.bf16") == "zoo's is engine.precision (fp32 or bf16; by itself bf16 on a GPU)"
     assert foreign_hint("load_in_4bit") == "quantised weights are not trained here"
     assert foreign_hint("zzz") is None

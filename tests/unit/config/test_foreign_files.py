@@ -288,12 +288,8 @@ def test_files_that_train_nothing_name_the_verb() -> None:
 def test_what_zoo_does_not_do_is_said() -> None:
     message, _, _ = answer("model: Qwen/Qwen3-8B\nrlhf_type: grpo\ntuner_type: full\ndataset: a.jsonl\n")
     assert "grpo: no recipe does this" in message and "docs/verl.md" in message
-    Path("my.yaml").write_text(
-        "base_model: org/unheard-of\nadapter: lora\nlora_r: 8\ndatasets: [{path: a.jsonl}]\n"
-    )
-    with pytest.raises(
-        ConfigError, match=r"recipe=RECIPE(?s:.*)org/unheard-of: no family of zoo is called so"
-    ):
+    Path("my.yaml").write_text("base_model: org/unheard-of\nadapter: lora\nlora_r: 8\ndatasets: [{path: a.jsonl}]\n")
+    with pytest.raises(ConfigError, match=r"recipe=RECIPE(?s:.*)org/unheard-of: no family of zoo is called so"):
         load_recipe("my.yaml")
 
 

@@ -59,12 +59,6 @@ def test_a_machine_of_a_gpu_that_there_is_not() -> None:
 
 
 def test_typos_find_their_gpu() -> None:
-    for typed, meant in (
-        ("h20o", "h200"),
-        ("a1000", "a100"),
-        ("4090", "rtx4090"),
-        ("l4os", "l40s"),
-        ("B20", "b200"),
-    ):
+    for typed, meant in (("h20o", "h200"), ("a1000", "a100"), ("4090", "rtx4090"), ("l4os", "l40s"), ("B20", "b200")):
         assert find_gpu(typed) is None
         assert meant in near_gpus(typed)

@@ -25,8 +25,7 @@ BY_HAND = {
 
 def test_a_recipe_of_its_parts_is_what_a_file_with_the_same_keys_is(tmp_path: Path) -> None:
     (tmp_path / "custom.yaml").write_text(
-        "base: root.yaml\nsize: tiny\nnproc_cpu: 1\ntrain: {steps: 2, lr: 1.0e-5, min_lr: 0}\n",
-        encoding="utf-8",
+        "base: root.yaml\nsize: tiny\nnproc_cpu: 1\ntrain: {steps: 2, lr: 1.0e-5, min_lr: 0}\n", encoding="utf-8"
     )
     (tmp_path / "root.yaml").write_text("model: {family: qwen3_vl}\n", encoding="utf-8")
     composed = load_recipe(tmp_path / "custom.yaml")
@@ -53,9 +52,7 @@ def test_a_recipe_of_its_parts_is_what_a_file_with_the_same_keys_is(tmp_path: Pa
         lambda made: pickle.loads(pickle.dumps(replace(made, nproc=2))),
     ],
 )
-def test_a_copy_of_a_recipe_built_by_hand_waits_for_its_size_too(
-    change: Callable[[zoo.Recipe], zoo.Recipe],
-) -> None:
+def test_a_copy_of_a_recipe_built_by_hand_waits_for_its_size_too(change: Callable[[zoo.Recipe], zoo.Recipe]) -> None:
     made = zoo.Recipe(recipe="qwen3_vl_sft", size="tiny", hardware="8xh200", train=zoo.TrainConfig(steps=2))
     composed = load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=8xh200", "train.steps=2", "nproc=2"])
     assert load_recipe(change(made)) == composed
@@ -93,12 +90,9 @@ def test_overrides_are_a_dict_nested_and_dotted() -> None:
     by_text, by_dict = load_recipe("qwen3_vl_sft", texts), load_recipe("qwen3_vl_sft", overrides=nested)
     assert by_dict == by_text and by_dict.set_by_user == by_text.set_by_user
     assert (
-        load_recipe("qwen3_vl_sft", {"size": "tiny", "train": zoo.TrainConfig(steps=2, lr=1e-5)}).train
-        == by_text.train
+        load_recipe("qwen3_vl_sft", {"size": "tiny", "train": zoo.TrainConfig(steps=2, lr=1e-5)}).train == by_text.train
     )
-    assert (
-        load_recipe("qwen3_vl_sft", {"size": "tiny", "run.dir": "${HOME}", "nproc": "2"}).run.dir == "${HOME}"
-    )
+    assert load_recipe("qwen3_vl_sft", {"size": "tiny", "run.dir": "${HOME}", "nproc": "2"}).run.dir == "${HOME}"
     assert (
         load_recipe(by_text, {"train.steps": 3})
         == load_recipe(by_text, ["train.steps=3"])
@@ -124,9 +118,7 @@ def test_rows_as_objects_stand_wherever_data_train_is_said(rows: Any) -> None:
         zoo.Recipe(**plain).replace(data=zoo.DataConfig(train=rows, eval=[])),
         replace(load_recipe(zoo.Recipe(**plain)), data=zoo.DataConfig(train=rows, eval=[])),
         load_recipe("qwen3_vl_sft", {"size": "tiny", "data": {"train": rows, "eval": "none"}}),
-        load_recipe(
-            "qwen3_vl_sft", {"size": "tiny", "data.train": rows, "data": zoo.DataConfig(eval="none")}
-        ),
+        load_recipe("qwen3_vl_sft", {"size": "tiny", "data.train": rows, "data": zoo.DataConfig(eval="none")}),
     ):
         found = load_recipe(recipe)
         held = found.data.train[0].rows

@@ -23,9 +23,7 @@ def test_hardware_is_a_number_of_a_kind() -> None:
     near = error_of("hardware=8xh210")
     assert near.startswith("hardware=8xh210: no such hardware; nearest: 8x") and "8xh200" in near
     assert error_of("hardware=0xh100") == "hardware=0xh100: wanted at least one of them"
-    assert (
-        error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
-    )
+    assert error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
 
 
 @pytest.mark.parametrize(
@@ -60,15 +58,7 @@ def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
     given = ["hardware=8xh100", "parallel.tp=2", "train.global_batch=4", "engine.recompute=full"]
     assert load_recipe(NAME, given).parallel.plan == ["pp", "cp", "ep", "memory", "offload", "graphs"]
     given = ["hardware=8xh100", "parallel.pp=2", "parallel.stage_layers=[1,3]", "train.exp_avg_sq_dtype=bf16"]
-    assert load_recipe(NAME, given).parallel.plan == [
-        "tp",
-        "cp",
-        "ep",
-        "recompute",
-        "offload",
-        "graphs",
-        "batch",
-    ]
+    assert load_recipe(NAME, given).parallel.plan == ["tp", "cp", "ep", "recompute", "offload", "graphs", "batch"]
     assert load_recipe(NAME, ["hardware=8xh100", "parallel.plan=[]"]).parallel.plan == []
     mine = write(tmp_path / "mine.yaml", f"base: {NAME}\nparallel: {{pp: 2}}\n")
     assert "pp" not in load_recipe(mine, ["hardware=8xh100"]).parallel.plan

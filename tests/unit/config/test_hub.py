@@ -41,20 +41,14 @@ def asked(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -
     return "".join([*capfd.readouterr(), caplog.text])
 
 
-def test_a_model(
-    out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(
-        UserError, match=f"^model.init=org/name: no folder here, and {WORDS}and no copy of it"
-    ):
+def test_a_model(out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError, match=f"^model.init=org/name: no folder here, and {WORDS}and no copy of it"):
         locate("org/name", key="model.init")
     assert asked(capfd, caplog) == ""
     assert constants.HF_HUB_OFFLINE is False
 
 
-def test_a_plan(
-    out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan(out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     from zoo.planner.plan import as_planned
 
     assert as_planned(Recipe(model=ModelConfig(family="llava", init="org/name"))) is None
@@ -69,9 +63,7 @@ def test_a_data_set(
 
     from zoo.data.sources.hub import load_hub
 
-    with pytest.raises(
-        UserError, match=f"^data.train=org/name: the data set can't be loaded: .*; {WORDS}so the cache"
-    ):
+    with pytest.raises(UserError, match=f"^data.train=org/name: the data set can't be loaded: .*; {WORDS}so the cache"):
         load_hub(DataEntry(hub="org/name", stream=stream), "data.train")
     assert asked(capfd, caplog) == ""
     assert config.HF_HUB_OFFLINE is False and constants.HF_HUB_OFFLINE is False

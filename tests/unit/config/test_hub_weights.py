@@ -76,12 +76,7 @@ def cached(folder: Path, hub_id: str, config: dict[str, Any]) -> None:
 
 def training(recipe: Recipe) -> dict[str, Any]:
     values = {name: getattr(recipe.train, name) for name in TRAINING}
-    return {
-        **values,
-        "budget": recipe.packing.budget,
-        "nproc_cpu": recipe.nproc_cpu,
-        "bundled": recipe.data.bundled,
-    }
+    return {**values, "budget": recipe.packing.budget, "nproc_cpu": recipe.nproc_cpu, "bundled": recipe.data.bundled}
 
 
 def of_a_folder(name: str, folder: Path, *overrides: str) -> Recipe:
@@ -134,9 +129,7 @@ def test_a_cached_config_serves_offline(tmp_path: Path) -> None:
 
 def test_a_published_id_is_known_without_a_hub(tmp_path: Path) -> None:
     resolved = resolve("qwen3_vl_moe_lora", ["model.init=Qwen/Qwen3-VL-30B-A3B-Instruct"])
-    assert (
-        "the published size=30b-a3b, as its config.json is not to be had (HF_HUB_OFFLINE" in resolved.size_why
-    )
+    assert "the published size=30b-a3b, as its config.json is not to be had (HF_HUB_OFFLINE" in resolved.size_why
     assert resolved.recipe.model.arch == read_size("qwen3_vl", "30b-a3b").tree["model"]["arch"]
     planned = as_planned(resolved.recipe)
     assert planned is not None and planned.model.arch == resolved.recipe.model.arch

@@ -16,10 +16,7 @@ GIB = 2**30
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 64 GiB with 48 GiB left, in no control group."""
-    write(
-        tmp_path / "proc" / "meminfo",
-        f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n",
-    )
+    write(tmp_path / "proc" / "meminfo", f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n")
     write(tmp_path / "proc" / "self" / "statm", "1 1 1 1 0 1 0\n")
     monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")

@@ -61,16 +61,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("task=[dpo]", "task=[dpo]: no such task; there are sft, dpo, reward"),
         ("--task.name=dpo", "task={name: dpo}: no such task; there are sft, dpo, reward"),
         ("base=x", "base=x: it stands in a recipe file; name the recipe itself as recipe=NAME"),
-        (
-            "published_size=4b",
-            "published_size=4b: it stands in a recipe file; size=NAME chooses the size of a run",
-        ),
+        ("published_size=4b", "published_size=4b: it stands in a recipe file; size=NAME chooses the size of a run"),
         ("--tiny_size=4b", "tiny_size=4b: it stands in a recipe file; size=NAME chooses the size of a run"),
         ("description.a=1", "description={a: 1}: it describes a recipe file and sets nothing; leave it out"),
-        (
-            "resolved=false",
-            "resolved=false: it stands in the config.yaml of a run, which zoo writes; leave it out",
-        ),
+        ("resolved=false", "resolved=false: it stands in the config.yaml of a run, which zoo writes; leave it out"),
         ("size=tini", "size=tini: no such size; nearest: tiny"),
         ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
         ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: tiny, 30b-a3b"),
@@ -83,9 +77,7 @@ def test_a_mistake_in_an_override(override: str, message: str) -> None:
 def test_values_that_cannot_be_read() -> None:
     assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
     assert error_of("run.dir=${x").startswith("run.dir: ${x: no such reference; ")
-    assert error_of("run.dir=${nowhere}").startswith(
-        "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
-    )
+    assert error_of("run.dir=${nowhere}").startswith("run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is")
 
 
 def test_an_unknown_family_is_named_before_its_sizes() -> None:

@@ -15,9 +15,7 @@ from zoo.errors import ConfigError, UserError
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )
-MERGES = "a0: &a0 {x: 1}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
-)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10))
 BOMBS = {
     "brackets": "base: llava_sft\nmodel: " + "[" * 50_000 + "]" * 50_000,
     "open brackets": "[" * 500_000,

@@ -98,11 +98,7 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "tiny": 1_225_488,
         "tiny-moe": 1_375_504,
     },
-    "qwen3_asr": {
-        "0.6b": 782_426_112,
-        "1.7b": 2_038_052_480,
-        "tiny": 928_992,
-    },
+    "qwen3_asr": {"0.6b": 782_426_112, "1.7b": 2_038_052_480, "tiny": 928_992},
     "qwen25_vl": {
         "3b": 3_754_622_976,
         "7b": 8_292_166_656,
@@ -110,12 +106,7 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "72b": 73_410_777_344,
         "tiny": 1_029_184,
     },
-    "gemma3": {
-        "4b": 4_300_079_472,
-        "12b": 12_187_325_040,
-        "27b": 27_432_406_640,
-        "tiny": 977_792,
-    },
+    "gemma3": {"4b": 4_300_079_472, "12b": 12_187_325_040, "27b": 27_432_406_640, "tiny": 977_792},
     "internvl": {
         "1b": 1_060_897_792,
         "2b": 2_348_347_392,
@@ -166,11 +157,7 @@ def test_tiny_sizes_have_the_ids_of_the_bundled_tokenizer(family: str, size: str
 
 @pytest.mark.parametrize(
     ("size", "thinker", "whole"),
-    [
-        ("tiny", 1_256_128, 1_256_128),
-        ("3b", 4_703_464_448, 5_537_120_640),
-        ("7b", 8_931_813_888, 10_732_225_408),
-    ],
+    [("tiny", 1_256_128, 1_256_128), ("3b", 4_703_464_448, 5_537_120_640), ("7b", 8_931_813_888, 10_732_225_408)],
 )
 def test_parameters_of_a_thinker(size: str, thinker: int, whole: int) -> None:
     import torch

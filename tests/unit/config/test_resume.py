@@ -55,13 +55,7 @@ def test_every_fixed_key_is_compared(key: str) -> None:
 
 
 def test_what_is_free_is_no_change() -> None:
-    more = (
-        "train.steps=9",
-        "train.max_minutes=3",
-        "parallel.tp=2",
-        "log.tensorboard=false",
-        "data.root=/elsewhere",
-    )
+    more = ("train.steps=9", "train.max_minutes=3", "parallel.tp=2", "log.tensorboard=false", "data.root=/elsewhere")
     changed = recipe(*more, "run.dir=other", "nproc=4").replace({"train.micro_batch": 2})
     assert found(recipe(), changed) == []
 
@@ -110,12 +104,8 @@ def test_a_recipe_that_is_lost_or_lacks_keys() -> None:
 
 def test_names_that_mean_the_same(tmp_path: Any) -> None:
     (tmp_path / "there").mkdir()
-    before = recipe().replace(
-        {"model.init": f"{tmp_path}/there", "lora.parts": ["vision", "language"], "lora.rank": 1}
-    )
-    after = before.replace(
-        {"model.init": f"{tmp_path}/there/../there/", "lora.parts": ["language", "vision"]}
-    )
+    before = recipe().replace({"model.init": f"{tmp_path}/there", "lora.parts": ["vision", "language"], "lora.rank": 1})
+    after = before.replace({"model.init": f"{tmp_path}/there/../there/", "lora.parts": ["language", "vision"]})
     assert found(before, after) == []
 
 

@@ -171,11 +171,7 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
             {"parallel.pp": 2, "parallel.stage_layers": [2, 3]},
             "parallel.stage_layers=[2, 3] are 5 layers and the model has 6; parallel.stage_layers=[] derives them",
         ),
-        (
-            1,
-            {"parallel.vpp": 2},
-            "parallel.vpp=2 needs pipeline stages: give parallel.pp=2 or more, or vpp=1",
-        ),
+        (1, {"parallel.vpp": 2}, "parallel.vpp=2 needs pipeline stages: give parallel.pp=2 or more, or vpp=1"),
         (
             2,
             {"parallel.pp": 2, "parallel.vpp": 3, "train.global_batch": 3},
@@ -306,10 +302,7 @@ def test_no_architecture() -> None:
 
 
 def test_unknown_family_and_part() -> None:
-    assert (
-        error_of(Recipe(train=TrainConfig(steps=1)), {})
-        == "model.family is not set; `zoo list` shows the families"
-    )
+    assert error_of(Recipe(train=TrainConfig(steps=1)), {}) == "model.family is not set; `zoo list` shows the families"
     assert error_of(MOE, {"model.family": "nope"}).startswith("model.family: no family 'nope'; nearest: ")
     message = error_of(MOE, {"model.freeze": ["visoin"]})
     assert message.startswith("model.freeze=visoin: qwen3_omni has no such part; nearest: vision")
@@ -317,9 +310,7 @@ def test_unknown_family_and_part() -> None:
 
 def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
     recipe = Recipe(model=MOE.model, train=TrainConfig(steps="many"))  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"^train.steps=many: wanted a whole number from 1 to 1,000,000,000 or null$"
-    ):
+    with pytest.raises(ConfigError, match=r"^train.steps=many: wanted a whole number from 1 to 1,000,000,000 or null$"):
         validate(recipe, 1)
 
 
@@ -345,15 +336,9 @@ def test_losses_of_preferences_leave_dropout_out(loss: str) -> None:
         ({"lora.rank": -1}, "lora.rank=-1: wanted a whole number from 0"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha=0.0: wanted a number above 0, at most 1,000,000"),
         ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout=1.0: wanted a number from 0, below 1"),
-        (
-            {"lora.rank": 4, "train.optimizer": "muon"},
-            "train.optimizer=muon with lora.rank=4: Muon updates whole",
-        ),
+        ({"lora.rank": 4, "train.optimizer": "muon"}, "train.optimizer=muon with lora.rank=4: Muon updates whole"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets=[]: no linear would have an adapter"),
-        (
-            {"lora.rank": 4, "lora.parts": ["visoin"]},
-            "lora.parts=visoin: qwen3_omni has no such part; nearest: vision",
-        ),
+        ({"lora.rank": 4, "lora.parts": ["visoin"]}, "lora.parts=visoin: qwen3_omni has no such part; nearest: vision"),
         (
             {"lora.rank": 4, "lora.parts": ["vision"], "model.freeze": ["vision"]},
             "lora.parts=vision: model.freeze has vision too",
@@ -387,9 +372,7 @@ def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) ->
 
 
 def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:
-    assert "dpo, ipo, kto alone have a reference" in error_of(
-        MOE, {"train.loss": "simpo", "train.reference": "base"}
-    )
+    assert "dpo, ipo, kto alone have a reference" in error_of(MOE, {"train.loss": "simpo", "train.reference": "base"})
     assert "kto alone has it" in error_of(MOE, {"train.loss": "dpo", "train.desirable_weight": 2.0})
     assert "reward alone has it" in error_of(MOE, {"train.loss": "dpo", "train.center_rewards": 2.0})
     assert "base without adapters" in error_of(MOE, {"train.loss": "dpo", "train.reference": "base"})

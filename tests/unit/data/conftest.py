@@ -15,23 +15,10 @@ from zoo.models.qwen3_omni.processor import build_processor
 
 ROWS = {
     "text": {"messages": [("system", "Be brief."), ("user", "Say 12."), ("assistant", "12")]},
-    "turns": {
-        "messages": [
-            ("user", "Say 1."),
-            ("assistant", "1"),
-            ("user", "assistant\nno"),
-            ("assistant", "\n2 3"),
-        ]
-    },
+    "turns": {"messages": [("user", "Say 1."), ("assistant", "1"), ("user", "assistant\nno"), ("assistant", "\n2 3")]},
     "image": {"messages": [("user", "<image>Read."), ("assistant", "7")], "images": ["a.png"]},
-    "multi_image": {
-        "messages": [("user", "<image> and <image>"), ("assistant", "7 8")],
-        "images": ["a.png", "b.png"],
-    },
-    "audio": {
-        "messages": [("user", "Hear <audio>and <audio>"), ("assistant", "3")],
-        "audios": ["a.wav", "b.flac"],
-    },
+    "multi_image": {"messages": [("user", "<image> and <image>"), ("assistant", "7 8")], "images": ["a.png", "b.png"]},
+    "audio": {"messages": [("user", "Hear <audio>and <audio>"), ("assistant", "3")], "audios": ["a.wav", "b.flac"]},
     "video": {"messages": [("user", "<video>Watch."), ("assistant", "45")], "video": "silent.mp4"},
     "audio_in_video": {
         "messages": [("user", "<audio><video>Both."), ("assistant", "6 7")],
@@ -59,17 +46,13 @@ def encoded_sound(stream, sound: np.ndarray, rate: int, layout: str = "mono") ->
     return [packet for part in [*parts, None] for packet in stream.encode(part)]
 
 
-def write_audio(
-    path: Path, sound: np.ndarray, codec: str = "pcm_s16le", rate: int = 16000, layout: str = "mono"
-):
+def write_audio(path: Path, sound: np.ndarray, codec: str = "pcm_s16le", rate: int = 16000, layout: str = "mono"):
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate, layout=layout)
         container.mux(encoded_sound(stream, sound, rate, layout))
 
 
-def write_video(
-    path: Path, greys: list[int], fps: int, sound: np.ndarray | None = None, side: int = 32
-) -> None:
+def write_video(path: Path, greys: list[int], fps: int, sound: np.ndarray | None = None, side: int = 32) -> None:
     """A frame of one grey level for each of `greys`."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": "10"})

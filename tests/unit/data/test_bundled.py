@@ -46,7 +46,6 @@ def test_the_digits_are_what_their_generator_makes(script, tmp_path, monkeypatch
     assert len(strips) == 80
     for strip in strips:
         made, bundled = (
-            make.digit_media.read_image(folder / "heldout" / strip.name).astype(int)
-            for folder in (tmp_path, DIGITS)
+            make.digit_media.read_image(folder / "heldout" / strip.name).astype(int) for folder in (tmp_path, DIGITS)
         )
         assert made.shape == bundled.shape and abs(made - bundled).mean() < 1, strip.name

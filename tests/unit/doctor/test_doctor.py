@@ -28,8 +28,7 @@ def test_the_delta_rule_token_by_token() -> None:
         state = torch.zeros(4, width, 5, dtype=torch.float64)
         for t in range(start, stop):
             key, query = (
-                (x[t] / (x[t].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0)
-                for x in (k, q)
+                (x[t] / (x[t].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0) for x in (k, q)
             )
             state = state * decay[t].exp()[:, None, None]
             correction = beta[t][:, None] * (v[t] - torch.einsum("gkv,gk->gv", state, key))
@@ -51,9 +50,7 @@ def test_an_error_and_a_result_that_is_not_finite_are_reported() -> None:
     x = torch.ones(3)
 
     def result(kernel: Any) -> Any:
-        return run_check(
-            Check("norm", "k", "3", "fp32", 1e-3, "fix", lambda: Trial(kernel, lambda x: x, {"x": x}))
-        )
+        return run_check(Check("norm", "k", "3", "fp32", 1e-3, "fix", lambda: Trial(kernel, lambda x: x, {"x": x})))
 
     def refuse(x: Tensor) -> Tensor:
         raise RuntimeError("no kernel image")
@@ -88,9 +85,7 @@ def test_the_miscompiled_delta_rule_is_refused(
     x = torch.zeros(1)
     try:
         if wrong:
-            with pytest.raises(
-                UserError, match=r"pip install 'triton>=3.7.1', or set engine.delta_rule=torch"
-            ):
+            with pytest.raises(UserError, match=r"pip install 'triton>=3.7.1', or set engine.delta_rule=torch"):
                 gated_delta_net.delta_rule_kernel(x)
         else:
             assert gated_delta_net.delta_rule_kernel(x) == "fla"

@@ -41,9 +41,7 @@ def chosen(kinds: list[str], most: int, *bad: int) -> list[int]:
     found = _chosen(finder, held_out, most)
     assert list(found.values()) == [str(number) for number in found]
     known: Any = Finder()
-    assert not set(_chosen(known, held_out, most, set(bad))) & set(bad), (
-        "what evaluating left out is not asked again"
-    )
+    assert not set(_chosen(known, held_out, most, set(bad))) & set(bad), "what evaluating left out is not asked again"
     return list(found)
 
 

@@ -37,8 +37,7 @@ def test_a_draw_depends_on_seed_row_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_new_tokens", 0), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("seed", -1)],
+    ("name", "value"), [("max_new_tokens", 0), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("seed", -1)]
 )
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{name}={value}"):

@@ -70,9 +70,7 @@ def test_a_failing_rank_takes_the_others_with_it(
     start = time.monotonic()
     assert run_ranks(program(text), 3) == 3
     assert time.monotonic() - start < 10
-    assert (
-        "zoo: rank 1 failed with exit code 3; its last lines:\n  what went wrong\n" in capfd.readouterr().err
-    )
+    assert "zoo: rank 1 failed with exit code 3; its last lines:\n  what went wrong\n" in capfd.readouterr().err
     for pid in (int(path.name) for path in tmp_path.iterdir()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -115,9 +113,7 @@ def test_a_mistake_that_one_rank_finds_is_told_in_one_line(capfd: pytest.Capture
 
 def test_a_rank_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(program("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)"), 2) == 128 + signal.SIGKILL
-    assert (
-        capfd.readouterr().err == "zoo: rank 0 was ended by SIGKILL (not by the kernel for want of memory)\n"
-    )
+    assert capfd.readouterr().err == "zoo: rank 0 was ended by SIGKILL (not by the kernel for want of memory)\n"
 
 
 COUNTING = """
@@ -153,13 +149,7 @@ def when_ready(folder: Path, ranks: int, *signals: int) -> threading.Thread:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        (signal.SIGTERM, 75),
-        (signal.SIGUSR1, 75),
-        (signal.SIGHUP, 75),
-        (signal.SIGQUIT, 75),
-    ],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGQUIT, 75)],
 )
 def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
@@ -173,9 +163,7 @@ def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: i
 def test_a_ctrl_c_of_the_terminal_reaches_a_rank_once(tmp_path: Path) -> None:
     """A terminal signals the whole foreground process group: the ranks must not be in it."""
     code = "import sys; from zoo.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, *program(COUNTING), str(tmp_path)], start_new_session=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", code, *program(COUNTING), str(tmp_path)], start_new_session=True)
     while len(list(tmp_path.glob("ready*"))) < 2:
         time.sleep(0.02)
     os.killpg(parent.pid, signal.SIGINT)
@@ -307,9 +295,7 @@ def test_ranks_that_wait_end_where_nothing_is_planned(
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_what_is_done_while_another_process_plans(
-    gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_done_while_another_process_plans(gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[int] = []
     monkeypatch.setattr(plan_process, "gpu_count", lambda: gpus)
     recipe = recipe_in(tmp_path, "parallel.plan=[tp]", "hardware=2xh100", "machine.host_memory_gb=64")

@@ -20,10 +20,7 @@ from zoo.launch.objects import with_files
 
 def said(number: int, **media: Any) -> dict[str, Any]:
     mark = "<image>" if media else ""
-    messages = [
-        {"role": "user", "content": f"{mark}Say {number}."},
-        {"role": "assistant", "content": str(number)},
-    ]
+    messages = [{"role": "user", "content": f"{mark}Say {number}."}, {"role": "assistant", "content": str(number)}]
     return {"messages": messages, **media}
 
 
@@ -31,9 +28,7 @@ ROWS = [said(number, images=[Image.fromarray(np.full((32, 32, 3), number, np.uin
 
 
 def recipe_in(folder: Path, *more: str) -> Recipe:
-    return load_recipe(
-        "qwen3_vl_sft", ["size=tiny", "nproc=1", f"run.dir={folder / 'run'}", "data.eval=none", *more]
-    )
+    return load_recipe("qwen3_vl_sft", ["size=tiny", "nproc=1", f"run.dir={folder / 'run'}", "data.eval=none", *more])
 
 
 def numbers(recipe: Recipe, entries: list[Any]) -> list[str]:
@@ -55,9 +50,7 @@ def test_a_recipe_holds_objects_until_the_run_has_files(spell: Any, tmp_path: Pa
     assert recipe.data.train[0].rows is ROWS and recipe.train.steps == 3
     written = with_files(recipe)
     (entry,) = written.data.train
-    assert Path(entry["path"]) == tmp_path / "run/data/train-0.rows.arrow" and entry["root"] == str(
-        Path.cwd()
-    )
+    assert Path(entry["path"]) == tmp_path / "run/data/train-0.rows.arrow" and entry["root"] == str(Path.cwd())
     assert numbers(written, written.data.train) == [str(n) for n in range(6)]
     save_recipe(written, tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml").data.train == written.data.train
@@ -70,10 +63,7 @@ def test_every_kind_of_rows(tmp_path: Path) -> None:
     )
     rows = [{"image": row["images"][0], "question": "?", "answer": str(n)} for n, row in enumerate(ROWS)]
     dataset = datasets.Dataset.from_list(rows, features=features).select([4, 2])
-    data = [
-        {"rows": dataset, "weight": 0.5, "held_out": 0.5},
-        {"rows": (said(n) for n in (7, 8)), "weight": 0.5},
-    ]
+    data = [{"rows": dataset, "weight": 0.5, "held_out": 0.5}, {"rows": (said(n) for n in (7, 8)), "weight": 0.5}]
     written = with_files(recipe, data, [said(9)])
     first, second = written.data.train
     assert first["weight"] == 0.5 and first["held_out"] == 0.5 and Path(first["path"]).is_dir()
@@ -85,9 +75,7 @@ def test_every_kind_of_rows(tmp_path: Path) -> None:
 
 def test_rows_and_entries_are_told_apart(tmp_path: Path) -> None:
     assert entries_of("x.jsonl", "data.train") == ["x.jsonl"]
-    assert entries_of([{"path": "x.jsonl", "weight": 1.0}], "data.train") == [
-        {"path": "x.jsonl", "weight": 1.0}
-    ]
+    assert entries_of([{"path": "x.jsonl", "weight": 1.0}], "data.train") == [{"path": "x.jsonl", "weight": 1.0}]
     rows = [{"path": "a.png", "question": "q", "answer": "a"}]
     assert entries_of(rows, "data.train")[0].rows is rows
     with pytest.raises(ConfigError, match="3 is no entry"):
@@ -107,9 +95,7 @@ def test_what_can_not_travel_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with_files(recipe, rows)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        UserError, match=r"need zoo.train to start the ranks; under torchrun or SLURM write them"
-    ):
+    with pytest.raises(UserError, match=r"need zoo.train to start the ranks; under torchrun or SLURM write them"):
         with_files(recipe, ROWS)
 
 
@@ -130,9 +116,7 @@ def test_a_run_on_objects_is_the_run_on_their_file_on_two_ranks_and_resumed(tmp_
         "train.save_every=2",
     ]
     recipe = recipe_in(tmp_path, *shared)
-    of_file = zoo.train(
-        recipe.replace({"run.dir": str(tmp_path / "file"), "data.train": [str(tmp_path / "x.jsonl")]})
-    )
+    of_file = zoo.train(recipe.replace({"run.dir": str(tmp_path / "file"), "data.train": [str(tmp_path / "x.jsonl")]}))
     of_objects = zoo.train(recipe, data=ROWS)
     assert of_objects.losses == of_file.losses and len(of_objects.losses) == 4
     longer = zoo.train(recipe.replace({"train.steps": 6}), data=ROWS)

@@ -118,10 +118,7 @@ def test_what_is_not_there() -> None:
 def test_the_hub_out_of_reach(override: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub, "_unreachable", lambda endpoint: "no line")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in {"huggingface_hub.constants", "datasets.config"} & {
-        "huggingface_hub.constants",
-        *sys.modules,
-    }:
+    for name in {"huggingface_hub.constants", "datasets.config"} & {"huggingface_hub.constants", *sys.modules}:
         monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", False)
     message = told(override)
     assert "org/no_such" in message and "no line" in message and "cache" in message
@@ -149,9 +146,7 @@ NEW = ["run.dir=run", "data.train=digits:train"]
         (["run.resume=false"], ["run.resume=false", "iter_1"]),
     ],
 )
-def test_a_run_folder_of_another_experiment_is_told_before_ranks_start(
-    overrides: list[str], texts: list[str]
-) -> None:
+def test_a_run_folder_of_another_experiment_is_told_before_ranks_start(overrides: list[str], texts: list[str]) -> None:
     run_folder()
     with pytest.raises(UserError) as refusal:
         prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW, *overrides]))
@@ -164,12 +159,7 @@ def test_a_run_folder_is_left_to_the_ranks_where_they_may_resume() -> None:
     for overrides in (NEW, accepted):
         prepare.prepare(load_recipe("llava_sft", ["nproc=2", *overrides]))
     config = checkpoint / "config.yaml"
-    for content in (
-        config.read_text().replace("lr: ", "lr: 1"),
-        "- 1",
-        "lr: [",
-        "",
-    ):  # they take a whole copy
+    for content in (config.read_text().replace("lr: ", "lr: 1"), "- 1", "lr: [", ""):  # they take a whole copy
         config.write_text(content)
         prepare.prepare(load_recipe("llava_sft", ["nproc=2", *NEW]))
     for content in ("", "[" * 100_000, "{}"):  # or an older checkpoint

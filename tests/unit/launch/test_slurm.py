@@ -27,13 +27,7 @@ def test_the_first_host(nodes: str, host: str) -> None:
 
 def slurm(**more: str) -> dict[str, str]:
     found = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
-    return {
-        **found,
-        "SLURM_JOB_NODELIST": "gpu[07-10]",
-        "SLURM_JOB_ID": "123456",
-        "SLURM_NNODES": "4",
-        **more,
-    }
+    return {**found, "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "4", **more}
 
 
 def test_a_task_is_a_rank() -> None:
@@ -96,9 +90,7 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("8xh100", "hardware=8xh100: a node of it has 8 GPUs and 0 can be seen here; hardware=auto takes"),
     ],
 )
-def test_a_run_is_not_started_on_another_machine(
-    hardware: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_not_started_on_another_machine(hardware: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "gpu_count", lambda: 0)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError) as caught:

@@ -69,14 +69,7 @@ def test_media_that_are_gone_leave_the_texts(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_are_shown_without_the_marks_before_them(text: str, wanted: str) -> None:
-    row = Row(
-        (
-            Message("user", "first"),
-            Message("assistant", "a"),
-            Message("user", text),
-            Message("assistant", "b"),
-        )
-    )
+    row = Row((Message("user", "first"), Message("assistant", "a"), Message("user", text), Message("assistant", "b")))
     assert Prediction(row, "b", "c", False).prompt == wanted
 
 
@@ -92,12 +85,7 @@ def test_the_log_has_them_and_forgets_those_of_repeated_steps(tmp_path: Path) ->
     callbacks.end(4, None, "finished")
     callbacks.raise_failure(4, None, ended=True)
     written = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["right"]) for line in written] == [
-        (2, True),
-        (2, False),
-        (4, True),
-        (4, False),
-    ]
+    assert [(line["step"], line["right"]) for line in written] == [(2, True), (2, False), (4, True), (4, False)]
     assert set(written[0]) == {"step", "source", "kind", "prompt", "answer", "prediction", "right"}
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
     assert board.Tags()["images"] == ["predictions"]

@@ -26,9 +26,7 @@ def three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_line.time, "monotonic", lambda: next(now))
 
 
-def shown(
-    width: int, metrics: dict[str, Any], total: int, encoding: str = "utf-8", erases: bool = True
-) -> str:
+def shown(width: int, metrics: dict[str, Any], total: int, encoding: str = "utf-8", erases: bool = True) -> str:
     """What a terminal of that many columns gets of one step."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))

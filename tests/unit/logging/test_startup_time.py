@@ -30,9 +30,7 @@ def test_phases_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert startup.seconds == pytest.approx(sum(startup.stages.values()), abs=0.05)
 
 
-def test_a_start_without_bytecode_is_told_what_costs_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_start_without_bytecode_is_told_what_costs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = {}
     for number in range(1200):
         module = made[f"made_{number}"] = ModuleType(f"made_{number}")

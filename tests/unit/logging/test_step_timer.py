@@ -32,9 +32,7 @@ def test_the_cause(ranks: list[list[float]], seconds: float, cause: str, rank: i
 
 def test_what_is_not_slow() -> None:
     assert slow_step(2.9, [0.1, 0.1, 0.2, 0.0]) is None
-    assert (
-        StepTimes(torch.device("cpu"), 3.0).slow_step(100.0, [[0.0] * 4]) is None
-    )  # nothing to compare with
+    assert StepTimes(torch.device("cpu"), 3.0).slow_step(100.0, [[0.0] * 4]) is None  # nothing to compare with
     off = StepTimes(torch.device("cpu"), 0.0)
     assert [off.slow_step(seconds, [[0.0] * 4]) for seconds in (*[1.0] * 9, 100.0)] == [None] * 10
 

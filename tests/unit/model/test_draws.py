@@ -53,6 +53,6 @@ def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was
     weight, bias, embedding = first
     assert weight.requires_grad and weight.std().item() == pytest.approx(linear.item(), rel=0.02)
     assert bias.std().item() == pytest.approx(0.5, rel=0.15)
-    assert embedding.mean().item() == pytest.approx(
-        1.0, abs=1e-3
-    ) and embedding.std().item() == pytest.approx(0.02, rel=0.02)
+    assert embedding.mean().item() == pytest.approx(1.0, abs=1e-3) and embedding.std().item() == pytest.approx(
+        0.02, rel=0.02
+    )

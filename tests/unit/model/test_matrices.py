@@ -24,14 +24,7 @@ SEPARATE = {f"self_attn.{part}_proj": 1 for part in ("q", "k", "v", "out")}
 CLIP = {f"vision.encoder.layers.N.{name}": 1 for name in (*SEPARATE, "mlp.fc1", "mlp.fc2")}
 LLAVA = {**CLIP, "projector.linear_1": 1, "projector.linear_2": 1}
 
-VIT = (
-    "attention.q_proj",
-    "attention.k_proj",
-    "attention.v_proj",
-    "attention.projection_layer",
-    "mlp.fc1",
-    "mlp.fc2",
-)
+VIT = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.projection_layer", "mlp.fc1", "mlp.fc2")
 INTERNVL = dict.fromkeys(
     (*(f"vision.encoder.layer.N.{name}" for name in VIT), "projector.linear_1", "projector.linear_2"), 1
 )
@@ -80,11 +73,7 @@ QWEN25_OMNI = {
     **dict.fromkeys(("audio.proj", "audio.audio_bos_eos_token"), 1),  # the second is not trained
     **_layer("decoder", ATTENTION, DENSE),
 }
-GEMMA3 = {
-    **CLIP,
-    "projector.mm_input_projection_weight": 1,
-    **_layer("decoder", ATTENTION, DENSE),
-}
+GEMMA3 = {**CLIP, "projector.mm_input_projection_weight": 1, **_layer("decoder", ATTENTION, DENSE)}
 GEMMA4 = {
     **{f"vision.encoder.layers.N.self_attn.{part}_proj.linear": 1 for part in "qkvo"},
     **{f"vision.encoder.layers.N.mlp.{part}_proj.linear": 1 for part in ("gate", "up", "down")},
@@ -95,11 +84,7 @@ GLM = {
     **{f"vision.merger.{name}_proj": 1 for name in ("gate", "up", "down")},
     "vision.merger.proj": 1,
     **_layer(
-        "decoder",
-        ATTENTION,
-        EXPERTS,
-        DENSE,
-        {name: n for name, n in SHARED.items() if "gate_weight" not in name},
+        "decoder", ATTENTION, EXPERTS, DENSE, {name: n for name, n in SHARED.items() if "gate_weight" not in name}
     ),
 }
 WANTED = {  # parameter -> its matrices
@@ -178,11 +163,7 @@ def test_matrices_of_ranks_are_parts_of_the_whole_ones(name: str, shape: tuple[i
     for rank in range(size):
         info = ShardInfo(tp_rank=rank, tp_size=size, etp_rank=rank, etp_size=size)
         shard = rule.shard_for(DIMS)
-        mine = (
-            torch.stack([cut(one, shard, info) for one in places])
-            if rule.stacked
-            else cut(places, shard, info)
-        )
+        mine = torch.stack([cut(one, shard, info) for one in places]) if rule.stacked else cut(places, shard, info)
         matrices = matrices_of(name, mine, bridge, DIMS, info)
         assert list(matrices.shapes()) == list(alone.shapes())
         if matrices.axis is None:

@@ -27,9 +27,7 @@ def test_a_gpus_generator_is_not_looked_up_by_a_device_without_data(
     assert parameters and all(tensor.is_meta for tensor in parameters.values())
 
 
-def test_triton_looks_for_its_driver_before_the_current_device_is_meta(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_triton_looks_for_its_driver_before_the_current_device_is_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps what it finds: a library that asks for it while a model is built would leave kernels without a device."""
     found = []
 
@@ -57,9 +55,7 @@ def test_every_inner_part_has_parameters_of_a_part() -> None:
         model = build_meta_model(tiny_arch(case))
         for part, prefixes in model.family.inner.items():
             assert model.family.within(part) in model.family.parts
-            found = [
-                prefix for prefix in prefixes if any(name.startswith(prefix) for name in model.parameters)
-            ]
+            found = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in model.parameters)]
             assert found == list(prefixes), (case, part)
             seen[model.family.name, part] = found
         merging = [name for name in model.parameters if "merger" in name]

@@ -69,10 +69,7 @@ def by_zoo(processor: Any, recipe: Any, folder: Path, kind: str) -> tuple[list[i
 
 def by_transformers(processor: Any, folder: Path, kind: str) -> tuple[list[int], torch.Tensor]:
     said = [{"type": kind}, {"type": "text", "text": "what?"}]
-    chat = [
-        {"role": "user", "content": said},
-        {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
-    ]
+    chat = [{"role": "user", "content": said}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
     text = processor.apply_chat_template(chat, tokenize=False)
     if kind == "image":
         given: dict[str, Any] = {"images": [Image.open(folder / "a.png")]}
@@ -103,10 +100,7 @@ def test_media_are_read_as_the_run_read_them(name: str, media: Path, tmp_path: P
     assert processor.hf.to_json_string() == before, "the run's own processor stays as it is"
     served = AutoProcessor.from_pretrained(tmp_path)
     for kind in ("image", "video") if fps is not None else ("image",):
-        (ids, pixels), (wanted, theirs) = (
-            by_zoo(processor, recipe, media, kind),
-            by_transformers(served, media, kind),
-        )
+        (ids, pixels), (wanted, theirs) = (by_zoo(processor, recipe, media, kind), by_transformers(served, media, kind))
         assert ids[: len(wanted)] == wanted and len(ids) - len(wanted) <= 1, kind  # GLM's last end is zoo's
         torch.testing.assert_close(pixels, theirs, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
 
@@ -117,9 +111,7 @@ def test_a_thinker_that_has_no_limits_of_videos_gets_none(name: str, tmp_path: P
     processor, recipe = made(name)
     processor.hf.video_processor.size = processor.hf.image_processor.size
     processor.video_size = None  # as of a folder without a file for videos
-    ServedProcessor(processor, settings_of_recipe(recipe.replace({"data.max_pixels": 4096}))).save_pretrained(
-        tmp_path
-    )
+    ServedProcessor(processor, settings_of_recipe(recipe.replace({"data.max_pixels": 4096}))).save_pretrained(tmp_path)
     served = AutoProcessor.from_pretrained(tmp_path)
     assert served.image_processor.size["longest_edge"] == served.video_processor.size["longest_edge"] == 4096
 
@@ -203,12 +195,6 @@ def test_what_a_stranger_wrote_in_its_place_is_refused(text: str, tmp_path: Path
 
 
 def test_a_stranger_s_folder_opens_nothing_here(tmp_path: Path) -> None:
-    settings = {
-        "data.urls": True,
-        "data.root": "/",
-        "data.outside_root": True,
-        "train.lr": 1,
-        "data.labels": "all",
-    }
+    settings = {"data.urls": True, "data.root": "/", "data.outside_root": True, "train.lr": 1, "data.labels": "all"}
     (tmp_path / FILE).write_text(json.dumps({"settings": settings, "rows": {}}))
     assert settings_of(Place("hf", tmp_path, tmp_path)).values == {"data.labels": "all"}

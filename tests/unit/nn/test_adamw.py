@@ -4,18 +4,7 @@ import pytest
 import torch
 
 from zoo.nn.adamw import state
-from zoo.nn.adamw.state import (
-    FIRST,
-    Moment,
-    Part,
-    dequantize,
-    join,
-    quantize,
-    random_bits,
-    split,
-    to_bf16,
-    update,
-)
+from zoo.nn.adamw.state import FIRST, Moment, Part, dequantize, join, quantize, random_bits, split, to_bf16, update
 
 
 def every_kind_of_float() -> torch.Tensor:
@@ -51,9 +40,7 @@ def test_eight_bits_hold_three_of_mantissa_and_are_themselves_again(signed: bool
     large = values.abs() > 2**-11
     assert float(((found - values).abs() / values.abs())[large].max()) <= 1 / 16
     torch.testing.assert_close(dequantize(*quantize(found, signed, None), signed), found, rtol=0, atol=0)
-    torch.testing.assert_close(
-        found.bfloat16().float(), found, rtol=0, atol=0
-    )  # so a checkpoint may hold them in bf16
+    torch.testing.assert_close(found.bfloat16().float(), found, rtol=0, atol=0)  # so a checkpoint may hold them in bf16
 
 
 def test_a_part_of_a_moment_is_read() -> None:
@@ -119,9 +106,7 @@ def test_with_narrow_moments_it_stays_close(dtype: torch.dtype, most: float) -> 
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_moment_written_in_chunks_has_the_bits_of_the_whole(
-    signed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moment_written_in_chunks_has_the_bits_of_the_whole(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000) if signed else torch.rand(1000)
     random = torch.randint(0, 2**31 - 1, (1000,), dtype=torch.int32)
     for bits in (None, random):

@@ -71,9 +71,7 @@ IGNORED = {
     "top_k_experts": "of Gemma 4 with experts: refused",
     **dict.fromkeys(("text_config.num_experts", "text_config.moe_intermediate_size"), "of the same"),
     "vision_config.attention_bias": "Gemma 4's tower in transformers does not read it",
-    **dict.fromkeys(
-        ("video_token_id", "audio_token_id"), "of rows that Gemma 4's processor here does not take"
-    ),
+    **dict.fromkeys(("video_token_id", "audio_token_id"), "of rows that Gemma 4's processor here does not take"),
 }
 USED_IN = {  # of the above, where they are used all the same
     "text_config.tie_word_embeddings": {
@@ -252,9 +250,7 @@ def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> Non
     arch = tiny_arch(case)
     there = {field.name for field in dataclasses.fields(config_class(case, text_part(case)))}
     own = {"mtp_num_hidden_layers", "partial_rotary_factor"} if case.startswith("qwen3_5") else set()
-    own |= (
-        {"partial_rotary_factor"} if case.startswith("gemma3") else set()
-    )  # breaks transformers' linear scaling
+    own |= {"partial_rotary_factor"} if case.startswith("gemma3") else set()  # breaks transformers' linear scaling
     own |= {"partial_rotary_factor"} if case == "qwen3_next" else set()
     if case in ("llava", "llava_onevision", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_asr"):
         own |= {"tie_word_embeddings"}
@@ -334,9 +330,7 @@ def test_who_says_whether_the_head_is_the_embedding(case: str, inner: bool, tied
     import transformers
 
     with torch.device("meta"):
-        model = getattr(transformers, CASES[case][1])(
-            CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
-        )
+        model = getattr(transformers, CASES[case][1])(CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch)))
     model.tie_weights()
     same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert made_of(case, arch)["tied"] == same
@@ -366,9 +360,7 @@ def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
     """All that is refused is refused before transformers sees it: nothing is built, nothing loops."""
     arch = tiny_arch(case)
     for key in numbers(case, part):
-        hostile = [
-            value for value in HOSTILE if not (key.endswith(("_token_id", "_index")) and value == 10**9)
-        ]
+        hostile = [value for value in HOSTILE if not (key.endswith(("_token_id", "_index")) and value == 10**9)]
         if key in ("max_position_embeddings", "conv_chunksize", "chunk_size_feed_forward", "sliding_window"):
             hostile.remove(10**9)
         for value in [*hostile, [], ["64"], [[1]], [10**12]]:
@@ -382,8 +374,7 @@ def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
 
 @pytest.mark.parametrize("value", [None, [], "x", 3, True])
 @pytest.mark.parametrize(
-    ("case", "key"),
-    [(case, key) for case in NESTED for key in ("text_config", "vision_config") if has_part(case, key)],
+    ("case", "key"), [(case, key) for case in NESTED for key in ("text_config", "vision_config") if has_part(case, key)]
 )
 def test_nested_configs_are_objects(key: str, value: Any, case: str) -> None:
     config = get_family(CASES[case][0]).load("config")
@@ -410,25 +401,12 @@ def test_published_sizes_lie_far_within_the_bounds() -> None:
         check_arch(arch)
 
 
-SECTIONS = [
-    [11, 11, 11],
-    [4, 3],
-    [],
-    [0, 0, 10],
-    [-1, 6, 5],
-    [10, 0],
-    [1, 5, 4],
-    "x",
-    [2.0, 4, 4],
-    None,
-    [[4]],
-]
+SECTIONS = [[11, 11, 11], [4, 3], [], [0, 0, 10], [-1, 6, 5], [10, 0], [1, 5, 4], "x", [2.0, 4, 4], None, [[4]]]
 
 
 @pytest.mark.parametrize("sections", SECTIONS, ids=str)
 @pytest.mark.parametrize(
-    "case",
-    ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe_thinker", "qwen2_5_omni_thinker"],
+    "case", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe_thinker", "qwen2_5_omni_thinker"]
 )
 def test_mrope_sections_that_do_not_fit(case: str, sections: Any) -> None:
     arch = tiny_arch(case)

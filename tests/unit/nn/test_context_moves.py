@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.attention.context_moves import (
-    channels_by_rank,
-    in_rank_order,
-    in_row_order,
-    side_by_side,
-)
+from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order, side_by_side
 from zoo.packing import PackedLayout
 
 # The widest values that all parts consist of, under bf16: 2 bytes, 8 and 16.
@@ -31,9 +26,7 @@ def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
     ):
         found = move(x, row, size)
         torch.testing.assert_close(found, x.index_select(0, index), rtol=0, atol=0)
-        torch.testing.assert_close(
-            *(_gradient(out, x) for out in (found, x.index_select(0, index))), rtol=0, atol=0
-        )
+        torch.testing.assert_close(*(_gradient(out, x) for out in (found, x.index_select(0, index))), rtol=0, atol=0)
     torch.testing.assert_close(in_rank_order(in_row_order(x, row, size), row, size), x, rtol=0, atol=0)
 
 
@@ -41,22 +34,16 @@ def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
 @pytest.mark.parametrize("widths", SECTIONS)
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_channels_are_shared_out_by_section_but_for_one(
-    size: int, kept: int, widths: str, dtype: torch.dtype
-) -> None:
+def test_channels_are_shared_out_by_section_but_for_one(size: int, kept: int, widths: str, dtype: torch.dtype) -> None:
     sections = SECTIONS[widths]
     x = torch.randn(7, sum(sections), dtype=dtype, requires_grad=True)
     found, own = channels_by_rank(x, sections, size, kept)
     every = x.split(sections, dim=1)
     parts = [part for place, part in enumerate(every) if place != kept]
-    wanted = torch.stack(
-        [torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)]
-    )
+    wanted = torch.stack([torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)])
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     torch.testing.assert_close(own, every[kept], rtol=0, atol=0)
-    both = [
-        torch.cat([one.flatten(), other.flatten()]) for one, other in ((found, own), (wanted, every[kept]))
-    ]
+    both = [torch.cat([one.flatten(), other.flatten()]) for one, other in ((found, own), (wanted, every[kept]))]
     torch.testing.assert_close(*(_gradient(out, x) for out in both), rtol=0, atol=0)
 
 

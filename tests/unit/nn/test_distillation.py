@@ -32,9 +32,7 @@ def test_all_tokens_give_the_whole_divergence(temperature: float) -> None:
 
 def test_the_rest_is_one_outcome_and_fewer_tokens_see_less() -> None:
     student, teacher = drawn(40, 50, 2), drawn(40, 50, 3)
-    by_k = [
-        divergence(student, Teaching(top_tokens(teacher, k, 1.0, ALONE), 1.0), ALONE) for k in (1, 4, 20, 50)
-    ]
+    by_k = [divergence(student, Teaching(top_tokens(teacher, k, 1.0, ALONE), 1.0), ALONE) for k in (1, 4, 20, 50)]
     for fewer, more in itertools.pairwise(by_k):
         assert bool((fewer <= more + 1e-5).all()) and float((more - fewer).mean()) > 1e-4
     p = teacher.softmax(-1).max(-1)

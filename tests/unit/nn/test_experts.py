@@ -133,10 +133,7 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
 
         for gradient_only in (False, True):
             sums = [torch.ones_like(weight) if in_place else None for weight in (first, second)]
-            there, back = (
-                Rows(permutation.bounds, taken=permutation),
-                Rows(permutation.bounds, summed=permutation),
-            )
+            there, back = (Rows(permutation.bounds, taken=permutation), Rows(permutation.bounds, summed=permutation))
             inner = grouped_product(x, first, there, total=sums[0]).tanh()
             out = grouped_product(inner, second, back, gradient_only, sums[1])
             assert out.shape == plain.shape

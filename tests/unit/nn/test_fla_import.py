@@ -63,15 +63,11 @@ def test_a_library_that_is_imported_stays_as_it_is(ran: list[str]) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["fla/modules/__init__.py", None])
-def test_a_release_laid_out_otherwise_is_imported_as_a_whole(
-    lacks: str | None, ran: list[str], tmp_path: Path
-) -> None:
+def test_a_release_laid_out_otherwise_is_imported_as_a_whole(lacks: str | None, ran: list[str], tmp_path: Path) -> None:
     """One without a package that is stepped over, and one whose modules want what the package's own code makes."""
     (tmp_path / "fla/__init__.py").write_text("import sys\nsys.ran.append('fla')\n__about__ = 7\n")
     (tmp_path / "fla/ops/__init__.py").write_text("")
-    (tmp_path / "fla/ops/rule/chunk.py").write_text(
-        "from fla import __about__\ndef rule(): return __about__\n"
-    )
+    (tmp_path / "fla/ops/rule/chunk.py").write_text("from fla import __about__\ndef rule(): return __about__\n")
     if lacks:
         shutil.rmtree((tmp_path / lacks).parent)
     assert import_fla("fla.ops.rule").rule() == 7 and ran == ["fla"]
@@ -80,9 +76,7 @@ def test_a_release_laid_out_otherwise_is_imported_as_a_whole(
 def test_a_package_that_fails_within_it_is_told(ran: list[str], tmp_path: Path) -> None:
     """As TileLang does, which the library imports where it is, with another apache-tvm-ffi than it wants."""
     (tmp_path / "fla/modules/norm.py").write_text("raise RuntimeError('no enum at NONE')\n")
-    told = (
-        r"flash-linear-attention can't be imported: RuntimeError: no enum at NONE; `pip check` names packages"
-    )
+    told = r"flash-linear-attention can't be imported: RuntimeError: no enum at NONE; `pip check` names packages"
     with pytest.raises(UserError, match=told):
         import_fla("fla.ops.rule")
     with pytest.raises(ImportError):

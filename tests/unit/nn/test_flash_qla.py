@@ -61,11 +61,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     package.chunk_gated_delta_rule_fwd, package.chunk_gated_delta_rule_bwd = forward, backward
     index: Any = ModuleType("flash_qla.utils.index")
     index.prepare_varlen_metadata = prepare
-    for name, module in (
-        ("flash_qla", package),
-        ("flash_qla.utils", ModuleType("utils")),
-        (index.__name__, index),
-    ):
+    for name, module in (("flash_qla", package), ("flash_qla.utils", ModuleType("utils")), (index.__name__, index)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash_qla, "import_fla", lambda name: Norm)
 

@@ -20,16 +20,10 @@ def test_activations_are_a_code_times_a_power_of_two(shape: tuple[int, int]) -> 
     torch.manual_seed(0)
     x = (torch.randn(shape) * torch.logspace(-6, 6, shape[0])[:, None]).bfloat16()
     found = blocks.of_activations(x)
-    assert (
-        found.codes.shape[0] % 16 == 0
-        and found.codes.shape[1] % 128 == 0
-        and found.dense().shape[0] == shape[0]
-    )
+    assert found.codes.shape[0] % 16 == 0 and found.codes.shape[1] % 128 == 0 and found.dense().shape[0] == shape[0]
     assert set(torch.frexp(found.scales).mantissa.unique().tolist()) == {0.5}
     dense = found.dense()
-    assert (
-        float(((dense[:, : shape[1]] - x.float()).abs() / x.float().abs().clamp(min=1e-30)).median()) < 2**-4
-    )
+    assert float(((dense[:, : shape[1]] - x.float()).abs() / x.float().abs().clamp(min=1e-30)).median()) < 2**-4
     assert float(dense[:, shape[1] :].abs().sum()) == 0.0
     assert found.codes.float().abs().max() <= 448
     torch.testing.assert_close(dense, dense.bfloat16().float(), rtol=0, atol=0)

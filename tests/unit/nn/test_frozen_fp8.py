@@ -17,11 +17,7 @@ def test_values_are_near_and_exact_in_bf16(shape: tuple[int, ...], dtype: torch.
     weight[0] = 0.0
     weight = weight.to(dtype)
     found = Quantised.of(weight)
-    assert (
-        found.codes.dtype == DTYPE
-        and found.codes.shape == shape
-        and found.scales.shape[-1] == -(-shape[-1] // 128)
-    )
+    assert found.codes.dtype == DTYPE and found.codes.shape == shape and found.scales.shape[-1] == -(-shape[-1] // 128)
     assert bool((found.codes.float().abs() <= 448).all())
     dense = found.dense()
     assert dense.dtype == dtype
@@ -68,9 +64,7 @@ def test_a_module_computes_with_the_dense_weight_and_keeps_none(module: Any) -> 
         found = module(x)
     assert not any(one.shape[-2:] in ((64, 40), (40, 64), (48, 64), (64, 48)) for one in weights)
     other = x.detach().clone().requires_grad_()
-    wanted = torch.func.functional_call(
-        _Plain(module), {f"inner.{name}": one for name, one in plain.items()}, other
-    )
+    wanted = torch.func.functional_call(_Plain(module), {f"inner.{name}": one for name, one in plain.items()}, other)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     found.square().sum().backward()
     wanted.square().sum().backward()

@@ -5,10 +5,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution
-from zoo.nn.decoder.attention.gated_delta_net import (
-    _kernel_offsets,
-    chunked_delta_rule,
-)
+from zoo.nn.decoder.attention.gated_delta_net import _kernel_offsets, chunked_delta_rule
 from zoo.nn.graphs.row import CHUNK
 from zoo.packing import PackedLayout
 

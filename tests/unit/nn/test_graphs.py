@@ -190,8 +190,6 @@ def test_chunks_of_the_delta_rule_cover_every_token_once() -> None:
     covered = [
         token
         for segment, chunk in chunks
-        for token in range(
-            starts[segment] + 64 * chunk, min(starts[segment] + 64 * chunk + 64, starts[segment + 1])
-        )
+        for token in range(starts[segment] + 64 * chunk, min(starts[segment] + 64 * chunk + 64, starts[segment + 1]))
     ]
     assert sorted(covered) == list(range(256)) and chunks[-1] == [7, 0] and len(chunks) == 12

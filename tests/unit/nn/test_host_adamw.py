@@ -33,13 +33,8 @@ def example(numel: int, weight: torch.dtype, grad: torch.dtype, *moments: torch.
     slope = torch.randn(numel, generator=generator) * torch.logspace(-6, 0, numel)
     slope[::7] = 0.0
     device = torch.device("cpu")
-    held = [
-        Moment.zeros(numel, dtype, signed, device)
-        for dtype, signed in zip(moments, (True, False), strict=True)
-    ]
-    return Part(
-        values, remainder, slope.to(grad), *held, seed=2**32 - 50
-    )  # the seed's sum with the index overflows
+    held = [Moment.zeros(numel, dtype, signed, device) for dtype, signed in zip(moments, (True, False), strict=True)]
+    return Part(values, remainder, slope.to(grad), *held, seed=2**32 - 50)  # the seed's sum with the index overflows
 
 
 def master(part: Part) -> torch.Tensor:
@@ -60,9 +55,7 @@ def test_it_is_the_update_of_pytorch(form: tuple[torch.dtype, ...], numel: int) 
                 torch.testing.assert_close(one.values, other.values, rtol=1e-5, atol=1e-12)
                 continue
             apart = (one.values.view(torch.int16) if one.values.dtype == torch.bfloat16 else one.values).int()
-            apart -= (
-                other.values.view(torch.int16) if one.values.dtype == torch.bfloat16 else other.values
-            ).int()
+            apart -= (other.values.view(torch.int16) if one.values.dtype == torch.bfloat16 else other.values).int()
             assert int(apart.abs().max()) <= 1 and float((apart != 0).float().mean()) <= 2e-3 + 1 / numel
         wanted = Part(**{**vars(wanted)})
         for name in ("weight", "remainder"):  # so that differences do not add up
@@ -104,9 +97,7 @@ def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.exp_avg.values, cut.exp_avg.values, rtol=0, atol=0)
 
 
-def test_without_a_compiler_pytorch_does_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     host._loaded.cache_clear()
     try:
         monkeypatch.setattr(host.shutil, "which", lambda name: None)

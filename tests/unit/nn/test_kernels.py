@@ -47,18 +47,12 @@ def test_they_leave_the_cpu_and_fp32_alone() -> None:
 
 
 def test_settings_name_kernels_of_one_library() -> None:
-    assert all(
-        name.startswith("fla.") and values
-        for kernels in SETTINGS.values()
-        for name, values in kernels.items()
-    )
+    assert all(name.startswith("fla.") and values for kernels in SETTINGS.values() for name, values in kernels.items())
 
 
 @needs_triton
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_kernel_with_a_setting_is_launched_without_its_tuner(
-    hooked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_with_a_setting_is_launched_without_its_tuner(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     calls: list[tuple[Any, ...]] = []
@@ -90,9 +84,7 @@ def test_a_kernel_with_a_setting_is_launched_without_its_tuner(
         ("qwen25_omni", "functions layer_norm linears loss norm rotary swiglu"),
     ],
 )
-def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(
-    family: str, kernels: str, tmp_path: Path
-) -> None:
+def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(family: str, kernels: str, tmp_path: Path) -> None:
     """Where each kernel stands in a model, with what goes past it and back: one training step."""
     found = output("interpret_model.py", str(tmp_path), family, TRITON_INTERPRET="1")
     assert found["loss"] < 1e-6 and found["gradient"] < 5e-6, found

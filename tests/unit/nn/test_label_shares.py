@@ -5,9 +5,7 @@ import pytest
 from zoo.nn.decoder.label_shares import share_out
 
 
-@pytest.mark.parametrize(
-    "counts", [[100, 0], [0, 7], [3, 3], [0, 0], [60, 1, 0, 3], [1, 0, 0, 0], [5, 90, 2, 41]]
-)
+@pytest.mark.parametrize("counts", [[100, 0], [0, 7], [3, 3], [0, 0], [60, 1, 0, 3], [1, 0, 0, 0], [5, 90, 2, 41]])
 def test_labels_are_shared_out_evenly(counts: list[int]) -> None:
     size = len(counts)
     plans = [share_out(counts, rank) for rank in range(size)]

@@ -149,9 +149,7 @@ def test_masks_are_alike_where_inputs_are(tracker: None) -> None:
     def mask(rank: int, split: Any, sequence_parallel: bool = False) -> Tensor:
         weight = torch.nn.Parameter(torch.zeros(8, WIDTH))
         owner, lowrank = torch.zeros(8, dtype=torch.long), Lowrank(RANK, 1.0, 0.5)
-        made = LinearAdapter(
-            weight, lowrank, owner, GROUPS, split=split, sequence_parallel=sequence_parallel
-        ).train()
+        made = LinearAdapter(weight, lowrank, owner, GROUPS, split=split, sequence_parallel=sequence_parallel).train()
         lora.seed_dropout(torch.device("cpu"), 7, 100 + rank)
         return made._dropped(x)
 

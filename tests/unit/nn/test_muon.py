@@ -36,9 +36,7 @@ def test_matrices_in_a_stack_do_not_meet() -> None:
     assert torch.allclose(both, alone, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.uint8, 0.08)]
-)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01), (torch.uint8, 0.08)])
 def test_momentum_is_that_of_torch(dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten updates of one matrix, by what is orthogonalised, in every form of the average; clipping scales gradients."""
     seen: list[torch.Tensor] = []
@@ -59,6 +57,4 @@ def test_momentum_is_that_of_torch(dtype: torch.dtype, error: float, monkeypatch
 def test_scale_and_flops() -> None:
     assert rms_scale(64, 16) == rms_scale(16, 64) == 0.2 * 8
     # Two products of (m, n) by (n, m) and (m, m) by (m, n), and one of (m, m) by (m, m), five times.
-    assert (
-        newton_schulz_flops(30, 10) == newton_schulz_flops(10, 30) == 5 * (2 * 2 * 10 * 10 * 30 + 2 * 10**3)
-    )
+    assert newton_schulz_flops(30, 10) == newton_schulz_flops(10, 30) == 5 * (2 * 2 * 10 * 10 * 30 + 2 * 10**3)

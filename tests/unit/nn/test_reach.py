@@ -17,11 +17,7 @@ from zoo.packing.blocks import Blocks
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
 LAYOUTS = {"alike": ([24, 17, 20], 8), "one long": ([40, 3, 1, 9], 8), "alone": ([30], 8)}
-SPANS = {
-    "alike": ((0, 5), (7, 8), (20, 24), (24, 31), (45, 60)),
-    "one long": ((3, 37), (40, 43)),
-    "alone": (),
-}
+SPANS = {"alike": ((0, 5), (7, 8), (20, 24), (24, 31), (45, 60)), "one long": ((3, 37), (40, 43)), "alone": ()}
 
 
 def loop(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, reach: Reach) -> Tensor:
@@ -138,9 +134,7 @@ def test_offsets_are_made_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> None
         assert made.count("_chunks") == 2 * count
         segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
         segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
-        assert (
-            made.count("_runs") == count and made.count("ragged") * 2 == made.count("offsets") == 10 * count
-        )
+        assert made.count("_runs") == count and made.count("ragged") * 2 == made.count("offsets") == 10 * count
 
 
 def test_the_next_token_of_a_generation_sees_its_window() -> None:

@@ -120,9 +120,7 @@ def test_choices_and_gradients_are_those_of_megatron_core(
             weights = attach_aux_loss(weights)
         else:
             probs, experts = router(given, mask)
-            torch.testing.assert_close(
-                experts, torch.zeros_like(experts).scatter(1, chosen, True), rtol=0, atol=0
-            )
+            torch.testing.assert_close(experts, torch.zeros_like(experts).scatter(1, chosen, True), rtol=0, atol=0)
             weights = probs.gather(1, chosen)
         weights.backward(grad)
         moe_logging.destroy_moe_metrics_tracker()

@@ -18,32 +18,18 @@ from zoo.nn.towers.attention import tower_attention, use_varlen_attention
 X = torch.zeros(4, 1, 2, 8)
 MASK = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
 CONFIG: Any = SimpleNamespace(
-    kv_channels=8,
-    context_parallel_size=1,
-    attention_dropout=0.0,
-    window_size=None,
-    window_attn_skip_freq=None,
+    kv_channels=8, context_parallel_size=1, attention_dropout=0.0, window_size=None, window_attn_skip_freq=None
 )
 
 
 def core(**changes: Any) -> VarlenCoreAttention:
-    made: dict[str, Any] = {
-        "config": CONFIG,
-        "layer_number": 1,
-        "pg_collection": SimpleNamespace(cp=None),
-        **changes,
-    }
+    made: dict[str, Any] = {"config": CONFIG, "layer_number": 1, "pg_collection": SimpleNamespace(cp=None), **changes}
     return VarlenCoreAttention(**made)
 
 
 def towers(**options: Any) -> Any:
     heads, offsets = torch.zeros(1, 2, 4, 8), torch.tensor([0, 4])
-    usual: dict[str, Any] = {
-        "attention_mask": None,
-        "cu_seq_lens_k": offsets,
-        "max_length_k": 4,
-        "dropout": 0.0,
-    }
+    usual: dict[str, Any] = {"attention_mask": None, "cu_seq_lens_k": offsets, "max_length_k": 4, "dropout": 0.0}
     options = usual | {"cu_seq_lens_q": offsets, "max_length_q": 4} | options
     return tower_attention(torch.nn.Module(), heads, heads, heads, scaling=1.0, **options)
 

@@ -53,9 +53,7 @@ def of_2_11(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("version", [of_2_10, of_2_11])
-def test_older_and_newer_arguments_mean_the_same(
-    version: Any, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_and_newer_arguments_mean_the_same(version: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", version)
     q, k, v = torch.randn(3, 7, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
     offsets = torch.tensor([0, 3, 7], dtype=torch.int32)

@@ -54,9 +54,7 @@ def test_experts_of_an_odd_width_go_one_by_one(hidden: int, width: int, one_call
         assert not products.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
 
 
-def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both in one call of the layer, and both right."""
     calls: list[tuple[int, ...]] = []
 

@@ -22,9 +22,7 @@ class Threads:
         self.sent: list[Any] = [None] * size
         self.bytes = 0
 
-    def all_to_all(
-        self, out: Any, values: Any, incoming: Sequence[int], sizes: Sequence[int], group: Any
-    ) -> None:
+    def all_to_all(self, out: Any, values: Any, incoming: Sequence[int], sizes: Sequence[int], group: Any) -> None:
         self.sent[group.rank()] = values.split(list(sizes))
         self.bytes += sum(size for rank, size in enumerate(sizes) if rank != group.rank())
         self.barrier.wait()
@@ -58,9 +56,7 @@ def test_what_comes_back_is_the_whole_matrix_orthogonalised(
     threads = Threads(size)
     monkeypatch.setattr(exchange, "AT_ONCE", at_once)
     monkeypatch.setattr(exchange.dist, "all_to_all_single", threads.all_to_all)
-    ends = [
-        [n * (i + 1) // replicas - (3 if i + 1 < replicas else 0) for i in range(replicas)] for n in NUMEL
-    ]
+    ends = [[n * (i + 1) // replicas - (3 if i + 1 < replicas else 0) for i in range(replicas)] for n in NUMEL]
     parameters = [
         Parameter(one, n, tuple(zip([0, *end[:-1]], end, strict=True)))
         for one, n, end in zip(PARAMETERS, NUMEL, ends, strict=True)

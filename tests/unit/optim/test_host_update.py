@@ -67,9 +67,7 @@ def test_updates_have_the_same_bits(
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         for name, values in wanted.state[other].items():
-            torch.testing.assert_close(
-                found.state[one][name], values, rtol=0, atol=0, msg=f"{name}: {{}}".format
-            )
+            torch.testing.assert_close(found.state[one][name], values, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def test_the_share_is_reached_from_below() -> None:

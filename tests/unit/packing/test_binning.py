@@ -90,9 +90,7 @@ def test_bins_keep_their_promises(items, align, lookahead):
 @MANY
 @given(LENGTHS, LOOKAHEAD)
 def test_without_costs_an_item_costs_its_length(lengths, lookahead):
-    assert list(plan_bins(lengths, BUDGET, 1, lookahead)) == list(
-        plan_bins(lengths, BUDGET, 1, lookahead, lengths)
-    )
+    assert list(plan_bins(lengths, BUDGET, 1, lookahead)) == list(plan_bins(lengths, BUDGET, 1, lookahead, lengths))
 
 
 @MANY
@@ -152,9 +150,7 @@ def test_short_samples_wait_until_they_fill_a_bin():
 
 def test_bad_items_and_settings_are_refused_by_name():
     packer = BinPacker(budget=16, align=8)
-    with pytest.raises(
-        ValueError, match=r"'clip.wav' has 17 tokens \(24 at align 8\), over the budget of 16"
-    ):
+    with pytest.raises(ValueError, match=r"'clip.wav' has 17 tokens \(24 at align 8\), over the budget of 16"):
         packer.add("clip.wav", 17)
     with pytest.raises(ValueError, match="Item 3 has length 0"):
         packer.add(3, 0)
@@ -174,9 +170,7 @@ def test_the_average_follows_what_comes() -> None:
     """After a change of unit, or of the data, bins are balanced as before."""
     draw = random.Random(0)
     lengths = [draw.randint(50, 1000) for _ in range(20_000)]
-    costs = [
-        length * draw.randint(1, 3) * (1 if place < 10_000 else 1000) for place, length in enumerate(lengths)
-    ]
+    costs = [length * draw.randint(1, 3) * (1 if place < 10_000 else 1000) for place, length in enumerate(lengths)]
     bins = list(plan_bins(lengths, 4096, 1, 256, costs))
     late = bins[-400:-100]
     work = sorted(sum(costs[item] for item in items) for items in late)

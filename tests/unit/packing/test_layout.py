@@ -66,9 +66,7 @@ def test_properties_agree_with_a_naive_walk(lengths, align, tail):
     assert layout.segment_ids[0].tolist() == [-1 if pad else i for i, _, pad in expected]
     assert layout.positions[0].tolist() == [p for _, p, _ in expected]
     assert layout.positions.dtype == torch.int64
-    assert (
-        layout.positions.shape == layout.segment_ids.shape == layout.padding_mask.shape == (1, layout.total)
-    )
+    assert layout.positions.shape == layout.segment_ids.shape == layout.padding_mask.shape == (1, layout.total)
 
 
 @MANY
@@ -94,13 +92,7 @@ def attends(mask, kind, queries):
 
 @MANY
 @given(
-    LENGTHS,
-    SIDES,
-    st.integers(0, 3),
-    st.sampled_from(["causal", "full"]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    LENGTHS, SIDES, st.integers(0, 3), st.sampled_from(["causal", "full"]), st.booleans(), st.booleans(), st.booleans()
 )
 @example([3, 5, 7], "right", 1, "causal", True, True, False)
 @example([3, 5, 7], "right", 1, "causal", False, True, True)
@@ -139,9 +131,7 @@ def test_a_two_dimensional_mask_of_the_other_sense():
 @given(LENGTHS, ALIGN, SIDES, st.integers(0, 3), st.sampled_from([(), (3,)]))
 def test_pack_and_unpack_are_inverse_on_real_tokens(lengths, align, side, slack, tail_shape):
     mask = masked(lengths, side, slack)
-    layout = PackedLayout.from_mask(
-        mask, align=align, pad_to=sum(-(-n // align) * align for n in lengths) + align
-    )
+    layout = PackedLayout.from_mask(mask, align=align, pad_to=sum(-(-n // align) * align for n in lengths) + align)
     x = torch.randn(*mask.shape, *tail_shape, dtype=torch.float64, requires_grad=True)
     packed = layout.pack(x, fill=7)
     if not tail_shape:
@@ -158,9 +148,7 @@ def test_pack_and_unpack_are_inverse_on_real_tokens(lengths, align, side, slack,
     # A token's gradient is what arrives at its place; padding gets and gives none.
     weight = torch.randn_like(back)
     (grad,) = torch.autograd.grad((back * weight).sum(), x)
-    torch.testing.assert_close(
-        grad, weight * mask.view(*mask.shape, *(1 for _ in tail_shape)), rtol=0, atol=0
-    )
+    torch.testing.assert_close(grad, weight * mask.view(*mask.shape, *(1 for _ in tail_shape)), rtol=0, atol=0)
 
 
 def test_padding_of_the_batch_cannot_poison_gradients():
@@ -209,9 +197,7 @@ def test_cp_indices_partition_the_row_evenly(lengths, size):
         assert shard.tolist() == expected
     owner = torch.arange(layout.num_segments).repeat_interleave(torch.tensor(layout.padded_lengths))
     for segment in range(layout.num_segments):
-        costs = {
-            attended_pairs(layout.positions[0][shard[owner[shard] == segment]].tolist()) for shard in shards
-        }
+        costs = {attended_pairs(layout.positions[0][shard[owner[shard] == segment]].tolist()) for shard in shards}
         assert len(costs) == 1
     x = torch.randn(layout.total)
     gathered = torch.cat([x[shard] for shard in shards])
@@ -230,22 +216,10 @@ def test_cp_size_one_keeps_an_odd_row_whole():
         (lambda: PackedLayout.from_lengths([3, 2.5]), TypeError, "Segment 1 has length 2.5"),
         (lambda: PackedLayout.from_lengths(torch.tensor([3])), TypeError, "tensor"),
         (lambda: PackedLayout.from_lengths([3], align=0), ValueError, "align is 0"),
-        (
-            lambda: PackedLayout.from_lengths([3, 5], 4, pad_to=8),
-            ValueError,
-            "12 tokens.*over pad_to 8; raise pad_to",
-        ),
+        (lambda: PackedLayout.from_lengths([3, 5], 4, pad_to=8), ValueError, "12 tokens.*over pad_to 8; raise pad_to"),
         (lambda: PackedLayout.from_lengths([3, 5], 4, pad_to=14), ValueError, "multiple of align 4.*use 16"),
-        (
-            lambda: PackedLayout.from_lengths([3, 6], 2).cp_index(0, 2),
-            ValueError,
-            "Segment 1 has padded length 6",
-        ),
-        (
-            lambda: PackedLayout.from_lengths([6]).cp_restore_index(2),
-            ValueError,
-            "Segment 0 has padded length 6",
-        ),
+        (lambda: PackedLayout.from_lengths([3, 6], 2).cp_index(0, 2), ValueError, "Segment 1 has padded length 6"),
+        (lambda: PackedLayout.from_lengths([6]).cp_restore_index(2), ValueError, "Segment 0 has padded length 6"),
         (lambda: PackedLayout.from_lengths([9], pad_to=8), ValueError, "take 9 tokens .*over pad_to 8"),
         (lambda: PackedLayout.from_lengths([4]).cp_index(2, 2), ValueError, "CP rank is 2"),
         (lambda: PackedLayout.from_lengths([4]).cp_index(0, 0), ValueError, "CP size is 0"),
@@ -336,15 +310,10 @@ def test_packed_seq_params_are_those_mcore_would_make(lengths, align):
     torch.testing.assert_close(params.cu_seqlens_kv, layout.cu_seqlens, rtol=0, atol=0)
     torch.testing.assert_close(params.cu_seqlens_q_padded, layout.cu_seqlens_padded, rtol=0, atol=0)
     torch.testing.assert_close(params.cu_seqlens_kv_padded, layout.cu_seqlens_padded, rtol=0, atol=0)
-    assert (type(params.max_seqlen_q), params.max_seqlen_q, params.max_seqlen_kv) == (
-        int,
-        *[layout.max_seqlen] * 2,
-    )
+    assert (type(params.max_seqlen_q), params.max_seqlen_q, params.max_seqlen_kv) == (int, *[layout.max_seqlen] * 2)
     assert params.total_tokens == layout.total
     assert params.pad_between_seqs == (layout.total > layout.real_tokens)
-    own = params_module.PackedSeqParams(
-        cu_seqlens_q_padded=layout.cu_seqlens_padded, total_tokens=layout.total
-    )
+    own = params_module.PackedSeqParams(cu_seqlens_q_padded=layout.cu_seqlens_padded, total_tokens=layout.total)
     torch.testing.assert_close(params.seq_idx, own.seq_idx, rtol=0, atol=0)
     assert params.seq_idx.dtype == own.seq_idx.dtype
     assert layout.packed_seq_params(device="meta").cu_seqlens_q.device.type == "meta"
@@ -395,18 +364,12 @@ def test_positions_pack_unpack_and_split_along_their_own_dimension(align: int, d
     torch.testing.assert_close(packed[1], layout.pack(x[1]), rtol=0, atol=0)
     back = layout.unpack(packed, batch_dim=1)
     torch.testing.assert_close(back, x * mask.to(dtype), rtol=0, atol=0)
-    torch.testing.assert_close(
-        layout.unpack(packed, 7, batch_dim=1)[0], layout.unpack(packed[0], 7), rtol=0, atol=0
-    )
+    torch.testing.assert_close(layout.unpack(packed, 7, batch_dim=1)[0], layout.unpack(packed[0], 7), rtol=0, atol=0)
     for size in (1, 2) if align == 4 else (1,):
         for rank in range(size):
             index = layout.cp_index(rank, size)
-            torch.testing.assert_close(
-                layout.cp_shard(packed, rank, size, dim=2), packed[:, :, index], rtol=0, atol=0
-            )
-            torch.testing.assert_close(
-                layout.cp_shard(packed[0], rank, size), packed[0][:, index], rtol=0, atol=0
-            )
+            torch.testing.assert_close(layout.cp_shard(packed, rank, size, dim=2), packed[:, :, index], rtol=0, atol=0)
+            torch.testing.assert_close(layout.cp_shard(packed[0], rank, size), packed[0][:, index], rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"batch has shape \(3, 5\)"):
         layout.pack(x[0], batch_dim=1)
     with pytest.raises(ValueError, match="tokens are wanted at dimension 1"):

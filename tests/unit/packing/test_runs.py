@@ -27,9 +27,7 @@ def batch_mask(rows: list[tuple[int, int, int]]) -> Tensor:
     return torch.tensor([[0] * left + [1] * real + [0] * (width - left - real) for left, real, _ in rows])
 
 
-def there_and_back(
-    road: str, mask: Tensor, cp: int, rank: int, before: tuple[int, ...], after: tuple[int, ...]
-):
+def there_and_back(road: str, mask: Tensor, cp: int, rank: int, before: tuple[int, ...], after: tuple[int, ...]):
     """What packing, slicing and unpacking give on one road, and their gradients; NaN wherever padding is."""
     layout = PackedLayout.from_mask(mask, 2 * cp)
     draw = torch.Generator().manual_seed(0)
@@ -94,11 +92,7 @@ def test_results_are_new_tensors() -> None:
 
 
 def test_runs_that_touch_are_one_piece() -> None:
-    assert runs.plan([0, 3, 8], [0, 3, 6], [3, 3, 2], source=12, result=9)[:3] == (
-        [6, 2, 2, 2],
-        [1],
-        [0, 2, -1],
-    )
+    assert runs.plan([0, 3, 8], [0, 3, 6], [3, 3, 2], source=12, result=9)[:3] == ([6, 2, 2, 2], [1], [0, 2, -1])
 
 
 @pytest.mark.parametrize(("samples", "tokens", "pays"), [(8, 20, True), (64, 20, False), (64, 3000, True)])

@@ -15,9 +15,7 @@ from zoo.parallel import world as place
 from zoo.parallel.world import world
 
 
-@pytest.mark.parametrize(
-    ("overrides", "in_steps", "on_weights"), [((), 1, 12), (("engine.threads=3",), 3, 3)]
-)
+@pytest.mark.parametrize(("overrides", "in_steps", "on_weights"), [((), 1, 12), (("engine.threads=3",), 3, 3)])
 def test_one_thread_beside_a_gpu(
     overrides: tuple[str, ...], in_steps: int, on_weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,12 +33,8 @@ FAMILIES |= {"gemma4": "gemma4_sft"}
 FAMILIES |= {"qwen3": "qwen3_sft", "qwen3_next": "qwen3_next_sft"}
 FAMILIES |= {"internvl": "internvl_sft"}
 FAMILIES |= {"glm45v": "glm45v_sft"}
-SIZES = [
-    (recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size
-]
-SAID = re.compile(
-    r"; (?:packing\.budget=(\d+))?(?: or )?(?:(\d+) such GPUs(?: \((\d+) nodes of 8\))?)? would do$"
-)
+SIZES = [(recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size]
+SAID = re.compile(r"; (?:packing\.budget=(\d+))?(?: or )?(?:(\d+) such GPUs(?: \((\d+) nodes of 8\))?)? would do$")
 
 
 @cache
@@ -199,9 +195,7 @@ def test_a_plan_says_what_each_measure_saves() -> None:
     found = plan(recipe, ranks)
     by_name = {measure.name: measure for measure in found.measures}
     assert by_name["split master weights"].taken and by_name["moments in bf16"].taken
-    without = replace(
-        found.recipe, train=replace(found.recipe.train, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
-    )
+    without = replace(found.recipe, train=replace(found.recipe.train, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"))
     more = plan(without, ranks).worst.total - found.worst.total
     assert by_name["moments in bf16"].bytes == pytest.approx(more)
     assert by_name["gradients in bf16"].bytes == pytest.approx(found.worst.grads / 2)
@@ -215,9 +209,7 @@ def test_layers_that_stages_do_not_divide() -> None:
     """94 layers over 4 stages; the first stage has the towers and fewer layers."""
     chosen = chosen_for("qwen3_vl_moe_sft", "235b-a22b", "8x8xh200", "parallel.pp=4")
     assert stage_layers(chosen, 94) == [23, 24, 24, 23]
-    planned = chosen_for(
-        "qwen3_vl_sft", "4b", "4xh200", "parallel.tp=1", "parallel.cp=1", "train.global_batch=1"
-    )
+    planned = chosen_for("qwen3_vl_sft", "4b", "4xh200", "parallel.tp=1", "parallel.cp=1", "train.global_batch=1")
     layers = stage_layers(planned, 36)
     assert planned.parallel.pp == 4 and sum(layers) == 36 and layers[0] < layers[1] and layers[-1] < layers[1]
 
@@ -236,14 +228,8 @@ def test_layers_that_stages_do_not_divide() -> None:
         (["packing.budget=2400", "lora.rank=16", "parallel.tp=2"], False),
     ],
 )
-def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(
-    given: list[str], captured: bool
-) -> None:
-    plan = (
-        "parallel.plan=[recompute,graphs]"
-        if "engine.recompute=full" not in given
-        else "parallel.plan=[graphs]"
-    )
+def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(given: list[str], captured: bool) -> None:
+    plan = "parallel.plan=[recompute,graphs]" if "engine.recompute=full" not in given else "parallel.plan=[graphs]"
     chosen = chosen_for("qwen35_vl_sft", "2b", "2xh200", plan, *given)
     assert chosen.engine.cuda_graphs is captured
 
@@ -337,18 +323,13 @@ def small() -> Recipe:
     return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
 
 
-def test_a_model_that_cannot_fit_is_refused_with_a_fix(
-    small: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_a_fix(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.planner import plan as planning
 
     refuse_misfit(small, 1, 1)
     monkeypatch.setattr(planning, "host_memory", lambda *_: 0)
     refuse_misfit(small, 1, 1)  # nothing is known
-    for memory_there, fix in (
-        (20_000_000, "take a smaller size="),
-        (30_000_000, "set packing.budget lower"),
-    ):
+    for memory_there, fix in ((20_000_000, "take a smaller size="), (30_000_000, "set packing.budget lower")):
         monkeypatch.setattr(planning, "host_memory", lambda *_, size=memory_there: size)
         with pytest.raises(ConfigError, match=fix) as caught:
             refuse_misfit(small, 1, 1)
@@ -391,9 +372,7 @@ def test_a_plan_with_muon(small: Recipe) -> None:
     assert split.bytes == 2 * half.trained
 
 
-def test_weights_of_the_hub_are_planned_by_their_own_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_the_hub_are_planned_by_their_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     (tmp_path / "config.json").write_text(json.dumps(load_recipe("qwen3_vl_sft", ["size=4b"]).model.arch))

@@ -16,19 +16,13 @@ from zoo.planner.plan import model_of
 from zoo.registry import get_family
 
 RESULTS = [
-    json.loads(path.read_text())
-    for path in (Path(zoo.__file__).parents[1] / "benchmarks/results").glob("*.json")
+    json.loads(path.read_text()) for path in (Path(zoo.__file__).parents[1] / "benchmarks/results").glob("*.json")
 ]
 PACKED = [
-    pytest.param(
-        result, line, id=f"{result['date'][:10]} {result['recipe']} {line['name']} {line['backend']}"
-    )
+    pytest.param(result, line, id=f"{result['date'][:10]} {result['recipe']} {line['name']} {line['backend']}")
     for result in RESULTS
     for line in result["lines"]
-    if line.get("way") == "packed"
-    and line.get("ranks") == 1
-    and line.get("peak_gib")
-    and not result["layers"]
+    if line.get("way") == "packed" and line.get("ranks") == 1 and line.get("peak_gib") and not result["layers"]
 ]
 
 
@@ -42,11 +36,7 @@ def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
     changes["engine.cuda_graphs"] = graphs  # elsewhere they are a choice of the planner's
     recipe = validate(recipe.replace({**changes, "train.global_batch": 1, "train.steps": 1}), 1, here=False)
     config = get_family(recipe.model.family).load("config").from_arch(dict(recipe.model.arch))
-    samples, number, model = (
-        receipts(config, result["samples"], result["longest"]),
-        line["number"],
-        model_of(recipe),
-    )
+    samples, number, model = (receipts(config, result["samples"], result["longest"]), line["number"], model_of(recipe))
     # Bytes: earlier runs held whole fp32 copies of bf16 weights.
     copies = 2.0 * model.parameters.trained if result["date"] < "2026-11-24" else 0.0
     planned = []

@@ -36,9 +36,7 @@ def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.Mo
     build = module.build.build_model
     monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(module.build, "build_model", lambda *given: built.append(given) or build(*given))
-    recipe = zoo.load_recipe(
-        "qwen35_vl_sft", overrides=["size=tiny", "hardware=cpu", "train.optimizer=adamw"]
-    )
+    recipe = zoo.load_recipe("qwen35_vl_sft", overrides=["size=tiny", "hardware=cpu", "train.optimizer=adamw"])
 
     def statistics(changes: dict[str, Any]) -> ParameterStatistics:
         return module.parameter_statistics(recipe.replace(changes))

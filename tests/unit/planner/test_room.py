@@ -12,9 +12,7 @@ from zoo.planner import plan
 
 def recipe(folder: Path, **train: Any) -> Any:
     settings = {"keep": 2, "save_every": 100, "save_minutes": None, "steps": 1000, **train}
-    return SimpleNamespace(
-        train=SimpleNamespace(**settings), run=SimpleNamespace(dir=str(folder), stage=None)
-    )
+    return SimpleNamespace(train=SimpleNamespace(**settings), run=SimpleNamespace(dir=str(folder), stage=None))
 
 
 @pytest.mark.parametrize(
@@ -25,9 +23,7 @@ def test_a_disk_that_is_too_small_for_what_is_kept(
     train: dict[str, Any], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "not" / "there" / "yet"
-    needed = count * (
-        1020 * 10**6 + 2**20
-    )  # the tensors alone do not fill a disk: files beside them and inodes do too
+    needed = count * (1020 * 10**6 + 2**20)  # the tensors alone do not fill a disk: files beside them and inodes do too
     for free, fits in ((needed, True), (needed - 1, False), (count * 10**9, False)):
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         if fits:
@@ -37,9 +33,7 @@ def test_a_disk_that_is_too_small_for_what_is_kept(
                 plan._refuse_small_disk(recipe(folder, **train), 10**9)
 
 
-def test_checkpoints_that_are_there_take_no_further_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_are_there_take_no_further_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 10**6))
     with pytest.raises(ConfigError):
         plan._refuse_small_disk(recipe(tmp_path), 10**6)
@@ -80,9 +74,7 @@ def test_a_stage_holds_two_checkpoints_beside_what_the_run_folder_keeps_on_its_d
 def test_a_host_that_is_too_small_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "host_memory", lambda ranks, process: 20 * 10**9 // ranks)
     plan._refuse_small_host(9e9, 0.0, 2)
-    with pytest.raises(
-        ConfigError, match=r"copies 11\.0 GB of each rank .* has 10\.0 GB to give; use more hosts"
-    ):
+    with pytest.raises(ConfigError, match=r"copies 11\.0 GB of each rank .* has 10\.0 GB to give; use more hosts"):
         plan._refuse_small_host(11e9, 0.0, 2)
     with pytest.raises(ConfigError, match=r"and optimizer state 5\.0 GB; .* lower$"):
         plan._refuse_small_host(9e9, 0.0, 2, 5e9)

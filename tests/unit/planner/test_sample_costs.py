@@ -73,6 +73,4 @@ def test_recompute_adds_a_forward_pass_of_the_decoder(run: tuple[Any, Any]) -> N
     config, recipe = run
     more = replace(recipe, engine=replace(recipe.engine, recompute="full"))
     text = SampleSize(500)
-    assert training_cost(config, more)(text) == pytest.approx(
-        4 / 3 * training_cost(config, recipe)(text), rel=1e-6
-    )
+    assert training_cost(config, more)(text) == pytest.approx(4 / 3 * training_cost(config, recipe)(text), rel=1e-6)

@@ -62,9 +62,7 @@ def test_routing_that_is_none_of_the_model_is_refused(routing: Any, sparse: Any,
 def test_rows_are_taken_with_all_that_is_theirs() -> None:
     media = [{"pixel_values": torch.ones(2, 1)}, None, {"pixel_values": torch.full((1, 1), 3.0)}]
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 1]])
-    given = batch(
-        response_mask=mask, media=media, advantages=torch.arange(3.0), names=["a", "b", "c"], beta=0.1
-    )
+    given = batch(response_mask=mask, media=media, advantages=torch.arange(3.0), names=["a", "b", "c"], beta=0.1)
     rows = Rows.read(given, PROCESSOR, torch.tensor([1.0, 2.0, 3.0]))
     assert rows.lengths == (3, 2, 4) and len(rows) == 3
     assert rows.targets == 1 + 1 + 1, "no padding, and no row's first token"
@@ -73,9 +71,7 @@ def test_rows_are_taken_with_all_that_is_theirs() -> None:
     assert taken.labels is not None
     assert taken.labels.tolist() == [[8, -100, -100, 11], [-100, 1, -100, 3]]
     assert taken.media["patches"].tolist() == [[3.0], [1.0], [1.0]]
-    torch.testing.assert_close(
-        torch.as_tensor(rows.temperatures([2, 0])), torch.tensor([3.0, 1.0]), rtol=0, atol=0
-    )
+    torch.testing.assert_close(torch.as_tensor(rows.temperatures([2, 0])), torch.tensor([3.0, 1.0]), rtol=0, atol=0)
     part = rows.part([2, 0], torch.device("cpu"))
     assert part["advantages"].tolist() == [2.0, 0.0] and part["names"] == ["c", "a"] and part["beta"] == 0.1
 

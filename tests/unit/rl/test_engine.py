@@ -41,9 +41,7 @@ def test_the_example_of_the_page_learns(capsys: pytest.CaptureFixture[str]) -> N
     scope: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), scope)
     steps = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d ", line)]
-    chances = [
-        [float(x) for x in re.findall(r"0\.\d+|\d\.\d+e-\d+", line.partition("tensor")[2])] for line in steps
-    ]
+    chances = [[float(x) for x in re.findall(r"0\.\d+|\d\.\d+e-\d+", line.partition("tensor")[2])] for line in steps]
     assert len(chances) == 4
     assert chances[-1][1] > chances[0][1] and chances[-1][0] < chances[0][0]
     assert scope["tensor"].numel() and "." in scope["name"]
@@ -54,9 +52,7 @@ def test_the_example_of_the_page_learns(capsys: pytest.CaptureFixture[str]) -> N
     ("engine", "state_bytes"),
     [
         pytest.param((), 8, id="fp32"),  # both moments in fp32
-        pytest.param(
-            ("engine.precision=bf16",), 10, id="bf16", marks=pytest.mark.slow
-        ),  # and 16 bits of each weight
+        pytest.param(("engine.precision=bf16",), 10, id="bf16", marks=pytest.mark.slow),  # and 16 bits of each weight
         pytest.param(("train.exp_avg_dtype=fp8",), 5, id="8 bits", marks=pytest.mark.slow),
     ],
     indirect=["engine"],
@@ -143,12 +139,7 @@ def test_a_closed_engine_holds_no_memory(engine: Any) -> None:
     engine.train_step(text_batch(), likelihood)
     parts = engine._parts
     buffers = [data for chunk in parts.chunks for b in chunk.buffers for data in (b.param_data, b.grad_data)]
-    states = [
-        value
-        for one in optimizers(parts.optimizer)
-        for state in one.state.values()
-        for value in state.values()
-    ]
+    states = [value for one in optimizers(parts.optimizer) for state in one.state.values() for value in state.values()]
     assert len(states) > 3
     held = [*buffers, *states, *(p for chunk in parts.chunks for p in chunk.parameters()), parts.optimizer]
     left = [weakref.ref(one) for one in held]
@@ -168,10 +159,7 @@ def test_answers_are_a_batch_to_learn_from(engine: Any) -> None:
     found = engine.generate(rows, seed=1, **options)
     assert [one["reference"] for one in found.answers] == ["3"] * 3 + [None] * 3
     said = [one["token_ids"] for one in found.answers]
-    assert [engine.generate(rows, seed=seed, **options).answers == found.answers for seed in (1, 2)] == [
-        True,
-        False,
-    ]
+    assert [engine.generate(rows, seed=seed, **options).answers == found.answers for seed in (1, 2)] == [True, False]
     assert len({tuple(tokens) for tokens in said}) > 2, "draws are apart"
     for ids, mask, tokens in zip(found.batch["input_ids"], found.batch["loss_mask"], said, strict=True):
         kept = ids[mask].tolist()
@@ -199,11 +187,7 @@ def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
             other.load(tmp_path)
         engine.close()
         torch.testing.assert_close(
-            other.logprobs(batch),
-            wanted,
-            rtol=0,
-            atol=0,
-            msg="groups last as long as any engine does: {}".format,
+            other.logprobs(batch), wanted, rtol=0, atol=0, msg="groups last as long as any engine does: {}".format
         )
     assert not dist.is_initialized()
 
@@ -211,9 +195,7 @@ def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("advance", [True, False])
 def test_a_saved_engine_goes_on_with_the_same_masks_and_updates(advance: bool, tmp_path: Path) -> None:
     batch = text_batch()
-    recipe = zoo.load_recipe(
-        "qwen3_vl_sft", [*TINY, "lora.rank=4", "lora.dropout=0.5", f"run.dir={tmp_path / 'run'}"]
-    )
+    recipe = zoo.load_recipe("qwen3_vl_sft", [*TINY, "lora.rank=4", "lora.dropout=0.5", f"run.dir={tmp_path / 'run'}"])
 
     def steps(engine: Any, count: int) -> list[tuple[float, float]]:
         outcomes = []

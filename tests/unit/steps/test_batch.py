@@ -28,9 +28,7 @@ def step(align: int, pad_to: int | None = None, mode: str = "thd", **kwargs: Any
 
 
 @pytest.mark.parametrize(("align", "pad_to"), [(1, None), (4, None), (4, 64)])
-def test_the_loaders_layout_is_not_built_again(
-    align: int, pad_to: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loaders_layout_is_not_built_again(align: int, pad_to: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = loaded(align, pad_to)
     plain, _ = step(align, pad_to, mtp_depths=1).prepare(replace(batch, layout=None))
 
@@ -59,9 +57,7 @@ def test_a_layout_travels_through_a_pickle() -> None:
     batch = loaded(4)
     sent = pickle.loads(pickle.dumps(batch))
     assert sent.layout == batch.layout
-    torch.testing.assert_close(
-        step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions, rtol=0, atol=0
-    )
+    torch.testing.assert_close(step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions, rtol=0, atol=0)
 
 
 @dataclass(frozen=True)

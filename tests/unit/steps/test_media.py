@@ -44,18 +44,16 @@ def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: i
         gathered.append(torch.nn.functional.pad(made, (0, longest - len(made)), value=-1))
     whole = torch.cat([media[stream.data][::2, 0] for stream in streams])
     torch.testing.assert_close(torch.cat(gathered)[shares[0].place], whole, rtol=0, atol=0)
-    assert sum(
-        len(rows) for share in shares for name, rows in share.media.items() if name in ("pixels", "frames")
-    ) == (2 * sum(images) + 2 * sum(clips))
+    assert sum(len(rows) for share in shares for name, rows in share.media.items() if name in ("pixels", "frames")) == (
+        2 * sum(images) + 2 * sum(clips)
+    )
 
 
 @settings(deadline=None)  # other tests may run beside
 @given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=30), size=st.integers(1, 6))
 def test_no_rank_has_more_than_its_share_and_one_item(costs: list[int], size: int) -> None:
     owner = balance(costs, size)
-    load = [
-        sum(cost for cost, mine in zip(costs, owner, strict=True) if mine == rank) for rank in range(size)
-    ]
+    load = [sum(cost for cost, mine in zip(costs, owner, strict=True) if mine == rank) for rank in range(size)]
     assert max(load) <= sum(costs) / size + max(costs)
 
 

@@ -93,12 +93,8 @@ def test_placeholders_become_as_many_tokens_as_embeddings(mode: str) -> None:
         torch.testing.assert_close(
             getattr(parts, name), getattr(wanted, name), rtol=0, atol=0, msg=f"{name}: {{}}".format
         )
-    torch.testing.assert_close(
-        parts.placements["vision"].rows, wanted.placements["vision"].rows, rtol=0, atol=0
-    )
-    real = (
-        parts.source >= 0
-    )  # every token of the caller's batch once, the first of a medium for its placeholder
+    torch.testing.assert_close(parts.placements["vision"].rows, wanted.placements["vision"].rows, rtol=0, atol=0)
+    real = parts.source >= 0  # every token of the caller's batch once, the first of a medium for its placeholder
     found = given.input_ids.flatten()[parts.source[real]]
     torch.testing.assert_close(found, parts.input_ids[real], rtol=0, atol=0)
     assert int(real.sum()) == 9
@@ -147,12 +143,7 @@ SAMPLES = st.lists(st.lists(st.integers(1, 98), min_size=1, max_size=9), min_siz
 
 
 @settings(deadline=None)  # other tests may run beside
-@given(
-    rows=SAMPLES,
-    size=st.sampled_from([1, 2, 4]),
-    depth=st.integers(1, 3),
-    mode=st.sampled_from(["thd", "none"]),
-)
+@given(rows=SAMPLES, size=st.sampled_from([1, 2, 4]), depth=st.integers(1, 3), mode=st.sampled_from(["thd", "none"]))
 def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, depth: int, mode: str) -> None:
     """Whatever the ranks, layout and depth: token t reads token t+k of its own sample, or nothing, and never padding."""
     align = 2 * size if size > 1 else 1
@@ -229,9 +220,7 @@ def test_logprobs_stand_where_the_caller_has_the_tokens(mode: str, side: str) ->
     some = given.labels.masked_fill(given.labels == 7, IGNORE)
     inputs, loss_inputs = made.prepare(replace(given, labels=some), logprobs=True)
     found = made.logprobs(inputs.targets.float(), loss_inputs)
-    torch.testing.assert_close(
-        found, -(given.input_ids * (real & ~first & (some != IGNORE))).float(), rtol=0, atol=0
-    )
+    torch.testing.assert_close(found, -(given.input_ids * (real & ~first & (some != IGNORE))).float(), rtol=0, atol=0)
 
 
 def test_logprobs_are_differentiable() -> None:
@@ -294,9 +283,7 @@ def test_statements_that_agree_change_nothing(align: int) -> None:
         torch.testing.assert_close(inputs.input_ids, plain.input_ids, rtol=0, atol=0)
     left = replace(PADDED, lengths=(3, 2))
     assert step().capture(left).lengths == (3, 2)
-    assert step().capture(
-        Claims(**vars(left), position_ids=torch.tensor([[0, 1, 2], [0, 1, 1]]))
-    ).lengths == (3, 2)
+    assert step().capture(Claims(**vars(left), position_ids=torch.tensor([[0, 1, 2], [0, 1, 1]]))).lengths == (3, 2)
 
 
 @pytest.mark.parametrize("kind", ["2-D", "4-D"])
@@ -304,9 +291,7 @@ def test_a_batch_names_the_sense_of_its_mask(kind: str) -> None:
     given = batch([[1, 2, 3], [4, 5], [6]])
     hidden = given.attention_mask == 0
     if kind == "4-D":
-        hidden = (hidden[:, None, None, :] | hidden[:, None, :, None]) | torch.ones(
-            3, 3, dtype=torch.bool
-        ).triu(1)
+        hidden = (hidden[:, None, None, :] | hidden[:, None, :, None]) | torch.ones(3, 3, dtype=torch.bool).triu(1)
     megatron = replace(given, attention_mask=hidden)
     inputs, _ = step().prepare(Claims(**vars(megatron), masked_is_true=True))
     assert inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
@@ -337,9 +322,7 @@ class StreamStep(TileStep):
     ],
 )
 def test_media_and_their_placeholders_are_counted(tiles: list[int], pixels: int, message: str | None) -> None:
-    given = batch(
-        [[1, IMAGE, IMAGE, 2], [IMAGE, 3]], **({"tiles": tiles, "pixels": [0.0] * pixels} if tiles else {})
-    )
+    given = batch([[1, IMAGE, IMAGE, 2], [IMAGE, 3]], **({"tiles": tiles, "pixels": [0.0] * pixels} if tiles else {}))
     if message is None:
         step(StreamStep).prepare(given)
         return

@@ -120,9 +120,7 @@ IDLE = ["train.lr=3", "train.steps=5", "lora.rank=4", "run.callbacks=[a:B]", "tr
     "data.shuffle=false", "data.train=a.jsonl", "distill.weight=0.5"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "overrides", [[one] for one in IDLE] + [IDLE, {"train": {"lr": 3.0}}, {"lora.rank": 4}]
-)
+@pytest.mark.parametrize("overrides", [[one] for one in IDLE] + [IDLE, {"train": {"lr": 3.0}}, {"lora.rank": 4}])
 def test_keys_that_serve_training_alone_are_refused(overrides: Any, weights: Path, tmp_path: Path) -> None:
     names = [one.partition("=")[0] for one in overrides] if isinstance(overrides, list) else []
     with (
@@ -146,9 +144,7 @@ def test_held_out_rows_are_those_that_training_left(weights: Path, tmp_path: Pat
         found = read(recipe)
     assert 0 < len(found) < COUNT // 2
     run = run_of(
-        tmp_path / "run",
-        weights,
-        **{"data.train": [{"path": str(jsonl(tmp_path)), "held_out": 0.3, "seed": 4}]},
+        tmp_path / "run", weights, **{"data.train": [{"path": str(jsonl(tmp_path)), "held_out": 0.3, "seed": 4}]}
     )
     for rows in (None, "auto"):
         with asked(run, rows) as recipe:
@@ -213,9 +209,7 @@ def test_settings_hold_and_are_said_and_an_override_is_stronger(
         assert recipe.data.template == {"mode": "low"} and recipe.data.cache_mb == DataConfig().cache_mb
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(f"{key}=" in said for key in held if key != "data.cache_mb")
-    with asked(
-        run, str(jsonl(tmp_path)), ["data.video_fps=1", "data.labels=all", "packing.budget=99"]
-    ) as recipe:
+    with asked(run, str(jsonl(tmp_path)), ["data.video_fps=1", "data.labels=all", "packing.budget=99"]) as recipe:
         assert (recipe.data.labels, recipe.packing.budget, recipe.data.video_fps) == ("all", 99, 1.0)
         assert parse_entry(recipe.data.eval[0], "data.eval").video_fps is None
         assert parse_entry(recipe.data.eval[0], "data.eval").max_frames == 9

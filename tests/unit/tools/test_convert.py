@@ -50,9 +50,7 @@ def test_a_source_that_fails_leaves_nothing(error: BaseException, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room_is_said_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=20))
     with pytest.raises(UserError, match="32 B are to be written and 20 B are free"):
         write(tmp_path / "out", job("a", halves))

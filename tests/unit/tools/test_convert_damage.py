@@ -64,9 +64,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("which", [0, -1], ids=["first file", "last file"])
-def test_damage_ends_a_conversion_without_a_target(
-    damage: str, which: int, native: Path, tmp_path: Path
-) -> None:
+def test_damage_ends_a_conversion_without_a_target(damage: str, which: int, native: Path, tmp_path: Path) -> None:
     file = weights(native)[which]
     DAMAGE[damage](file)
     assert refused(native, tmp_path / "out").startswith(f"{file} is ")

@@ -97,9 +97,7 @@ def test_what_is_missing_names_what_helps(tmp_path: Path) -> None:
     folder = write_tiny_qwen35(tmp_path / "in", mtp=1)
     kept = tensors(folder)
     rewrite(folder, lambda saved: {n: t for n, t in saved.items() if n != "mtp.fc.weight"})
-    with pytest.raises(
-        BridgeError, match=r"(?s)mtp\.fc\.weight: missing.*train\.mtp_loss=0 builds the model without"
-    ):
+    with pytest.raises(BridgeError, match=r"(?s)mtp\.fc\.weight: missing.*train\.mtp_loss=0 builds the model without"):
         convert(folder, tmp_path / "zoo", quiet=True)
     rewrite(folder, lambda saved: {n: t for n, t in kept.items() if n != HEAD})
     with pytest.raises(BridgeError, match=r"(?s)lm_head\.weight: missing.*tie_word_embeddings=true"):
@@ -139,25 +137,19 @@ FORMS: list[tuple[list[str], list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "forms"), FORMS, ids=lambda one: one[0] if isinstance(one[0], str) else ""
-)
+@pytest.mark.parametrize(("options", "forms"), FORMS, ids=lambda one: one[0] if isinstance(one[0], str) else "")
 def test_the_command_and_the_function_write_the_same(
     options: list[str], forms: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     folder = write_tiny_qwen3(tmp_path / "in")
 
     def files(target: Path) -> dict[str, bytes]:
-        return {
-            str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()
-        }
+        return {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
     assert run([str(folder), str(tmp_path / "out"), *options, "--quiet"]) == 0
     wanted = files(tmp_path / "out")
     for number, given in enumerate(forms):
-        assert files(zoo.convert(folder, tmp_path / str(number) / "out", quiet=True, **given)) == wanted, (
-            given
-        )
+        assert files(zoo.convert(folder, tmp_path / str(number) / "out", quiet=True, **given)) == wanted, given
 
 
 @pytest.mark.parametrize(

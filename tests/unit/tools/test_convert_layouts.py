@@ -71,9 +71,7 @@ def test_names_and_bytes_come_back_in_every_published_layout(case: str, tied: bo
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mtp", [True, False], ids=["", "MTP carried"])
-def test_an_export_of_a_model_that_began_with_zoos_own_weights(
-    mtp: bool, frozen: bool, tmp_path: Path
-) -> None:
+def test_an_export_of_a_model_that_began_with_zoos_own_weights(mtp: bool, frozen: bool, tmp_path: Path) -> None:
     """Experts stand as in the folder that zoo's weights were made of, whether zoo trains, freezes or carries them."""
     arch = tiny_arch("qwen3_5_moe")
     entries = build_meta_model(arch)
@@ -89,13 +87,7 @@ def test_an_export_of_a_model_that_began_with_zoos_own_weights(
     assert any(name.startswith("multi_token.") for name in shapes) == mtp
     with SafetensorsFolder(own / "weights") as reader:
         held = HeldTensors(
-            reader,
-            shapes,
-            ours.bridge,
-            ours.dims,
-            arch,
-            locate(str(own)),
-            frozen=list(shapes) if frozen else [],
+            reader, shapes, ours.bridge, ours.dims, arch, locate(str(own)), frozen=list(shapes) if frozen else []
         )
         with ExportedTensors(held) as exported:
             found = {name: exported.read(name).clone() for name in exported.names()}

@@ -49,10 +49,7 @@ def test_the_command_prints_what_plans_of_each_machine_say(capsys: pytest.Captur
     for entry, cell, hardware in zip(found[1:4], cells[1:4], ("2xh100", "4xh100", "8xh100"), strict=True):
         recipe = zoo.load_recipe("qwen3_sft", ["size=8b", f"hardware={hardware}", "packing.budget=4096"])
         plan = zoo.plan(recipe, labels=0.5)
-        assert (
-            entry["bytes"] == pytest.approx(plan.worst.total)
-            and cell.split()[0] == f"{entry['bytes'] / 1e9:.0f}"
-        )
+        assert entry["bytes"] == pytest.approx(plan.worst.total) and cell.split()[0] == f"{entry['bytes'] / 1e9:.0f}"
         assert entry["layout"]["tp"] == plan.recipe.parallel.tp
         assert (f"tp{entry['layout']['tp']}" in cell) == (entry["layout"]["tp"] > 1)
 
@@ -69,22 +66,15 @@ def test_every_published_size_has_a_line_with_all_weights_and_with_adapters() ->
     wanted = {(family, size) for family in families() for size in size_names(family) if "tiny" not in size}
     lines = sizes_of(None)
     assert len(lines) == len(set(lines)) == 2 * len(wanted)
-    assert {
-        (zoo.load_recipe(recipe, [f"size={size}"]).model.family, size) for recipe, size in lines
-    } == wanted
-    assert sizes_of("qwen3_vl_moe_dpo_lora") == [
-        ("qwen3_vl_moe_dpo_lora", size) for size in ("30b-a3b", "235b-a22b")
-    ]
+    assert {(zoo.load_recipe(recipe, [f"size={size}"]).model.family, size) for recipe, size in lines} == wanted
+    assert sizes_of("qwen3_vl_moe_dpo_lora") == [("qwen3_vl_moe_dpo_lora", size) for size in ("30b-a3b", "235b-a22b")]
     assert ("llava_onevision_sft", "onevision-0.5b") in lines and ("llava_sft", "1.6-mistral-7b") in lines
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["hardware=8xh100"],
-            "hardware=8xh100: --table counts the GPUs itself; name the kind: hardware=h100",
-        ),
+        (["hardware=8xh100"], "hardware=8xh100: --table counts the GPUs itself; name the kind: hardware=h100"),
         (["hardware=h10"], "hardware=h10: no such GPU; nearest: h100"),
         (["ranks=4"], "ranks=4: --table has 1 to 16 GPUs; leave it out"),
         (["recipe=qwen3_sft", "size=9b"], "size=9b: no published size of these recipes: 0.6b, 1.7b"),

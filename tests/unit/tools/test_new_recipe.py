@@ -201,9 +201,7 @@ def test_rows_without_a_question_are_found(tmp_path: Path) -> None:
 
 def test_speech_for_a_model_that_is_asked_nothing(tmp_path: Path) -> None:
     sound = Path(__file__).parents[3] / "zoo" / "data" / "digits"
-    name = str(
-        next(file for file in sorted(sound.rglob("*")) if file.suffix in (".flac", ".ogg", ".wav", ".opus"))
-    )
+    name = str(next(file for file in sorted(sound.rglob("*")) if file.suffix in (".flac", ".ogg", ".wav", ".opus")))
     path = write(tmp_path / "speech.jsonl", [{"audio": name, "sentence": "one"}] * 3)
     data = look_at_data(path)
     assert data.entry["format"] == "transcripts" and data.rows[0].task == "speech"

@@ -40,12 +40,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row(number: int, times: int = 4) -> dict[str, Any]:
     asked = f"Say {number}, and keep in mind that this is a longer question. " * times
-    return {
-        "messages": [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": f"{number}. " * 100},
-        ]
-    }
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": f"{number}. " * 100}]}
 
 
 def command(verb: str, weights: Path, rows: Path, out: Path) -> list[str]:
@@ -88,9 +83,7 @@ def test_rows_that_were_done_are_kept_whatever_ends_the_call(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "bad.jsonl", tmp_path / "new" / "out.jsonl"
-    path.write_text(
-        "".join(f"{json.dumps(row(number))}\n" for number in range(6)) + json.dumps(row(COUNT, TOO_LONG))
-    )
+    path.write_text("".join(f"{json.dumps(row(number))}\n" for number in range(6)) + json.dumps(row(COUNT, TOO_LONG)))
     assert main(command("generate", weights, path, out)) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.endswith(f"; the 6 rows that were done are in {out.with_name('out.unfinished.jsonl')}")
@@ -106,11 +99,7 @@ def test_a_place_that_can_not_be_written_to_is_refused_before_anything_is_loaded
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    places = {
-        "": "wanted the name of a file",
-        str(tmp_path): "it is a folder",
-        f"{tmp_path}/file/a": "File exists",
-    }
+    places = {"": "wanted the name of a file", str(tmp_path): "it is a folder", f"{tmp_path}/file/a": "File exists"}
     for place, message in places.items():
         for verb in CALLS:
             assert main([verb, "nowhere", "rows=nothing", f"out={place}"]) == 2

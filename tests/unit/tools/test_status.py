@@ -55,20 +55,13 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
     assert status.steps_per_second == pytest.approx(2.0, rel=1e-3)
     assert status.tokens_per_second == pytest.approx(600.0, rel=1e-3)
     assert status.eta_seconds == pytest.approx(45.0, rel=1e-3)
-    assert (status.skipped_steps, status.slow_steps, status.bad_rows) == (
-        1,
-        {"data": 1},
-        {"corrupt_media": 2},
-    )
+    assert (status.skipped_steps, status.slow_steps, status.bad_rows) == (1, {"data": 1}, {"corrupt_media": 2})
     shown = describe(status)
     assert "state      running\nstep       10 of 100, 0:05 ago, 0:45 to go\n" in shown
     assert (
-        "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 on average over the last 9 steps\n"
-        in shown
+        "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 on average over the last 9 steps\n" in shown
     )
-    assert (
-        "1 of 1 ranks alive, 1 steps skipped, slow steps: 1 by data, rows left out: 2 corrupt_media" in shown
-    )
+    assert "1 of 1 ranks alive, 1 steps skipped, slow steps: 1 by data, rows left out: 2 corrupt_media" in shown
 
 
 def test_states(tmp_path: Path) -> None:
@@ -78,19 +71,14 @@ def test_states(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "stalled"
     healthy(tmp_path, pid=2**22 + 1)
     assert read_status(tmp_path).state == "gone"
-    assert "rank 0: after step 9, data at zoo/data/loading/loader.py:1 for 1 s" in describe(
-        read_status(tmp_path)
-    )
+    assert "rank 0: after step 9, data at zoo/data/loading/loader.py:1 for 1 s" in describe(read_status(tmp_path))
     for reason in ("finished", "out of time", "interrupted", "preempted"):
         folder_with(tmp_path, {"event": "end", "step": 10, "reason": reason, "time": time.time()})
         assert read_status(tmp_path).state == reason
     healthy(tmp_path, age=-10.0)  # started again, before it has said so
     assert read_status(tmp_path).state == "starting"
     healthy(tmp_path, age=30.0)
-    folder_with(
-        tmp_path,
-        {"event": "end", "step": 10, "reason": "died", "message": "rank 1 died", "time": time.time()},
-    )
+    folder_with(tmp_path, {"event": "end", "step": 10, "reason": "died", "message": "rank 1 died", "time": time.time()})
     assert describe(read_status(tmp_path)).splitlines()[1] == "state      failed: rank 1 died"
 
 
@@ -116,10 +104,7 @@ def test_a_run_whose_health_is_not_written_yet(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, said in (
-        (tmp_path, "is no run folder: it holds no train.jsonl"),
-        (tmp_path / "x", "no such folder"),
-    ):
+    for path, said in ((tmp_path, "is no run folder: it holds no train.jsonl"), (tmp_path / "x", "no such folder")):
         assert main(["show", str(path)]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"zoo: error: {path}") and said in err and err.count("\n") == 1

@@ -76,9 +76,7 @@ def test_transformers_model_is_that_of_the_model_type(
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config.pop("architectures", None)
-    file.write_text(
-        json.dumps(config if architectures is None else config | {"architectures": architectures})
-    )
+    file.write_text(json.dumps(config if architectures is None else config | {"architectures": architectures}))
     rows = tmp_path / "rows.jsonl"
     turns = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]
     rows.write_text(json.dumps({"messages": turns}) + "\n")

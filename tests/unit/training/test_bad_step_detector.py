@@ -26,12 +26,7 @@ def noisy(count: int, level: float = 2.0) -> list[float]:
 
 @pytest.mark.parametrize(
     ("loss", "norm", "cause"),
-    [
-        (math.nan, 1.0, "loss"),
-        (math.inf, math.nan, "loss"),
-        (2.0, math.inf, "gradient"),
-        (2.0, math.nan, "gradient"),
-    ],
+    [(math.nan, 1.0, "loss"), (math.inf, math.nan, "loss"), (2.0, math.inf, "gradient"), (2.0, math.nan, "gradient")],
 )
 def test_numbers_that_are_not_finite(loss: float, norm: float, cause: str) -> None:
     detector = BadStepDetector(TRAIN)
@@ -108,9 +103,7 @@ def test_a_level_that_has_shifted_ends_the_run_where_the_recipe_says_so() -> Non
 
 
 @pytest.mark.parametrize("train", [SKIP, TAKE])
-@pytest.mark.parametrize(
-    ("place", "loss", "norm"), [(0, math.nan, 1.0), (4, math.inf, 1.0), (9, 7.0, math.nan)]
-)
+@pytest.mark.parametrize(("place", "loss", "norm"), [(0, math.nan, 1.0), (4, math.inf, 1.0), (9, 7.0, math.nan)])
 def test_what_is_not_finite_is_no_level(train: TrainConfig, place: int, loss: float, norm: float) -> None:
     detector = after(noisy(200), train)
     for number in range(10):
@@ -216,9 +209,5 @@ def test_steps_without_labels_are_counted_and_leave_the_window_as_it_is() -> Non
         assert found is not None and found.cause == "labels" and not detector.ends
     assert detector.check(2.2, 1.0) is None
     found = detector.check(9.0, 1.0)
-    assert (
-        found is not None
-        and found.cause == "spike"
-        and "2 was the median of the last 61 good steps" in found.why
-    )
+    assert found is not None and found.cause == "spike" and "2 was the median of the last 61 good steps" in found.why
     assert detector.counts == {"labels": 200, "spike": 1}

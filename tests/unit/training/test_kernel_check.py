@@ -22,9 +22,7 @@ from zoo.training.kernel_check.recipes import check_recipes
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Any:
-    return validate(
-        load_recipe("qwen35_vl_moe_sft", ["size=tiny-moe", "hardware=cpu", f"run.dir={tmp_path}"]), 1
-    )
+    return validate(load_recipe("qwen35_vl_moe_sft", ["size=tiny-moe", "hardware=cpu", f"run.dir={tmp_path}"]), 1)
 
 
 def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +76,7 @@ def test_the_check_before_training_is_made_once(
     for count, name in enumerate(("FLA_FLASH_QLA", "NVTE_FUSED_ATTN"), 3):
         monkeypatch.setenv(name, "1")
         before_training.check_kernels(other)
-        assert len(list(gpu.glob("*.json"))) == count, (
-            "kernels that a variable chooses are checked by themselves"
-        )
+        assert len(list(gpu.glob("*.json"))) == count, "kernels that a variable chooses are checked by themselves"
 
 
 def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
@@ -88,9 +84,7 @@ def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
 ) -> None:
     monkeypatch.setattr(before_training, "SLOW", ())  # all in this process, where the kernel is wrong
     monkeypatch.setattr(
-        gated_delta_net,
-        "chunked_delta_rule",
-        lambda q, k, v, decay, beta, lengths: (v * beta[..., None], None),
+        gated_delta_net, "chunked_delta_rule", lambda q, k, v, decay, beta, lengths: (v * beta[..., None], None)
     )
     with pytest.raises(UserError, match=r"the kernel delta_rule \(torch\) is wrong on this GPU: .*; fix: "):
         before_training.check_kernels(recipe)
@@ -98,9 +92,7 @@ def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
     before_training.check_kernels(recipe.replace({"engine.doctor": False}))
 
 
-def test_a_kernel_that_ends_its_process_stops_the_run(
-    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_ends_its_process_stops_the_run(recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_instead(monkeypatch, "import os; print('an illegal address', flush=True); os.abort()")
     told = r"the kernel attention \(torch sdpa\) is wrong on this GPU: the process that checks it ended with SIGABRT"
     with pytest.raises(UserError, match=told + r" \(an illegal address\); fix: .*; the kernel delta_rule"):

@@ -73,9 +73,7 @@ def test_every_update_s_rate(steps: int, warm_up: int, schedule: str) -> None:
     assert all(rate > 0 for both in rates(steps, warm_up, schedule=schedule) for rate in both)
 
 
-@pytest.mark.parametrize(
-    ("steps", "warm_up", "decay"), [(1, 0, 1), (8, 0, 8), (9, 4, 5), (10, 2, 3), (30, 1, 1)]
-)
+@pytest.mark.parametrize(("steps", "warm_up", "decay"), [(1, 0, 1), (8, 0, 8), (9, 4, 5), (10, 2, 3), (30, 1, 1)])
 def test_every_update_s_rate_with_a_decay_of_its_own_length(steps: int, warm_up: int, decay: int) -> None:
     found = rates(steps, warm_up, min_lr=MIN_LR, schedule="wsd", decay_steps=decay)
     want = [wanted(update, steps, warm_up, schedule="wsd", decay=decay) for update in range(1, steps + 1)]

@@ -53,8 +53,6 @@ def test_the_loss_scale_undoes_the_means_of_schedule_and_replicas(
     monkeypatch.setattr(step_metrics.dist, "all_reduce", lambda total, group: total.mul_(replicas))
     for batches, weight in ((1, 6.0), (3, 6.0), (3, 2.5)):
         counts = Counts(10, 12, weight, batches, weight * replicas if known else None)
-        assert float(counts.loss_scale(world)) / (batches * replicas) == pytest.approx(
-            1 / (weight * replicas)
-        )
+        assert float(counts.loss_scale(world)) / (batches * replicas) == pytest.approx(1 / (weight * replicas))
     empty = Counts(10, 12, 0.0, 2, 0.0 if known else None)
     assert float(empty.loss_scale(world)) == 2 * replicas  # finite, of no label

@@ -13,13 +13,7 @@ from zoo.watchdog.progress import Moment, where
 
 
 def seen(
-    rank: int,
-    moves: int = 7,
-    waits_in: str = "all_reduce",
-    *,
-    moved: float = 0.0,
-    heard: float = 0.0,
-    **more,
+    rank: int, moves: int = 7, waits_in: str = "all_reduce", *, moved: float = 0.0, heard: float = 0.0, **more
 ) -> Seen:
     """A rank that moved, and was heard, so many seconds ago."""
     at = Moment(3, "data", moves, moves, 1.0, "zoo/training/trainer.py:1", waits_in)
@@ -28,9 +22,7 @@ def seen(
 
 
 def found(*ranks: Seen, alive: dict[int, bool] | None = None, silence: float = 60.0, stuck: float = 100.0):
-    return diagnose(
-        {one.heartbeat.rank: one for one in ranks}, silence=silence, stuck=stuck, alive=alive or {}
-    )
+    return diagnose({one.heartbeat.rank: one for one in ranks}, silence=silence, stuck=stuck, alive=alive or {})
 
 
 def test_a_run_in_which_one_rank_moves_is_left_alone() -> None:
@@ -91,10 +83,7 @@ def test_where_a_thread_stands() -> None:
     import zoo
 
     home = str(Path(zoo.__file__).parent)
-    ours = [
-        (f"{home}/training/trainer.py", 5, "run"),
-        (f"{home}/parallel/megatron/cpu_host.py", 9, "gather"),
-    ]
+    ours = [(f"{home}/training/trainer.py", 5, "run"), (f"{home}/parallel/megatron/cpu_host.py", 9, "gather")]
     theirs = [
         ("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
         ("/x/torch/distributed/distributed_c10d.py", 2, "barrier"),

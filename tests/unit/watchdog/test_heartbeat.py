@@ -21,9 +21,7 @@ class Left(Exception):
 @pytest.fixture
 def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rank 1 of two on this machine; rank 0's process is no more."""
-    recipe: Any = SimpleNamespace(
-        run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=10.0)
-    )
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=10.0))
     world: Any = SimpleNamespace(rank=1, size=2)
     watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
     gone = Heartbeat(0, 7, Progress().moment(), machine(), 2**22 + 1, "1")
@@ -52,31 +50,23 @@ def test_rank_0_left_on_a_diagnosis_that_was_not_read_in_time(orphan: Any, tmp_p
     assert left.value.args[0].message == ""
 
 
-def test_a_lost_disk_that_names_no_file_is_for_the_user_to_fix(
-    orphan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_disk_that_names_no_file_is_for_the_user_to_fix(orphan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `os.fsync` raises it: the launcher shows the sentence that the error becomes, and no diagnosis beside it."""
     said: list[tuple[str, str]] = []
     monkeypatch.setattr(orphan, "_publish", lambda state, error: said.append((state, error)))
     monkeypatch.setattr(orphan, "_read", lambda: None)
-    monkeypatch.setattr(
-        orphan, "_post", lambda diagnosis: said.append(("diagnosis", diagnosis.message)) or diagnosis
-    )
+    monkeypatch.setattr(orphan, "_post", lambda diagnosis: said.append(("diagnosis", diagnosis.message)) or diagnosis)
     orphan._end_badly(OSError(errno.EIO, "Input/output error"))
     (state, error), diagnosis = said
     assert state == "failed" and "the disk or its server is lost" in error
     assert diagnosis == ("diagnosis", "")
 
 
-def test_a_pause_of_the_whole_process_counts_against_nobody(
-    orphan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_of_the_whole_process_counts_against_nobody(orphan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by SIGSTOP and SIGCONT: the thread wakes much too late, and so did all others."""
     clock = [100.0]
     monkeypatch.setattr("zoo.watchdog.heartbeat.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        orphan._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False
-    )
+    monkeypatch.setattr(orphan._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False)
     waits = [0.6, 0.6, 3600.0]
     for seen in orphan._seen.values():
         seen.heard = seen.moved = 100.0

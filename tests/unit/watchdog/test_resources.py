@@ -19,7 +19,5 @@ def test_a_failure_of_onednn_is_explained_where_no_memory_is_left(
     if not explained:
         assert found is None
         return
-    assert str(found).startswith(
-        "the host's memory is used up; this machine's memory is 17.2 GB: the estimate"
-    )
+    assert str(found).startswith("the host's memory is used up; this machine's memory is 17.2 GB: the estimate")
     assert resources.explain(RuntimeError("shape"), Recipe()) is None

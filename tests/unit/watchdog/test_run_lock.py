@@ -35,10 +35,7 @@ except UserError as error:
 
 def start(folder: Path, at: float = 0.0) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(at)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLD, str(folder), str(at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -132,9 +129,7 @@ def test_a_run_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert time.monotonic() - began < 1
 
 
-def test_a_job_that_was_put_back_into_the_queue_does_not_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_was_put_back_into_the_queue_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "c")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

@@ -143,9 +143,7 @@ def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype
     return model.train()
 
 
-def _batch(
-    rows: list[Example], config: Any, width: int | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _batch(rows: list[Example], config: Any, width: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Arguments of transformers' models, in pinned memory where there is a GPU; what is no whole number is of `dtype`."""
     if rows[0].features:
         batch = collate([one.features for one in rows], width)

@@ -24,10 +24,7 @@ _ATTENTION = r"flash|fmha|sdpa|attention|attn"
 KINDS = (
     ("communication", r"nccl|c10d::|all_?reduce|all_?gather|reduce_scatter|all_?to_?all"),
     ("optimizer", r"multi_tensor|adam|_foreach"),
-    (
-        "attention backward",
-        rf"({_ATTENTION}).*(bwd|bprop|backward|dot_do_o|convert_dq|cutlassB)|bwd.*({_ATTENTION})",
-    ),
+    ("attention backward", rf"({_ATTENTION}).*(bwd|bprop|backward|dot_do_o|convert_dq|cutlassB)|bwd.*({_ATTENTION})"),
     ("attention forward", _ATTENTION),
     (
         "delta rule",
@@ -106,12 +103,7 @@ def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
         "idle_ms": round(idle / per_step, 3),
         "kinds": {name: round(time / per_step, 3) for name, time in _largest(kinds)},
         "top": [
-            {
-                "name": name[:160],
-                "kind": kind(name),
-                "ms": round(time / per_step, 3),
-                "calls": calls[name] / steps,
-            }
+            {"name": name[:160], "kind": kind(name), "ms": round(time / per_step, 3), "calls": calls[name] / steps}
             for name, time in _largest(by_name)[:TOP]
         ],
         "gaps": [
@@ -150,8 +142,7 @@ def table(found: dict[str, Any], top: int = 12) -> str:
     rows = [*found["kinds"].items(), ("idle", found["idle_ms"])]
     lines += [f"    {name:<24}{ms:>9.2f} ms{ms / span:>8.1%}" for name, ms in rows]
     lines += [
-        f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}"
-        for entry in found["top"][:top]
+        f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}" for entry in found["top"][:top]
     ]
     lines += [
         f"    {gap['ms']:>9.2f} ms idle between {gap['after'][:50]} and {gap['before'][:50]}"

@@ -87,6 +87,4 @@ def with_pixels(sample: Sample, config: Any) -> Sample:
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     generator = torch.Generator().manual_seed(SEED + 1 + int(sample.source.rpartition(" ")[2]))
     pixels = torch.randn(int(sample.media["image_grid_thw"].prod()), width, generator=generator)
-    return Sample(
-        sample.input_ids, sample.labels, {"pixel_values": pixels, **sample.media}, source=sample.source
-    )
+    return Sample(sample.input_ids, sample.labels, {"pixel_values": pixels, **sample.media}, source=sample.source)

@@ -15,7 +15,9 @@ from zoo.errors import UserError
 from zoo.packing import plan_bins
 from zoo.packing.cost import ModelCost, train_factor
 
-WAYS = "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), padded:N, padded:NxWIDTH, hf:N, hf:NxWIDTH"
+WAYS = (
+    "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), padded:N, padded:NxWIDTH, hf:N, hf:NxWIDTH"
+)
 LOOKAHEAD = 256
 LEAST_WARM, LEAST_TIMED = 4, 8  # steps
 
@@ -129,10 +131,7 @@ def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool 
     mfu = {name: flops / (seconds * peak * setting.ranks) for name, flops in parts.items()} if peak else None
     return {
         "ms": round(median(times), 2),
-        "ms_quartiles": [
-            round(times[len(times) // 4], 2),
-            round(times[min(len(times) - 1, 3 * len(times) // 4)], 2),
-        ],
+        "ms_quartiles": [round(times[len(times) // 4], 2), round(times[min(len(times) - 1, 3 * len(times) // 4)], 2)],
         "ms_max": round(times[-1], 2),
         "steps": len(steps),
         "samples_per_step": round(mean(step.samples for step in steps), 2),

@@ -97,9 +97,7 @@ class LoadedRun(Run):
     loaded = True
     keeps_adapters = False
 
-    def __init__(
-        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]
-    ) -> None:
+    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]) -> None:
         self.given = given
         self.setting = Setting(**given["setting"])
         self.taken: list[tuple[int, dict[str, float]]] = []  # of each step: samples, and FLOPs by part
@@ -128,9 +126,7 @@ class LoadedRun(Run):
         timed = self._timed(lines.steps, warm)
         last = lines.steps[-1]
         return {
-            **metrics(
-                self.setting, timed, torch.cuda.get_device_name() if on_gpu else "", loaded=self.loaded
-            ),
+            **metrics(self.setting, timed, torch.cuda.get_device_name() if on_gpu else "", loaded=self.loaded),
             **memory(on_gpu, self.world),
             "loss": last["loss"],
             "losses": [round(line["loss"], 4) for line in lines.steps],
@@ -193,14 +189,7 @@ class LoadedRun(Run):
             real = line["real_tokens"]
             total = round(real / (1 - line["pad_fraction"]))
             timed.append(
-                Timed(
-                    line["step_ms"],
-                    int(samples),
-                    real,
-                    total,
-                    dict(zip(names, flops, strict=True)),
-                    line["data_ms"],
-                )
+                Timed(line["step_ms"], int(samples), real, total, dict(zip(names, flops, strict=True)), line["data_ms"])
             )
         return timed
 
@@ -223,9 +212,7 @@ class BenchRun(LoadedRun):
         bins = self.setting.bins(samples, align, costs)
         each = recipe.train.global_batch // (1 if recipe.packing.mode == "thd" else recipe.train.micro_batch)
         if len(bins) < each:
-            raise UserError(
-                f"samples={self.given['samples']} are too few for a step of {self.setting.name}; give more"
-            )
+            raise UserError(f"samples={self.given['samples']} are too few for a step of {self.setting.name}; give more")
         mine: list[list[MicroBatch]] = []
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
@@ -271,10 +258,7 @@ def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:
         for name, module in chunk.named_modules()
         if name.endswith("core_attention")
     }
-    libraries = {
-        "flash_qla": ("FlashQLA", "flash_qla"),
-        "fla.ops.gated_delta_rule": ("flash-linear-attention", "fla"),
-    }
+    libraries = {"flash_qla": ("FlashQLA", "flash_qla"), "fla.ops.gated_delta_rule": ("flash-linear-attention", "fla")}
     found = (
         f"{name} {getattr(sys.modules[module], '__version__', 'of an unknown version')}"
         for needed, (name, module) in libraries.items()

@@ -47,7 +47,9 @@ class Options(Bounded):
     size: str = "2b"
     settings: tuple[str, ...] = SETTINGS
     backends: tuple[str, ...] = ("torch", "te")
-    data: str = ""  # a JSONL file, bundled set or mapping, through the loader; "": the samples of `zoo.bench.training.receipts`
+    data: str = (
+        ""  # a JSONL file, bundled set or mapping, through the loader; "": the samples of `zoo.bench.training.receipts`
+    )
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
     warm_steps: int = number(LEAST_WARM, LEAST_WARM, 10**6)  # at least so many steps warm up
@@ -63,10 +65,7 @@ Line = dict[str, Any]
 
 
 def run(
-    options: Options,
-    overrides: Sequence[str] = (),
-    on_line: Callable[[Line], None] = print,
-    profile: bool = False,
+    options: Options, overrides: Sequence[str] = (), on_line: Callable[[Line], None] = print, profile: bool = False
 ) -> Line:
     """Measure every setting; `on_line` gets the metrics of each, and `options.out` holds all that are there.
 
@@ -131,9 +130,7 @@ def _all(options: Options) -> list[Setting]:
             raise UserError(f"settings={text}: a sample may have longest={options.longest} tokens")
         if setting.way == "hf":
             if options.batch:
-                raise UserError(
-                    f"settings={text}: a step of transformers takes one micro-batch; leave out batch="
-                )
+                raise UserError(f"settings={text}: a step of transformers takes one micro-batch; leave out batch=")
             if options.routing != "router":
                 raise UserError(
                     f"settings={text}: routing={options.routing} is of zoo's settings; leave one of the two out"
@@ -217,11 +214,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         with tempfile.TemporaryDirectory(prefix="zoo-bench-") as folder:  # for rows that are left out
             changes["run.dir"] = folder
             line: Line = run_task(
-                f"zoo.bench.training.{module}:measure",
-                recipe.replace(changes),
-                setting.ranks,
-                given,
-                fresh=True,
+                f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
             )
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last messages stand above"}

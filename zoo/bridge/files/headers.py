@@ -94,14 +94,10 @@ def _tensor_info(name: str, entry: Any, file: Path, data: int) -> tuple[TensorIn
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {str(dtype)[:40]!r}, wanted one of {', '.join(DTYPES)}")
     if not _is_sizes(shape) or len(shape) > _MAX_RANK or not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(
-            f"{where} has shape {str(shape)[:80]} and offsets {str(offsets)[:80]}, wanted sizes"
-        )
+        raise CheckpointError(f"{where} has shape {str(shape)[:80]} and offsets {str(offsets)[:80]}, wanted sizes")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise CheckpointError(
-            f"{where}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}, wanted {nbytes}"
-        )
+        raise CheckpointError(f"{where}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}, wanted {nbytes}")
     info = TensorInfo(tuple(shape), DTYPES[dtype], file, nbytes, data + offsets[0])
     return info, (offsets[0], offsets[1])
 
@@ -116,9 +112,7 @@ def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, file: Path)
     for begin, end, name in sorted(spans):
         if begin != position:
             kind = "overlaps the tensor before it" if begin < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"{file}: {name[:200]!r} starts at byte {begin}, wanted {position}: it {kind}"
-            )
+            raise CheckpointError(f"{file}: {name[:200]!r} starts at byte {begin}, wanted {position}: it {kind}")
         position = end
     if position != data_bytes:
         raise CheckpointError(f"{file}: {data_bytes} bytes of data, wanted {position}: truncated or overlong")
@@ -158,14 +152,10 @@ def read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorInf
             continue
         for name, info in read_header(folder / file).items():
             if weight_map.get(name) != file:
-                problems.append(
-                    f"{name} is in {file}, the index says {weight_map.get(name, 'nothing of it')}"
-                )
+                problems.append(f"{name} is in {file}, the index says {weight_map.get(name, 'nothing of it')}")
             tensors.setdefault(name, info)
     missing_files = {file for file in weight_map.values() if not (folder / file).is_file()}
-    problems += [
-        f"{n} is not in {f}" for n, f in weight_map.items() if n not in tensors and f not in missing_files
-    ]
+    problems += [f"{n} is not in {f}" for n, f in weight_map.items() if n not in tensors and f not in missing_files]
     if problems:
         more = f" (and {len(problems) - 20} more)" if len(problems) > 20 else ""
         raise CheckpointError(f"{folder}: index and shards differ: {'; '.join(problems[:20])}{more}")

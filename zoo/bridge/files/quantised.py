@@ -117,9 +117,7 @@ def _refusal(folder: Path, how: str) -> UserError:
     )
 
 
-def scaled(
-    folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None
-) -> dict[str, Scaled]:
+def scaled(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None) -> dict[str, Scaled]:
     """The weights of a folder that are quantised, by name; `block` is what `block_size` says of it.
 
     UserError where tensors and their factors don't fit, or are those of another method.
@@ -137,9 +135,7 @@ def scaled(
             )
         return {}
     problems = [
-        f"{name} has no {name.rpartition('.')[2]}{SCALE}"
-        for name in sorted(eight)
-        if name + SCALE not in tensors
+        f"{name} has no {name.rpartition('.')[2]}{SCALE}" for name in sorted(eight) if name + SCALE not in tensors
     ]
     found = {}
     for scale in sorted(scales):

@@ -42,9 +42,7 @@ class SafetensorsFolder:
     Raises CheckpointError where the folder is not one whole checkpoint. Use as a context manager, or call `close`.
     """
 
-    def __init__(
-        self, folder: str | Path, on_read: Callable[[Path, int, memoryview], None] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, on_read: Callable[[Path, int, memoryview], None] | None = None) -> None:
         """`on_read` takes the file, the offset and the bytes of whatever `read` reads, before anybody uses them."""
         self.folder = Path(folder)
         self._on_read = on_read
@@ -122,9 +120,7 @@ class SafetensorsFolder:
         if self._factors is None or self._factors[0] != how.scale:
             self._factors = (how.scale, self._read_stored(how.scale))
         factors = self._factors[1]
-        return (
-            how.dequantise(raw, factors[first:last]) if raw.ndim > 2 else how.dequantise(raw, factors, first)
-        )
+        return how.dequantise(raw, factors[first:last]) if raw.ndim > 2 else how.dequantise(raw, factors, first)
 
     def _read_stored(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` as the file has them, quantised or not."""
@@ -188,8 +184,6 @@ class SafetensorsFolder:
             return read_shards(self.folder, read_index(index))
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
-        others = [
-            f.name for f in sorted(self.folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")
-        ]
+        others = [f.name for f in sorted(self.folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         found = f"; it has {others[0]}, but only safetensors is read" if others else ""
         raise CheckpointError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} in it{found}")

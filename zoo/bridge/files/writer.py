@@ -179,9 +179,7 @@ class ExportWriter:
         """Make an empty partial folder; UserError where the target exists and may not be replaced."""
         self._bring_former_back()
         if self.target.exists() and not self.overwrite and not _is_empty_folder(self.target):
-            raise UserError(
-                f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)"
-            )
+            raise UserError(f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)")
         if (self.target.exists() and not _is_empty_folder(self.target)) and (why := foreign(self.target)):
             if self.overwrite != "aside":
                 raise UserError(

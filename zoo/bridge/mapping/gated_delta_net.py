@@ -96,9 +96,7 @@ def gated_layer(
     )
 
 
-def multi_token(
-    *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
-) -> tuple[Rule, ...]:
+def multi_token(*stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False) -> tuple[Rule, ...]:
     """Multi-token prediction under `mtp.`, its experts `stored` so."""
     return (
         rule("multi_token.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),

@@ -301,25 +301,18 @@ def check_config(
         )
     for key, value in foreign.items():
         if value:
-            raise UserError(
-                f"{where}: {key} is {printable(repr(value), 200)}, which zoo's adapters don't have"
-            )
+            raise UserError(f"{where}: {key} is {printable(repr(value), 200)}, which zoo's adapters don't have")
 
 
 def match(
-    there: Mapping[str, Sequence[int]],
-    everywhere: Collection[str],
-    wanted: Mapping[str, Sequence[int]],
-    where: str,
+    there: Mapping[str, Sequence[int]], everywhere: Collection[str], wanted: Mapping[str, Sequence[int]], where: str
 ) -> None:
     """BridgeError that lists every tensor of an adapter's file that is missing, extra or misshapen.
 
     `there`: shapes in the file; `everywhere`: names that all ranks want, `wanted`: shapes of those that this one does.
     """
     problems = [f"{name}: missing" for name in sorted(set(everywhere) - there.keys())]
-    problems += [
-        f"{name}: extra: no target of the recipe has it" for name in sorted(there.keys() - set(everywhere))
-    ]
+    problems += [f"{name}: extra: no target of the recipe has it" for name in sorted(there.keys() - set(everywhere))]
     problems += [
         f"{name}: shape {list(there[name])}, wanted {list(shape)}"
         for name, shape in wanted.items()

@@ -98,18 +98,14 @@ class Rule:
     zoo: str
     layouts: tuple[Layout, ...]
     shard: Shard | ShardOf | None = None
-    tied_to: str | None = (
-        None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
-    )
+    tied_to: str | None = None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
     keeps_layout: bool = False
 
     def __post_init__(self) -> None:
         if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):
             raise ValueError(f"{self.zoo}: shard {self.shard!r} is none of {get_args(Shard)}")
         if self.keeps_layout and len({layout.patterns for layout in self.layouts}) < len(self.layouts):
-            raise ValueError(
-                f"{self.zoo}: layouts that are kept are known by their names, and two have the same"
-            )
+            raise ValueError(f"{self.zoo}: layouts that are kept are known by their names, and two have the same")
         wanted = set(re.findall(r"\{(\w+)\}", self.zoo))
         for layout in self.layouts:
             for pattern in layout.patterns:
@@ -143,8 +139,6 @@ class Rule:
         return self.tied_to is None or not dims.tied
 
 
-def rule(
-    zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | ShardOf | None = None
-) -> Rule:
+def rule(zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | ShardOf | None = None) -> Rule:
     """A rule with one layout; without a transform the single HF tensor is copied."""
     return Rule(zoo, (Layout(hf, transform or Copy()),), shard)

@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zoo.bridge.mapping.rules import (
-    Layout,
-    PaddedRows,
-    Rule,
-    Shard,
-    per_expert_down,
-    per_expert_gate_up,
-    rule,
-)
+from zoo.bridge.mapping.rules import Layout, PaddedRows, Rule, Shard, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.mapping.transforms import QKV, Dims, GateUp, Transform, Transposed
 
@@ -37,9 +29,7 @@ def _vocabulary(dims: Dims) -> Shard | PaddedRows:
     return PaddedRows(dims.vocabulary) if dims.vocabulary else "tp0"
 
 
-def attention_layer(
-    zoo: str, hf: str, qkv: Transform | None = None, *, sandwich: bool = False
-) -> tuple[Rule, ...]:
+def attention_layer(zoo: str, hf: str, qkv: Transform | None = None, *, sandwich: bool = False) -> tuple[Rule, ...]:
     """A layer's norms and its attention with QK norm; `qkv` joins queries, keys and values, by default ungated.
 
     `sandwich`: with norms behind attention and MLP too, as Gemma names the four.

@@ -21,9 +21,7 @@ from zoo.bridge.mapping.transforms import Dims
 
 # Buffers that a checkpoint may hold and every model makes for itself from its config, as transformers does: angles of
 # rotary embeddings, places of CLIP's patches.
-_BUFFERS = re.compile(
-    r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq|(.*\.)?embeddings\.position_ids"
-)
+_BUFFERS = re.compile(r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq|(.*\.)?embeddings\.position_ids")
 
 
 SCORE = "score.weight"  # the head of a reward model
@@ -105,9 +103,7 @@ class Bridge:
 
     name: str
     rules: tuple[Rule, ...]
-    carry: tuple[
-        str, ...
-    ] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
+    carry: tuple[str, ...] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
     carry_files: tuple[
         str, ...
     ] = ()  # names of files that transformers wants beside such tensors: copied as they are, never opened
@@ -115,9 +111,7 @@ class Bridge:
         str, ...
     ] = ()  # HF patterns of parts that a model may be built without: carried where it has none of their tensors
     without_optional: str = ""  # the recipe's key that builds a model without these, for messages
-    dialects: tuple[
-        Mapping[str, str], ...
-    ] = ()  # other naming schemes that are read: their prefix -> published
+    dialects: tuple[Mapping[str, str], ...] = ()  # other naming schemes that are read: their prefix -> published
     fp32: tuple[
         str, ...
     ] = ()  # zoo's patterns of parameters that the family publishes in fp32, beside others in half precision
@@ -174,9 +168,7 @@ class Bridge:
                 found, match = matches[0]
                 entries[name] = Entry(name, found, found.layouts[0], match.groupdict())
             else:
-                problems.append(
-                    f"{name}: {len(matches) or 'no'} rules of the {self.name} bridge match it, wanted one"
-                )
+                problems.append(f"{name}: {len(matches) or 'no'} rules of the {self.name} bridge match it, wanted one")
         if problems:
             raise BridgeError(f"{self.name}: parameters that the mapping does not cover", problems)
         return entries
@@ -218,16 +210,12 @@ class Bridge:
             for candidate in published.rule.read_layouts(dims):
                 unused.difference_update(candidate.all_names(published.binding, dims.experts))
         buffers = sorted(name for name in unused if _BUFFERS.fullmatch(name))
-        doubles = (
-            {n: tied for n in sorted(unused) if (tied := self._tied_to(n)) in source} if dims.tied else {}
-        )
+        doubles = {n: tied for n in sorted(unused) if (tied := self._tied_to(n)) in source} if dims.tied else {}
         for name in sorted(unused - set(buffers) - set(doubles)):
             problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
         refused = [problem for problem in problems if not is_allowed(problem, allow)]
         if refused:
-            raise BridgeError(
-                f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused)
-            )
+            raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused))
         whole = {
             name: entry
             for name, entry in entries.items()
@@ -266,18 +254,14 @@ class Bridge:
         if missing:
             helps.append("missing tensors: get the whole checkpoint, or the config.json that belongs to it")
         if len(wanted) < len(problems):
-            helps.append(
-                "zoo convert with allow=NAME,... leaves out tensors that are of no use (allow='talker.*')"
-            )
+            helps.append("zoo convert with allow=NAME,... leaves out tensors that are of no use (allow='talker.*')")
         return helps
 
     def _why_unused(self, hf_name: str, entries: Mapping[str, Entry]) -> str:
         target = self.zoo_name(hf_name)
         if target is None:
             return "unmapped: no rule has it"
-        return (
-            f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
-        )
+        return f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
 
     def _translate(self, hf_names: Collection[str]) -> tuple[dict[str, str], list[str]]:
         """Published name -> given name, in the dialect that leaves the fewest names unknown; names met twice."""

@@ -9,9 +9,7 @@ from typing import Any
 THINKER_ALONE = {name: f"thinker.{name}" for name in ("model.", "lm_head.", "visual.", "audio_tower.")}
 
 
-def whole_config(
-    kind: str, speaking: str, silent: str
-) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
+def whole_config(kind: str, speaking: str, silent: str) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
     """A bridge's `export_config`: the whole model's config.json, of model_type `kind`.
 
     A thinker's own config is wrapped, as ours are the published names, which begin with `thinker.`; the special token ids

@@ -76,14 +76,10 @@ class Meter:
             if not self._mine:
                 return None
             done = self._total * min(self._done, self._mine) // self._mine
-            return progress.Saving(
-                self._step, done, self._total, time.monotonic() - self._began, copying=True
-            )
+            return progress.Saving(self._step, done, self._total, time.monotonic() - self._began, copying=True)
 
 
-def copy_checkpoint(
-    stage: Stage, name: str, recipe: Recipe, retries: Retries, meter: Meter | None = None
-) -> Copied:
+def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, meter: Meter | None = None) -> Copied:
     """Copy a staged checkpoint on, publish it, and take the staged one away. Every rank calls it.
 
     Raises, on all ranks, what any has raised:
@@ -115,9 +111,7 @@ def copy_checkpoint(
         into = begun
         channel.together(lambda: copy(lambda one: one != STATE))
         channel.together(lambda: copy(lambda one: one == STATE))
-        channel.together(
-            lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None
-        )
+        channel.together(lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None)
     except Exception as error:
         if main:
             with contextlib.suppress(OSError):
@@ -163,9 +157,7 @@ def deal(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any], folder: Pa
     sizes = {name: max((one[name] for one in seen if name in one), default=-1) for name in names}
     for name, count in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         if count < 0:
-            raise UserError(
-                f"{folder}: no rank sees its file {name}; it lies on a node that is not of this run"
-            )
+            raise UserError(f"{folder}: no rank sees its file {name}; it lies on a node that is not of this run")
         rank = min((loads[rank], rank) for rank, one in enumerate(seen) if name in one)[1]
         parts[rank].append(name)
         loads[rank] += count
@@ -257,9 +249,7 @@ class Files:
                 return
             if wanted is not None and found != wanted:
                 path = self._source / name
-                raise disk.Damaged(
-                    {name: f"{path} is damaged: its checksum is not the one in {integrity.MANIFEST}"}
-                )
+                raise disk.Damaged({name: f"{path} is damaged: its checksum is not the one in {integrity.MANIFEST}"})
             self._done.add(name)
         except BaseException as error:
             self._failures.append(error)
@@ -311,9 +301,7 @@ def _finish(stage: Stage, name: str, into: Path, manifest: str, recipe: Recipe) 
     target = stage.target(name)
     partial = target.with_name(PARTIAL + name)
     if into == partial and not partial.is_dir() and (target / integrity.MANIFEST).is_file():
-        return tidy(
-            stage.run_dir, recipe.train.keep, recipe.train.keep_best
-        )  # it was published before it failed
+        return tidy(stage.run_dir, recipe.train.keep, recipe.train.keep_best)  # it was published before it failed
     progress.end(partial)
     with (into / integrity.MANIFEST).open("wb", buffering=0) as file:
         _write(file, memoryview(manifest.encode()), into / integrity.MANIFEST)
@@ -336,9 +324,7 @@ def _refused(error: OSError, stage: Stage, name: str) -> UserError:
 
 
 def _why(error: OSError) -> str:
-    return (
-        f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"
-    )
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"
 
 
 def _bytes_here(folder: Path) -> int:

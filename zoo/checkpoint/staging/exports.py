@@ -68,10 +68,7 @@ def write_through(stage: Stage | None, target: Path, step: int, write: Callable[
     names = [name for name in integrity.files_of(staged) if name != RECORD]
     sizes = {name: (staged / name).stat().st_size for name in names}
     mine = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
-    files, retries = (
-        Files(staged, writer.partial, {}, stage.tick),
-        Retries(stage.run_dir, stage.rank, stage.tick),
-    )
+    files, retries = (Files(staged, writer.partial, {}, stage.tick), Retries(stage.run_dir, stage.rank, stage.tick))
 
     def publish() -> None:
         if (staged / CARD).is_file():

@@ -42,17 +42,13 @@ def finish(stage: Stage, recipe: Recipe) -> None:
     channel = stage.channel
     seen = channel.gather(channel.together(lambda: _staged(stage)))
     whole = {name for one in seen for name, is_whole in one.items() if is_whole}
-    newest, reached = channel.gather(
-        channel.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main))
-    )[0]
+    newest, reached = channel.gather(channel.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main)))[0]
     for name in sorted({name for one in seen for name in one}, key=lambda name: step_in_name(name) or 0):
         step = step_in_name(name) or 0
         if name not in whole or step <= newest:
             _remove(stage, name)
         elif step > reached:
-            why = f"{stage.run_dir}/train.jsonl " + (
-                f"ends at step {reached}" if reached >= 0 else "has no steps"
-            )
+            why = f"{stage.run_dir}/train.jsonl " + (f"ends at step {reached}" if reached >= 0 else "has no steps")
             _put_aside(stage, name, f"{why}, so it is another run's")
         else:
             _copy(stage, name, recipe)

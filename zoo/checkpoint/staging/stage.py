@@ -20,9 +20,7 @@ from zoo.parallel.world import World
 
 EXPORT = "export"  # folder of the stage that an export is written to first
 _MARK = ".rank-"
-_PATIENCE = timedelta(
-    days=7
-)  # a rank without files waits as long as another one copies; heartbeats find lost ranks
+_PATIENCE = timedelta(days=7)  # a rank without files waits as long as another one copies; heartbeats find lost ranks
 
 
 @dataclass(frozen=True)

@@ -200,9 +200,7 @@ class _Short(OSError):
 class Files:
     """Files that several threads read from, each opened once."""
 
-    def __init__(
-        self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None, *, direct: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None, *, direct: bool = False) -> None:
         """`sums` are the files' digests, where a read checks them; `direct`: past the page cache, where that is possible."""
         self._folder, self._sums, self._direct = folder, sums or {}, direct
         self._handles: dict[str, int] = {}
@@ -228,26 +226,18 @@ class Files:
             Damaged: they are not those that were written, or can't be read.
         """
         try:
-            whole = (
-                padded(size) if self._direct else size
-            )  # a direct read ends at a multiple, or where the file does
+            whole = padded(size) if self._direct else size  # a direct read ends at a multiple, or where the file does
             got = self._once(name, buffer[:whole], number * SUMMED)
             if got < size:
                 self.read(name, number * SUMMED + got // BLOCK * BLOCK, buffer[got // BLOCK * BLOCK : size])
         except OSError as error:
-            what = (
-                "is damaged: it ends too early"
-                if isinstance(error, _Short)
-                else f"can't be read ({error.strerror})"
-            )
+            what = "is damaged: it ends too early" if isinstance(error, _Short) else f"can't be read ({error.strerror})"
             raise Damaged({name: f"{self._folder / name} {what}"}) from None
         sums = self._sums.get(name)
         summed = xxhash.xxh3_128()
         summed.update(buffer[:size])
         if sums is not None and (number >= len(sums) or summed.hexdigest() != sums[number]):
-            raise Damaged(
-                {name: f"{self._folder / name} is damaged: its checksum is not the one in integrity.json"}
-            )
+            raise Damaged({name: f"{self._folder / name} is damaged: its checksum is not the one in integrity.json"})
         return buffer[:size]
 
     def _once(self, name: str, buffer: memoryview, offset: int) -> int:

@@ -38,11 +38,7 @@ INDEX = "index.json"
 _FORMAT, _VERSION = "zoo sharded tensors", 1
 _MOST = 2**31  # bytes of an index
 
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 Entry = tuple[
     str, str, Shape, int, Shape, Shape
@@ -203,9 +199,7 @@ def _plain(folder: Path, key: str, content: bytes) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever bytes that are no such object lead to
         if not isinstance(error, pickle.UnpicklingError):
-            raise UserError(
-                f"{folder} can't be read: {key!r} holds no values; take another checkpoint"
-            ) from None
+            raise UserError(f"{folder} can't be read: {key!r} holds no values; take another checkpoint") from None
         why = str(error).splitlines()[0]
         raise UserError(
             f"{folder} can't be read: its object {key!r} is refused ({why}); take another checkpoint"

@@ -82,9 +82,7 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Sha
         for offsets, sizes in rectangles(shape[1:], start - last * row, end - last * row):
             yield (last, *offsets), (1, *sizes)
         return
-    for offsets, sizes in (
-        rectangles(shape[1:], start - (first - 1) * row, row) if start < first * row else ()
-    ):
+    for offsets, sizes in rectangles(shape[1:], start - (first - 1) * row, row) if start < first * row else ():
         yield (first - 1, *offsets), (1, *sizes)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
@@ -155,9 +153,7 @@ def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str
         rectangle = data.view(-1)[at : at + math.prod(sizes)].view(sizes)
         for box in cut:
             low = tuple(map(max, offsets, box.offsets))
-            high = [
-                min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-            ]
+            high = [min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)]
             common = tuple(b - a for a, b in zip(low, high, strict=True))
             if all(size > 0 for size in common):
                 inner = tuple(a - o for a, o in zip(low, offsets, strict=True))

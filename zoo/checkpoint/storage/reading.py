@@ -70,9 +70,7 @@ def _planned(key: str, wanted: Sequence[Piece], index: Index) -> list[tuple[Any,
     for item in items:
         found[item.dest_index.index] += math.prod(item.lengths)
     if found != [math.prod(one.sizes) for one in wanted]:
-        raise UserError(
-            f"{index.folder} can't be read: its index does not have {key} whole; take another checkpoint"
-        )
+        raise UserError(f"{index.folder} can't be read: its index does not have {key} whole; take another checkpoint")
     return [(item, wanted[item.dest_index.index].data) for item in items]
 
 

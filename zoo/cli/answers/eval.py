@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 USAGE = "zoo eval CHECKPOINT [ROWS] [metrics=...] [out=FILE] [key=value ...]"
 WHOLE = ("max_new_tokens", "batch", "max_rows")
-NAMES = {
-    "exact_match": "exact match",
-    "anls": "ANLS",
-    "wer": "WER (lower is better)",
-    "cer": "CER (lower is better)",
-}
+NAMES = {"exact_match": "exact match", "anls": "ANLS", "wer": "WER (lower is better)", "cer": "CER (lower is better)"}
 _WRONG = 5  # rows that are shown
 
 
@@ -96,17 +91,14 @@ def table(found: Evaluation) -> str:
         lines.append([kind, f"{values['rows']:,}", f"{values['loss']:.4f}", *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-        for line in lines
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
     )
 
 
 def wrong(found: Evaluation) -> list[str]:
     """The first rows whose answer is not exactly right, a line each."""
     missed = [row for row in found.predictions if row["scores"].get("exact_match") == 0.0]
-    lines = [
-        f"  {row['source']}: {_short(row['prediction'])}, wanted {_short(row['answer'])}" for row in missed
-    ]
+    lines = [f"  {row['source']}: {_short(row['prediction'])}, wanted {_short(row['answer'])}" for row in missed]
     return [f"{len(missed)} answers are not exactly right; the first:", *lines[:_WRONG]] if missed else []
 
 

@@ -34,9 +34,7 @@ from zoo.errors import UserError, printable_lines
 USAGE = 'zoo generate CHECKPOINT "PROMPT" [image=FILE ...], or zoo generate CHECKPOINT rows=FILE'
 FILES = ("image", "audio", "video")
 _ALIKE = {
-    **dict.fromkeys(
-        ("picture", "img", "images", "photo", "pic", "image_path", "image_file", "image_url"), "image"
-    ),
+    **dict.fromkeys(("picture", "img", "images", "photo", "pic", "image_path", "image_file", "image_url"), "image"),
     **dict.fromkeys(("sound", "wav", "speech", "audios", "audio_path", "audio_file"), "audio"),
     **dict.fromkeys(("videos", "clip", "movie", "video_path", "video_file"), "video"),
 }  # what others call a file of the prompt
@@ -77,9 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         if not sys.stdin.isatty():
             raise UserError(f"no prompt and no rows, and standard input is no terminal to chat on: {USAGE}")
         if out is not None:
-            raise UserError(
-                f"out={out}: a chat is not written to a file; leave it out, or give a prompt or rows"
-            )
+            raise UserError(f"out={out}: a chat is not written to a file; leave it out, or give a prompt or rows")
         return _chat(path, overrides, values)
     if rows is not None and (prompt is not None or any(files.values())):
         raise UserError(f"rows={rows} has prompts and files of its own; leave the others out: {USAGE}")
@@ -101,9 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def split(
-    arguments: Sequence[str],
-) -> tuple[list[str], list[str], dict[str, Any], dict[str, list[str]]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any], dict[str, list[str]]]:
     """Arguments in their places, overrides of the recipe, options by name, and files by kind."""
     places: list[str] = []
     overrides: list[str] = []
@@ -113,9 +107,7 @@ def split(
         argument = given.removeprefix("--") if _KEY.match(given.removeprefix("--")) else given
         key, _, value = argument.partition("=")
         if (kind := _ALIKE.get(key.lower())) is not None and _KEY.match(argument):
-            raise UserError(
-                f"{argument}: no such key; a file that the prompt is about is given as {kind}={value}"
-            )
+            raise UserError(f"{argument}: no such key; a file that the prompt is about is given as {kind}={value}")
         if key in FILES and _KEY.match(argument):
             files[key].append(value)
         elif key in OPTIONS and _KEY.match(argument):
@@ -165,9 +157,7 @@ def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int
     taken = ("max_new_tokens", "temperature", "top_p", "seed")
     sampling = Sampling(**{key: value for key, value in values.items() if key in taken})
     with chat(path, overrides, sampling) as talk:
-        print(
-            f"{path} is loaded. Ask, with files as image=FILE before the text; an empty line ends the chat."
-        )
+        print(f"{path} is loaded. Ask, with files as image=FILE before the text; an empty line ends the chat.")
         while True:
             try:
                 line = input("> ").strip()

@@ -41,9 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     overrides = [f"{key}={value}" for key, _, value in given if key not in OWN]
     places += [own.pop("rows")] if "rows" in own else []
     if len(places) not in (1, 2) or ("top_k" in own and len(places) != 2):
-        raise UserError(
-            f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]"
-        )
+        raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]")
     path, *rows = places
     write = _write_tokens if "top_k" in own else _write_scores
     return write(path, rows[0] if rows else None, own, overrides)
@@ -73,9 +71,7 @@ def _write_tokens(path: str, rows: str | None, own: dict[str, str], overrides: l
         raise UserError("max_rows= with top_k=: a teacher's tokens are of all rows; leave it out")
     top_k, temperature = (_number(own, key, kind) for key, kind in (("top_k", int), ("temperature", float)))
     done = top_tokens(path, rows, own["out"], overrides, top_k=top_k, temperature=temperature, here=True)
-    print(
-        f"{done['rows']:,} rows, {done['labels']:,} labels in {own['out']} ({done['files']} files written now)"
-    )
+    print(f"{done['rows']:,} rows, {done['labels']:,} labels in {own['out']} ({done['files']} files written now)")
     return 0
 
 

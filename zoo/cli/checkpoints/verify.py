@@ -36,11 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
     given = [argument.removeprefix("--") for argument in rest if argument not in places]
-    own = {
-        key: value
-        for key, _, value in (text.partition("=") for text in given)
-        if key in ("rows", "tolerance")
-    }
+    own = {key: value for key, _, value in (text.partition("=") for text in given) if key in ("rows", "tolerance")}
     overrides = [text for text in given if text.partition("=")[0] not in own]
 
     from zoo.tools.verify import LOGPROBS, verify

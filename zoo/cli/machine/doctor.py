@@ -59,9 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         count = len(found.results)
-        outcome = (
-            f"{len(found.wrong)} of {count} kernels wrong" if found.wrong else f"{count} kernels, all right"
-        )
+        outcome = f"{len(found.wrong)} of {count} kernels wrong" if found.wrong else f"{count} kernels, all right"
         print(f"{outcome} in {found.seconds:.0f} s")
         for result in found.wrong:
             print(f"  {result.check.name}: {_why(result)}; fix: {result.check.fix}")
@@ -94,7 +92,9 @@ def _line(result: CheckResult, used: bool = True) -> str:
     else:
         numbers = f"{'-':>9}  {'-':<17}"
     outcome = "ok" if result.right else "WRONG"
-    shown = f"{check.name:<17} {check.kernel:<22} {numbers} {check.bound:7.0e}  {outcome:<5}  {check.dtype} {check.shape}"
+    shown = (
+        f"{check.name:<17} {check.kernel:<22} {numbers} {check.bound:7.0e}  {outcome:<5}  {check.dtype} {check.shape}"
+    )
     if not used:
         shown += " (not used: known to have been wrong)"
     return shown if result.problem is None else f"{shown}\n{'':<17} {result.problem.splitlines()[0]}"

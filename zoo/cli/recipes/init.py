@@ -34,9 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     _, given = split_values(rest, KEYS, "zoo init [data=FILE] [model=FOLDER] [out=my_recipe.yaml]", ())
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if not asks and "data" not in given:
-        raise UserError(
-            "zoo init: no terminal to ask on; give data=FILE, and model=FOLDER for weights of yours"
-        )
+        raise UserError("zoo init: no terminal to ask on; give data=FILE, and model=FOLDER for weights of yours")
     if (force := given.get("force", "false")) not in ("true", "false"):
         raise UserError(f"force={force}: wanted true or false")
 

@@ -96,9 +96,7 @@ def _section(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The part of the catalogue that a name stands for: a section, or an entry of one; a family with its recipes."""
     if name in SECTIONS:
         return {name: found[name]}
-    part: dict[str, Any] = {
-        section: {name: found[section][name]} for section in SECTIONS if name in found[section]
-    }
+    part: dict[str, Any] = {section: {name: found[section][name]} for section in SECTIONS if name in found[section]}
     if not part:
         from zoo.config.layers.keys import nearest
 
@@ -106,9 +104,7 @@ def _section(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         hint = f"nearest: {', '.join(near)}" if near else "zoo list shows the names"
         raise UserError(f"{name}: no such family, recipe or GPU; {hint}")
     if "families" in part:
-        part["recipes"] = {
-            key: recipe for key, recipe in found["recipes"].items() if recipe["family"] == name
-        }
+        part["recipes"] = {key: recipe for key, recipe in found["recipes"].items() if recipe["family"] == name}
     return part
 
 
@@ -138,9 +134,7 @@ def _tasks(recipes: Iterable[RecipeParts]) -> list[str]:
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-    )
+    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
 def _details(found: Mapping[str, Any]) -> str:
@@ -154,16 +148,13 @@ def _details(found: Mapping[str, Any]) -> str:
         proved = " ".join(family["proved_parallelism"]) or "none"
         lines.append(f"{'':<18} parallelism with the gradients of one rank, by test: {proved}")
     width = max(18, *map(len, found.get("recipes", {"": 0})))
-    lines += [
-        f"{name:<{width}} {recipe['description'] or ''}" for name, recipe in found.get("recipes", {}).items()
-    ]
+    lines += [f"{name:<{width}} {recipe['description'] or ''}" for name, recipe in found.get("recipes", {}).items()]
     if len(lines) == 1 and "recipes" in found:
         (name,) = found["recipes"]
         lines.append(f"{'':<{width}} zoo show recipe={name}")
     if len(found.get("hardware", {})) > 1:
         lines.append(_ON_HARDWARE)
     lines += [
-        f"{name:<18} {gpu.get('about', 'a machine without a GPU')}"
-        for name, gpu in found.get("hardware", {}).items()
+        f"{name:<18} {gpu.get('about', 'a machine without a GPU')}" for name, gpu in found.get("hardware", {}).items()
     ]
     return "\n".join(lines)

@@ -32,7 +32,5 @@ def run(arguments: Sequence[str]) -> int:
         print(f"wrote {path}")
     test = f"tests/test_{name}.py" if package else f"tests/parity/test_{name}.py"
     first = f"pip install -e {root}; " if package else ""
-    print(
-        f'{first}fill in what `python -m pytest -m "" {root / test}` says; docs/add-a-family.md goes through it'
-    )
+    print(f'{first}fill in what `python -m pytest -m "" {root / test}` says; docs/add-a-family.md goes through it')
     return 0

@@ -39,9 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
     others = [text for text in rest if text not in own]
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
-    count, most = (
-        _number(key, given.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000"))
-    )
+    count, most = (_number(key, given.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000")))
     budgets = tuple(_number("budgets", text) for text in given.get("budgets", "").split(",") if text)
     step = _step(others)
     if step is None:
@@ -63,12 +61,7 @@ def run(arguments: Sequence[str]) -> int:
 
     recipe = load_recipe(name, overrides)
     align = recipe.packing.align or alignment(recipe)
-    alone = {
-        **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1),
-        "sp": False,
-        "stage_layers": [],
-        "plan": [],
-    }
+    alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "stage_layers": [], "plan": []}
     recipe = validate(recipe.replace({"parallel": alone, "packing.align": align}), 1)
     assembly = assemble(recipe, repaired_source(recipe))
     lengths = lengths_of(
@@ -76,9 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     if step is None:
         rows = packed_rows(recipe, assembly, count)
-        title = (
-            f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
-        )
+        title = f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
         folder = Path(given.get("out", f"{recipe.run.dir}/inspect"))
     else:
         rows, title = replayed(step, recipe, assembly), step.title
@@ -103,9 +94,7 @@ def _step(arguments: Sequence[str]) -> Step | None:
         return None
     over = [text for text in arguments if text not in (number, *places[:1])]
     if over or not places:
-        raise UserError(
-            f"{over[0] if over else number}: a step is shown by zoo inspect RUN step=N, and as it was"
-        )
+        raise UserError(f"{over[0] if over else number}: a step is shown by zoo inspect RUN step=N, and as it was")
 
     from zoo.tools.inspection.replay import Step
 

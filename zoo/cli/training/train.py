@@ -181,7 +181,5 @@ def _evaluation(recipe: Recipe) -> str:
     if names:
         return "no evaluation (train.eval_rows=0)"
     if recipe.data.eval:
-        return (
-            "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)"
-        )
+        return "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)"
     return "no evaluation (data.eval=none)"

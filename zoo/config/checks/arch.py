@@ -16,14 +16,7 @@ WIDTH, HEADS, LAYERS, SIDE = 2**17, 2**12, 2**10, 2**14
 EXPERTS_OF_ALL_LAYERS = 2**18  # each has names of its own; 30,000 are published
 LONGEST_LIST = 2**14
 TOKEN = (-1, 2**31 - 1)  # ids of tokens; -1 stands for none in some
-KINDS = {
-    dict: "an object",
-    list: "a list",
-    tuple: "a list",
-    str: "a text",
-    bool: "true or false",
-    type(None): "null",
-}
+KINDS = {dict: "an object", list: "a list", tuple: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), (1, LAYERS)),
@@ -89,34 +82,15 @@ REAL: dict[str, tuple[float, float]] = {
     "factor": (1e-6, 1e6),
 }
 FLAGS = {
-    *(
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "use_sliding_window",
-        "norm_topk_prob",
-        "use_cache",
-    ),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_cache"),
     *("output_router_logits", "scale_embedding", "multimodal_projector_bias", "enable_audio_output"),
-    *(
-        "mtp_use_dedicated_embeddings",
-        "vision_use_head",
-        "mrope_interleaved",
-        "is_causal",
-        "is_encoder_decoder",
-    ),
+    *("mtp_use_dedicated_embeddings", "vision_use_head", "mrope_interleaved", "is_causal", "is_encoder_decoder"),
     *("output_hidden_states", "return_dict", "use_qk_norm", "use_mask_token", "use_mean_pooling"),
     "use_absolute_position_embeddings",
 }
 TEXTS = {
     *("model_type", "hidden_act", "activation_function", "projector_hidden_act", "rope_type", "dtype"),
-    *(
-        "torch_dtype",
-        "vision_feature_select_strategy",
-        "vision_aspect_ratio",
-        "transformers_version",
-        "norm_type",
-    ),
+    *("torch_dtype", "vision_feature_select_strategy", "vision_aspect_ratio", "transformers_version", "norm_type"),
 }
 OBJECTS = {"text_config", "vision_config", "thinker_config"}  # parts that zoo builds
 OTHER_OBJECTS = {
@@ -228,11 +202,7 @@ def _wrong(key: str, value: Any) -> str | None:
 def _wrong_list(key: str, value: Any) -> str | None:
     alone = key in EITHER and not isinstance(value, list | tuple)
     wrong = (_wrong_number(entry, WHOLES[key], whole=True) for entry in ([value] if alone else _items(value)))
-    said = (
-        next((one for one in wrong if one), None)
-        if alone or isinstance(value, list | tuple)
-        else "whole numbers"
-    )
+    said = next((one for one in wrong if one), None) if alone or isinstance(value, list | tuple) else "whole numbers"
     return said and f"a list, each of its entries {said}" if not alone else said
 
 

@@ -58,9 +58,7 @@ def _paths(values: Mapping[Any, Any]) -> Iterator[tuple[str, ...]]:
                 waiting.append((path, value))
 
 
-def _below(
-    there: set[tuple[str, ...]], above: tuple[str, ...], end: tuple[str, ...]
-) -> list[tuple[str, ...]]:
+def _below(there: set[tuple[str, ...]], above: tuple[str, ...], end: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The paths within a part that end so."""
     return [path for path in there if path[: len(above)] == above and path[-len(end) :] == end]
 

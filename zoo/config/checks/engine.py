@@ -91,9 +91,7 @@ def check_packages(recipe: Recipe) -> None:
         raise ConfigError(_TENSORWISE.format(backend=engine.backend))
     if engine.delta_rule == "flash_qla":
         if not gpu_count():
-            raise ConfigError(
-                f"{_FLASH_QLA}: its kernels need a GPU and none is here; leave engine.delta_rule out"
-            )
+            raise ConfigError(f"{_FLASH_QLA}: its kernels need a GPU and none is here; leave engine.delta_rule out")
         if not _is_installed("fla") or installed_version("flash-qla") != FLASH_QLA_VERSION:
             raise ConfigError(
                 f"{_FLASH_QLA}: flash-linear-attention and flash-qla {FLASH_QLA_VERSION} have to be installed; "
@@ -185,10 +183,7 @@ def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int,
     found["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
     wide, full = of("global_head_dim"), of("num_global_key_value_heads")
     found["num_attention_heads * global_head_dim"] = (heads * wide, tp)
-    found["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = (
-        (heads + full) * wide,
-        tp,
-    )
+    found["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = ((heads + full) * wide, tp)
     if "linear_attention" in (text.get("layer_types") or ()) and recipe.engine.fp8_recipe == "tensorwise":
         keys = of("linear_num_key_heads") * of("linear_key_head_dim")
         values = of("linear_num_value_heads") * of("linear_value_head_dim")

@@ -41,9 +41,7 @@ def _check_ranks(recipe: Recipe, world_size: int) -> None:
             "ranks; give parallel.tp=2 or more, or leave parallel.sp open"
         )
     if parallel.vpp > 1 and parallel.pp == 1:
-        raise ConfigError(
-            f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1"
-        )
+        raise ConfigError(f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1")
 
 
 def _check_sizes(recipe: Recipe) -> None:
@@ -116,9 +114,7 @@ def _check_linear_attention(recipe: Recipe, text: Mapping[str, Any]) -> None:
 def _check_experts(recipe: Recipe, experts: int) -> None:
     parallel = recipe.parallel
     if not experts and (parallel.ep > 1 or parallel.etp > 1):
-        raise ConfigError(
-            f"parallel.ep={parallel.ep}, etp={parallel.etp}: the model has no experts; set both to 1"
-        )
+        raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}: the model has no experts; set both to 1")
     if experts and experts % parallel.ep:
         raise ConfigError(
             f"parallel.ep={parallel.ep} does not divide the {experts} experts of the model; "
@@ -127,8 +123,7 @@ def _check_experts(recipe: Recipe, experts: int) -> None:
     width = text_config(recipe.model.arch).get("moe_intermediate_size")
     if experts and width and width % parallel.etp:
         raise ConfigError(
-            f"parallel.etp={parallel.etp} does not divide the experts' width {width}; "
-            f"{_listed(_divisors(width))} would"
+            f"parallel.etp={parallel.etp} does not divide the experts' width {width}; {_listed(_divisors(width))} would"
         )
     if experts and parallel.tp > 1 and not parallel.sp:
         raise ConfigError(

@@ -47,6 +47,4 @@ def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_missing(name: str, metrics: Mapping[str, Any], key: str) -> None:
     """UserError where an evaluation's flat metrics lack one that a recipe names."""
     if name not in metrics:
-        raise UserError(
-            f"{key}={name}: the evaluation gives no such metric; it gives {', '.join(sorted(metrics))}"
-        )
+        raise UserError(f"{key}={name}: the evaluation gives no such metric; it gives {', '.join(sorted(metrics))}")

@@ -23,23 +23,15 @@ def check_model(recipe: Recipe) -> None:
             near = ", ".join(nearest(part, list(family.all_parts)))
             raise ConfigError(f"train.lr_scale.{part}: {family.name} has no such part; nearest: {near}")
         if part in recipe.model.freeze:
-            raise ConfigError(
-                f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two"
-            )
+            raise ConfigError(f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two")
         if not scale > 0:
-            raise ConfigError(
-                f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part"
-            )
+            raise ConfigError(f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part")
     trained = {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze)
     if not trained:
-        raise ConfigError(
-            f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out"
-        )
+        raise ConfigError(f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out")
     init = recipe.model.init
     if init != "random" and not is_hub_id(init) and not expanded(init).exists():
-        raise ConfigError(
-            f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id"
-        )
+        raise ConfigError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
     if recipe.model.resize_embeddings and init == "random":
         raise ConfigError(
             "model.resize_embeddings=true with model.init=random: random weights have as many rows as vocab_size of model.arch "

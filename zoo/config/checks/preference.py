@@ -23,9 +23,7 @@ def check_preference(recipe: Recipe) -> None:
             "of the two out"
         )
     if train.center_rewards and not train.scores:
-        raise ConfigError(
-            f"train.center_rewards with train.loss={train.loss}: reward alone has it; leave it out"
-        )
+        raise ConfigError(f"train.center_rewards with train.loss={train.loss}: reward alone has it; leave it out")
     for key in ("desirable_weight", "undesirable_weight"):
         if getattr(train, key) != 1 and not train.labelled:
             raise ConfigError(f"train.{key} with train.loss={train.loss}: kto alone has it; leave it out")

@@ -115,10 +115,7 @@ DENSE_ADAPTERS = When(
     holds=lambda recipe: not all(name.startswith("experts.") for name in recipe.lora.targets),
 )
 WEIGHTS = _value(
-    "model.init",
-    lambda value: value != "random",
-    lacks="on random weights",
-    do="name weights with model.init",
+    "model.init", lambda value: value != "random", lacks="on random weights", do="name weights with model.init"
 )
 EXPERTS = When(lacks="in a model without experts", do="train a model that has experts", holds=_has_experts)
 EXPERT_EXCHANGE = When(
@@ -128,9 +125,7 @@ EXPERT_EXCHANGE = When(
     holds=_exchanges_tokens,
 )
 MTP = When(
-    lacks="in a model without layers for multi-token prediction",
-    do="train a model that has them",
-    holds=_has_mtp,
+    lacks="in a model without layers for multi-token prediction", do="train a model that has them", holds=_has_mtp
 )
 LINEAR_ATTENTION = When(
     lacks="in a model without linear attention", do="train a model that has it", holds=_has_linear_attention
@@ -146,14 +141,7 @@ SIMPO = _one_of("train.loss", "simpo", lacks="under another loss")
 KTO = _one_of("train.loss", "kto", lacks="under another loss")
 REWARD = _one_of("train.loss", "reward", lacks="under another loss")
 PAIRS_OR_LABELS = _one_of(
-    "train.loss",
-    "dpo",
-    "ipo",
-    "simpo",
-    "orpo",
-    "kto",
-    "reward",
-    lacks="under a loss that keeps dropout anyway",
+    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
 )
 DROPOUT = _above_zero("lora.dropout", "without dropout")
 TEACHER = _stated("distill.teacher", "without a teacher", "set distill.teacher")
@@ -188,9 +176,7 @@ PREDICTIONS = _above_zero("log.predictions", "where no answers are shown")
 EARLY_STOP = _stated("train.early_stop", "without early stopping", "set train.early_stop=loss, say")
 
 PACKED = _one_of("packing.mode", "thd", lacks="on rows that are not packed")
-PADDED = _one_of(
-    "packing.mode", "none", lacks="on packed rows, which count as 1 and are as wide as packing.budget"
-)
+PADDED = _one_of("packing.mode", "none", lacks="on packed rows, which count as 1 and are as wide as packing.budget")
 MEDIA = When(
     lacks="in a family that takes text alone",
     do="train a family that takes media",
@@ -212,10 +198,7 @@ ENCODING = _value(
     do="set data.encode_in_workers=true",
 )
 AUGMENTED = When(
-    lacks="without random changes to media",
-    do="set data.augment above 0",
-    keys=("data.augment",),
-    holds=_augments,
+    lacks="without random changes to media", do="set data.augment above 0", keys=("data.augment",), holds=_augments
 )
 ONLY_BUNDLED = When(
     lacks="where other rows than bundled ones are trained on",
@@ -229,9 +212,6 @@ PIPELINE = _size("pp", "pp", "without pipeline stages")
 CONTEXT_PARALLEL = _size("cp", "cp", "without context parallelism")
 FP8 = _value("engine.fp8", bool, lacks="without FP8", do="set engine.fp8=true")
 NO_GRAPHS = _value(
-    "engine.cuda_graphs",
-    lambda value: not value,
-    lacks="under CUDA graphs",
-    do="set engine.cuda_graphs=false",
+    "engine.cuda_graphs", lambda value: not value, lacks="under CUDA graphs", do="set engine.cuda_graphs=false"
 )
 OPEN_RANKS = _left_out("nproc", "where nproc says how many ranks are started")

@@ -85,24 +85,11 @@ def _of_mapping(one: Mapping[str, Any]) -> tuple[Any, list[str]]:
     entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
     kind, split = str(left.pop("type", "")).partition(".")[0], str(left.pop("split", "") or "")
     plain_split, bracket, _ = split.partition("[")  # a share of it
-    columns = {
-        zoo_name: left.pop(key) for key, zoo_name in _COLUMNS.items() if isinstance(left.get(key), str)
-    }
+    columns = {zoo_name: left.pop(key) for key, zoo_name in _COLUMNS.items() if isinstance(left.get(key), str)}
     columns = {zoo_name: column for zoo_name, column in columns.items() if column not in (zoo_name, *_TURNS)}
-    more = {
-        "name": left.pop("name", None),
-        "split": plain_split,
-        "format": FORMS.get(kind, ""),
-        "columns": columns,
-    }
+    more = {"name": left.pop("name", None), "split": plain_split, "format": FORMS.get(kind, ""), "columns": columns}
     entry |= {key: value for key, value in more.items() if value}
-    for key in (
-        "message_property_mappings",
-        "roles",
-        "chat_template",
-        "ds_type",
-        "field",
-    ):  # rows say it themselves
+    for key in ("message_property_mappings", "roles", "chat_template", "ds_type", "field"):  # rows say it themselves
         left.pop(key, None)
     unread = [f"{name}: {key}" for key in left] + ([f"{name}: split {split}"] if bracket else [])
     return (entry["path"] if set(entry) == {"path"} else entry), unread
@@ -118,11 +105,7 @@ def _listed(folder: str) -> dict[str, Any]:
     for name, about in (known if isinstance(known, dict) else {}).items():
         if not isinstance(about, dict):
             continue
-        form = (
-            "preference"
-            if about.get("ranking") is True
-            else FORMS.get(str(about.get("formatting") or "alpaca"), "")
-        )
+        form = "preference" if about.get("ranking") is True else FORMS.get(str(about.get("formatting") or "alpaca"), "")
         more = {"format": form} if form and not _names_roles(about) else {}
         if isinstance(about.get("file_name"), str):
             path = f"{folder}/{about['file_name']}"

@@ -12,22 +12,11 @@ from zoo.config.layers.foreign import foreign_name
 _KINDS = (
     "finetuning_type", "train_type", "tuner_type", "sft_type", "adapter", "peft_type", "use_peft", "use_lora", "full_finetuning",
 )  # fmt: skip
-_QUANTISED = (
-    "load_in_4bit",
-    "load_in_8bit",
-    "quantization_bit",
-    "quant_bits",
-    "quant_method",
-    "quantization_method",
-)
+_QUANTISED = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits", "quant_method", "quantization_method")
 _WHOLE = ("", "full", "none", "false")
 # What trainers do where nothing is said: adapters, their rank and alpha, frozen towers.
 _WITH_ADAPTERS = ("LLaMA-Factory", "ms-swift")
-_WIDTHS: dict[str, tuple[int, int | None]] = {
-    "LLaMA-Factory": (8, None),
-    "ms-swift": (8, 32),
-    "TRL": (16, 32),
-}
+_WIDTHS: dict[str, tuple[int, int | None]] = {"LLaMA-Factory": (8, None), "ms-swift": (8, 32), "TRL": (16, 32)}
 _FREEZING = ("LLaMA-Factory", "ms-swift")
 _LEARNT_BY_TRIAL = ("ppo", "grpo", "gae", "rloo", "reinforce", "gspo", "dapo", "remax", "gkd")
 _SAME_LINEARS = {"output_proj": "o_proj"}  # torchtune's name
@@ -89,17 +78,13 @@ def _choose_recipe(reader: Reader, model: models.Model | None, names: list[str],
     method, found = models.method_of(stage), reader.found
     if method is None:
         more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
-        reader.decide(
-            "stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers"
-        )
+        reader.decide("stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers")
     if reader.recipe is not None:
         if method is not None and method.task is not None:
             reader.decide("stage", f"{stage}: task={method.task} beside the recipe's name")
     elif model is None:
         said = ", ".join(names) or "no model is named"
-        reader.decide(
-            "RECIPE", f"{said}: no family of zoo is called so; `zoo list families` shows what there is"
-        )
+        reader.decide("RECIPE", f"{said}: no family of zoo is called so; `zoo list families` shows what there is")
     else:
         fitting = models.recipe_of(model, None if method is None else method.task, adapters)
         if fitting is None:
@@ -132,13 +117,9 @@ def _adapters(reader: Reader, adapters: bool) -> None:
     if alpha is not None:
         reader.set("lora.alpha", alpha)
     pattern = isinstance(targets, str) and any(mark in targets for mark in "()[\\*^$")
-    named = (
-        targets.split(",") if isinstance(targets, str) and not pattern else [targets] if pattern else targets
-    )
+    named = targets.split(",") if isinstance(targets, str) and not pattern else [targets] if pattern else targets
     if isinstance(named, list) and not {"all", "all-linear", "all_linear"} & set(map(str, named)):
-        reader.set(
-            "lora.targets", [_SAME_LINEARS.get(str(name).strip(), str(name).strip()) for name in named]
-        )
+        reader.set("lora.targets", [_SAME_LINEARS.get(str(name).strip(), str(name).strip()) for name in named])
     elif targets is not None:
         reader.found.done.append("lora_target")
 
@@ -146,16 +127,10 @@ def _adapters(reader: Reader, adapters: bool) -> None:
 def _parts(reader: Reader, model: models.Model | None, adapters: bool) -> None:
     """Parts that stay as they are, and the rates of others."""
     tower = reader.take("freeze_vision_tower", "freeze_vit", "freeze_vision")
-    aligner = reader.take(
-        "freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_mlp_adapter", "freeze_projector"
-    )
+    aligner = reader.take("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_mlp_adapter", "freeze_projector")
     language = reader.take("freeze_language_model", "freeze_llm", "freeze_text_model")
     if model is None:
-        said = [
-            name
-            for name, value in (("towers", tower), ("projector", aligner), ("language", language))
-            if value
-        ]
+        said = [name for name, value in (("towers", tower), ("projector", aligner), ("language", language)) if value]
         if said:
             reader.decide("model.freeze", f"the family's parts for: {', '.join(said)}")
         return
@@ -171,9 +146,7 @@ def _parts(reader: Reader, model: models.Model | None, adapters: bool) -> None:
     ]
     trained = [part for part in model.family.all_parts if part not in kept]
     if adapters:
-        trained = (
-            ["language"] if tower in (None, True) and aligner in (None, True) and not language else trained
-        )
+        trained = ["language"] if tower in (None, True) and aligner in (None, True) and not language else trained
         if trained != ["language"]:
             reader.set("lora.parts", trained)
     else:

@@ -55,17 +55,13 @@ def model_of(names: list[str]) -> Model | None:
             for name_of_recipes, family_name, size in _published():
                 if _arch(family_name, size).get("model_type") == kind:
                     return Model(families()[family_name], size, "moe" in name_of_recipes)
-    plain = [
-        (_plain(title), family) for family in families().values() for title in (family.title, family.name)
-    ]
+    plain = [(_plain(title), family) for family in families().values() for title in (family.title, family.name)]
     for name in names:
         last = _plain(name.rstrip("/").rpartition("/")[2])
         within = [(title, family) for title, family in plain if title in last]
         if within:
             family = max(within, key=lambda one: len(one[0]))[1]
-            sizes = [
-                size for size in size_names(family.name) if last.endswith(_plain(size)) and "tiny" not in size
-            ]
+            sizes = [size for size in size_names(family.name) if last.endswith(_plain(size)) and "tiny" not in size]
             return Model(family, sizes[-1] if sizes else None, bool(_EXPERTS.search(name)))
     return None
 

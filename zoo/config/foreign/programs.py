@@ -50,9 +50,7 @@ def program_of(tree: Mapping[str, Any]) -> str | None:
             return mark
     known = {*keys(Recipe), *FILE_KEYS}
     names = {leaf(key) for key in flat if key not in known}
-    foreign = [
-        name for name in names if foreign_name(name) or any(name in signs for signs in _SIGNS.values())
-    ]
+    foreign = [name for name in names if foreign_name(name) or any(name in signs for signs in _SIGNS.values())]
     if len(foreign) < _ENOUGH or len(foreign) <= sum(key in known for key in flat):
         return None
     own = next((program for name, program in _OWN.items() if name in names), None)

@@ -28,9 +28,7 @@ def refuse_foreign_file(name_or_path: str, load: Load) -> None:
         tree = read_yaml(read_text(path))
     except (UnreadableError, OSError):
         return  # which reading it says
-    program = (
-        program_of(tree) if isinstance(tree, dict) and all(isinstance(key, str) for key in tree) else None
-    )
+    program = program_of(tree) if isinstance(tree, dict) and all(isinstance(key, str) for key in tree) else None
     if program is not None:
         raise ConfigError(
             f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n"

@@ -21,9 +21,7 @@ def read_batch(reader: Reader) -> None:
     """Rows of an update: those of one forward pass times those accumulated, on one rank."""
     whole = reader.take("global_batch_size", "total_batch_size", "effective_batch_size", "train_batch_size")
     one = reader.take(*_ONE_PASS)
-    times = reader.take(
-        "gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "grad_accum"
-    )
+    times = reader.take("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "grad_accum")
     if isinstance(whole, int):
         reader.set("train.global_batch", whole)
         if one is not None or times is not None:
@@ -31,9 +29,7 @@ def read_batch(reader: Reader) -> None:
     elif isinstance(one, int) or isinstance(times, int):
         one, times = (value if isinstance(value, int) else 1 for value in (one, times))
         reader.set("train.global_batch", one * times)
-        reader.decide(
-            "train.global_batch", f"{one} x {times} rows are of one rank; multiply by the number of GPUs"
-        )
+        reader.decide("train.global_batch", f"{one} x {times} rows are of one rank; multiply by the number of GPUs")
     reader.is_done("per_device_eval_batch_size", "eval_batch_size")
 
 
@@ -60,9 +56,7 @@ def read_schedule(reader: Reader) -> None:
 
 
 def _warm_up(reader: Reader, steps: Any) -> None:
-    ratio = number(
-        reader.take("warmup_ratio", "lr_warmup_fraction", "lr_warmup_steps_ratio", "warmup_fraction")
-    )
+    ratio = number(reader.take("warmup_ratio", "lr_warmup_fraction", "lr_warmup_steps_ratio", "warmup_fraction"))
     if ratio is None:
         return
     if isinstance(steps, int) or not ratio:
@@ -104,9 +98,7 @@ def read_choices(reader: Reader) -> None:
         reader.set("engine.recompute", "selective" if "selective" in map(str, checkpointing) else "full")
     overlong = str(reader.take("truncation_strategy", "excess_length_strategy") or "").lower()
     if overlong:
-        reader.set(
-            "data.overlong", "truncate_text" if overlong.startswith(("left", "right", "trunc")) else "drop"
-        )
+        reader.set("data.overlong", "truncate_text" if overlong.startswith(("left", "right", "trunc")) else "drop")
     _labels(reader)
     loss = str(reader.take("pref_loss", "loss_type") or "").lower()
     if loss in _LOSSES:
@@ -137,8 +129,7 @@ def _labels(reader: Reader) -> None:
         reader.set("data.labels", _LABELS[scale])
     elif scale:
         reader.decide(
-            "loss_scale",
-            f"{scale}: a weight of messages or rows (docs/data.md), or data.labels=assistant, last or all",
+            "loss_scale", f"{scale}: a weight of messages or rows (docs/data.md), or data.labels=assistant, last or all"
         )
     for name in ("assistant_only_loss", "completion_only_loss"):
         if (only := reader.take(name)) is not None:

@@ -35,11 +35,7 @@ _BY_ITSELF = (
     "load_from_cache_file", "moe_grouped_gemm", "cross_entropy_loss_fusion", "fused", "device", "special_tokens", "use_hf", "save_safetensors",
     "overlap_grad_reduce", "overlap_param_gather", "merges_file", "checkpoint_files",
 )  # fmt: skip
-_NOTED = (
-    "packing.budget",
-    "train.beta",
-    "machine.nodes",
-)  # whose values are the same, whatever there is to know
+_NOTED = ("packing.budget", "train.beta", "machine.nodes")  # whose values are the same, whatever there is to know
 _ATTENTION = NAMES["flash_attn"]
 _FUSED = NAMES["use_liger_kernel"]
 _ARCHITECTURE = NAMES["swiglu"]
@@ -51,9 +47,7 @@ _EVAL_SETS = (
 )  # fmt: skip
 
 
-def translate(
-    flat: Mapping[str, Any], load: Load, program: str = "", recipe: str | None = None
-) -> Translation:
+def translate(flat: Mapping[str, Any], load: Load, program: str = "", recipe: str | None = None) -> Translation:
     """The settings of another trainer, by dotted key, as zoo's.
 
     Args:
@@ -97,23 +91,16 @@ def _read_data(reader: Reader) -> None:
         reader.take("dataset_dir"),
         reader.take("val_size", "split_dataset_ratio", "val_set_size", "test_size"),
     )
-    splits = {
-        "data.train": reader.take("dataset_train_split"),
-        "data.eval": reader.take("dataset_test_split"),
-    }
+    splits = {"data.train": reader.take("dataset_train_split"), "data.eval": reader.take("dataset_test_split")}
     subset = reader.take("dataset_config")
     made = [
-        reader.left.pop(key)
-        for key in list(reader.left)
-        if key.startswith("dataset") and leaf(key) == "_component_"
+        reader.left.pop(key) for key in list(reader.left) if key.startswith("dataset") and leaf(key) == "_component_"
     ]
     made_of = reader.left.pop("dataset.source", None)
     share = share if isinstance(share, float) and 0 < share < 1 else share or None
     for zoo_key, names in (("data.train", _TRAIN_SETS), ("data.eval", _EVAL_SETS)):
         given = reader.take(*names) or (made_of if zoo_key == "data.train" else None)
-        sets = (
-            data_sets.read_sets(given, folder) if given not in (None, [], "") else data_sets.Sets([], [], [])
-        )
+        sets = data_sets.read_sets(given, folder) if given not in (None, [], "") else data_sets.Sets([], [], [])
         entries = list(sets.entries)
         reader.found.without += sets.unread
         more = (
@@ -131,8 +118,7 @@ def _read_data(reader: Reader) -> None:
         unknown = [*sets.unknown, *(map(str, made) if zoo_key == "data.train" and not entries else [])]
         if unknown:
             reader.decide(
-                f"{zoo_key}=FILE",
-                f"the rows of {', '.join(unknown)} (JSONL, parquet, a folder, or {{hub: ID}})",
+                f"{zoo_key}=FILE", f"the rows of {', '.join(unknown)} (JSONL, parquet, a folder, or {{hub: ID}})"
             )
     if isinstance(share, float | int) and share:
         reader.decide("held out", f"{share}: held_out: SHARE in an entry of data.train, or data.eval=FILE")

@@ -90,9 +90,7 @@ def number(
     return setting(default, when=when, off=off, bounds=bounds)
 
 
-def setting(
-    default: Any, *, when: When | tuple[When, ...] | None = None, off: Any = None, **metadata: Any
-) -> Any:
+def setting(default: Any, *, when: When | tuple[When, ...] | None = None, off: Any = None, **metadata: Any) -> Any:
     """A field of a schema.
 
     Args:

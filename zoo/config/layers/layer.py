@@ -69,9 +69,7 @@ def override_layer(overrides: Overrides) -> Layer:
             raise ConfigError(f"{shown_value(text)}: an override is a text such as 'train.steps=100'")
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals or not key:
-            raise ConfigError(
-                f"{printable(text, 200)}: an override is written key=value, such as train.steps=100"
-            )
+            raise ConfigError(f"{printable(text, 200)}: an override is written key=value, such as train.steps=100")
         if key == "recipe":
             raise ConfigError(f"{text}: the recipe is named once, before its overrides")
         pairs.append((key, parse_value(key, value)))

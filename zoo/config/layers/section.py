@@ -62,9 +62,7 @@ def _described(cls: Any) -> list[str]:
         default = "" if item.default is MISSING else f" = {item.default!r}"
         text = f"{item.name} ({kind}{default}): {doc or ''}"
         lines.append(
-            textwrap.fill(
-                text, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
-            )
+            textwrap.fill(text, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
         )
     return lines
 

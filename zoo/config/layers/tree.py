@@ -114,9 +114,7 @@ class Unknown(NamedTuple):
     problem: str  # what to do, in a few words
 
 
-def leaves_of(
-    schema: type, tree: Mapping[str, Any], where: str = "", prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def leaves_of(schema: type, tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key and value of everything the nested dicts set; unknown keys are refused, all at once."""
     leaves, unknown = read_leaves(schema, tree, prefix)
     if unknown:
@@ -124,9 +122,7 @@ def leaves_of(
     return iter(leaves)
 
 
-def read_leaves(
-    schema: type, tree: Mapping[str, Any], prefix: str = ""
-) -> tuple[list[tuple[str, Any]], list[Unknown]]:
+def read_leaves(schema: type, tree: Mapping[str, Any], prefix: str = "") -> tuple[list[tuple[str, Any]], list[Unknown]]:
     """Dotted key and value of everything the nested dicts set, and the keys among them that there are not."""
     known, leaves, unknown = keys(schema), list[tuple[str, Any]](), list[Unknown]()
     for name, value in tree.items():
@@ -140,9 +136,7 @@ def read_leaves(
             inner = read_leaves(schema, value or {}, f"{key}.")
             leaves += inner[0]
             unknown += inner[1]
-        elif key in known and (
-            not isinstance(value, dict) or known[key].type.startswith(("dict", "list[Any]"))
-        ):
+        elif key in known and (not isinstance(value, dict) or known[key].type.startswith(("dict", "list[Any]"))):
             leaves.append((key, value))
         else:
             for deep, held in _deepest(key, value):

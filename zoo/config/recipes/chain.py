@@ -80,9 +80,7 @@ def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
         if layer.origin in [seen.origin for seen in layers]:
             raise ConfigError(f"{layers[0].origin}: base: {name} leads back to itself")
         if len(layers) == _LONGEST_CHAIN:
-            raise ConfigError(
-                f"{layers[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
-            )
+            raise ConfigError(f"{layers[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other")
         layers.insert(0, layer)
         if layer.tree.get("base") is None:
             break

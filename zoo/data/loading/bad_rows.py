@@ -109,8 +109,6 @@ def _listed(path: Path | None) -> set[str]:
             file.write(b"\n")
     for line in written.split(b"\n"):
         record = line_of_json(line)
-        if record is not None and isinstance(
-            record.get("source"), str
-        ):  # a killed run may have left half a line
+        if record is not None and isinstance(record.get("source"), str):  # a killed run may have left half a line
             found.add(record["source"])
     return found

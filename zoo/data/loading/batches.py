@@ -40,9 +40,7 @@ def encode_all(lengths: Lengths, bins: Sequence[Sequence[SampleId]]) -> EncodedB
     return encoded
 
 
-def make_batch(
-    samples: Sequence[Sample], mode: str, align: int, pad_to: int | None, pad_id: int
-) -> MicroBatch:
+def make_batch(samples: Sequence[Sample], mode: str, align: int, pad_to: int | None, pad_id: int) -> MicroBatch:
     """The micro-batch of some samples, in pinned memory where there is a GPU."""
     segments, pinned = [one for sample in samples for one in sample.segments], torch.cuda.is_available()
     others = [sample.mismatched for sample in samples if sample.mismatched is not None]

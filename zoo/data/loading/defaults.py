@@ -37,6 +37,4 @@ def with_defaults(data: DataConfig) -> DataConfig:
 def evaluated_on(data: DataConfig) -> list[str]:
     """The names of the entries to evaluate on, with the share that is held out of each and its kinds of rows."""
     entries = with_defaults(data).eval
-    return [
-        f"{entry.held_out:g} of {entry.selected}" if entry.held_out else entry.selected for entry in entries
-    ]
+    return [f"{entry.held_out:g} of {entry.selected}" if entry.held_out else entry.selected for entry in entries]

@@ -143,9 +143,7 @@ class EncodingWorkers:
     def _stir(self) -> None:
         """Let the thread look at what has changed."""
         if self._woken is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # it has ended; or it has been told so often that it can't be missed
+            with contextlib.suppress(OSError):  # it has ended; or it has been told so often that it can't be missed
                 self._woken.send(b"x")
 
     def _start(self) -> None:

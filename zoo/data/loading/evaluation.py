@@ -23,9 +23,7 @@ class EvalBatches:
     every rank at the end of a pass.
     """
 
-    def __init__(
-        self, lengths: Lengths, bins: list[list[SampleId]], mode: str, align: int, pad_to: int | None
-    ) -> None:
+    def __init__(self, lengths: Lengths, bins: list[list[SampleId]], mode: str, align: int, pad_to: int | None) -> None:
         self.source = lengths.source
         self.bins = bins
         self._lengths = lengths
@@ -62,9 +60,7 @@ class EvalBatches:
             (samples,), _ = encode_all(self._lengths, [[sample_id]])
             if samples:
                 return self._batch(samples)
-        raise UserError(
-            f"data.eval: no row can be used ({self.source.bad_rows.summary()}); see bad_rows.jsonl."
-        )
+        raise UserError(f"data.eval: no row can be used ({self.source.bad_rows.summary()}); see bad_rows.jsonl.")
 
     def _batch(self, samples: list[Sample]) -> MicroBatch:
         return make_batch(samples, self._mode, self._align, self._pad_to, self.source.processor.pad_id)

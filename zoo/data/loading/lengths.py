@@ -112,10 +112,7 @@ class Lengths:
     """
 
     def __init__(
-        self,
-        source: SampleSource,
-        cost: Callable[[SampleSize], int] | None = None,
-        group: RankGroup | None = None,
+        self, source: SampleSource, cost: Callable[[SampleSize], int] | None = None, group: RankGroup | None = None
     ) -> None:
         self.source = source
         self.group = group or OneRank()
@@ -124,9 +121,7 @@ class Lengths:
         self._known = _Table(source.variants * len(source))
         self._errors: dict[SampleId, RowError] = {}
         self._corrected: set[SampleId] = set()
-        self._shrunk: list[
-            SampleId
-        ] = []  # samples measured since the last exchange whose media were made smaller
+        self._shrunk: list[SampleId] = []  # samples measured since the last exchange whose media were made smaller
 
     def knows(self, sample_id: SampleId) -> bool:
         """Whether a sample was measured."""

@@ -119,9 +119,7 @@ class BatchLoader:
             seed=recipe.run.seed,
         )
         self._length: RunLength | None = None  # None: without end
-        self.short_step: int | None = (
-            None  # bins of the last step, where it is known to have fewer than others
-        )
+        self.short_step: int | None = None  # bins of the last step, where it is known to have fewer than others
         self._left = 0  # steps behind the last one handed out, by what is known of them
         self._state = self._stream_state()
         self._executor = ThreadPoolExecutor(1, "zoo-data") if prefetch else None
@@ -311,9 +309,7 @@ class BatchLoader:
         """Steps from where the stream stands to its end, by what is known of them; 0 without an end."""
         if self._length is None or not self._stream.remaining() or self._stream.ended():
             return 0
-        return max(
-            1, math.ceil(self._length.left(self._stream.bins, self._stream.remaining()) / self.bins_per_step)
-        )
+        return max(1, math.ceil(self._length.left(self._stream.bins, self._stream.remaining()) / self.bins_per_step))
 
     def _stream_state(self) -> dict[str, Any]:
         length = None if self._length is None else asdict(self._length)

@@ -46,9 +46,7 @@ class LengthLimit:
         """The most tokens of a sample."""
         return self.budget // self.align * self.align
 
-    def measured(
-        self, size: SampleSize | None, source: str, limits: MediaLimits | None = None
-    ) -> SampleSize | None:
+    def measured(self, size: SampleSize | None, source: str, limits: MediaLimits | None = None) -> SampleSize | None:
         """A row's size; None where it is not known, or where only encoding shows how much is cut.
 
         `limits`: of the row's media, where its entry has its own.
@@ -114,15 +112,11 @@ class LengthLimit:
         given = " and ".join(
             f"{key}={value}" for key, value in zip(keys, values.values(), strict=True) if value is not None
         )
-        return (
-            f"{given} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
-        )
+        return f"{given} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
 
     def _error(self, source: str, tokens: str, advice: str) -> RowError:
         aligned = f" ({self.tokens} aligned)" if self.tokens != self.budget else ""
-        return RowError(
-            source, "overlong", f"{tokens} are over packing.budget {self.budget}{aligned}; {advice}"
-        )
+        return RowError(source, "overlong", f"{tokens} are over packing.budget {self.budget}{aligned}; {advice}")
 
 
 @dataclass(frozen=True)
@@ -195,9 +189,7 @@ class RowEncoder:
         if self.media_dtype is None:
             return sample
         read = {name: x for name, x in sample.media.items() if x.dtype == torch.float32 and x.dim() > 1}
-        return replace(
-            sample, media=sample.media | {name: x.to(self.media_dtype) for name, x in read.items()}
-        )
+        return replace(sample, media=sample.media | {name: x.to(self.media_dtype) for name, x in read.items()})
 
     @cached_property
     def limits(self) -> MediaLimits:
@@ -210,9 +202,7 @@ class RowEncoder:
             "video_fps": limits.video_fps,
             "max_frames": limits.max_frames,
             "pixels": limits.pixels,
-            "overlong": None
-            if self.budget is None
-            else Overlong(self.budget, self.data.overlong == "shrink"),
+            "overlong": None if self.budget is None else Overlong(self.budget, self.data.overlong == "shrink"),
         }
 
     @property

@@ -77,9 +77,7 @@ class SampleSource:
         self.bad_rows, self.augment = bad_rows, augment
         self.bad_rows.limit = BAD_IN_A_ROW if rows.has_stream else math.inf
         self.processor, self.decoder = encoder.processor, encoder.decoder
-        self.variants = (
-            augment.variants
-        )  # in how many ways a row's sample is made, which its repeats take in turn
+        self.variants = augment.variants  # in how many ways a row's sample is made, which its repeats take in turn
         self._rows = len(rows)
         self._cache = SampleCache(cache_mb)
         self._tick = tick
@@ -123,9 +121,7 @@ class SampleSource:
         key = "data.eval" if evaluation else "data.train"
         entries = [parse_entry(spec, key) for spec in specs]
         bad = BadRows(data, bad_rows)
-        rows = open_rows(
-            entries, data, processor.modalities, bad.handle, max_rows=max_rows, evaluation=evaluation
-        )
+        rows = open_rows(entries, data, processor.modalities, bad.handle, max_rows=max_rows, evaluation=evaluation)
         if not len(rows):
             names = ", ".join(rows.names)
             if not bad.counts and any(entry.held_out is not None for entry in entries):
@@ -183,9 +179,7 @@ class SampleSource:
         variants = (data.augment_variants or VARIANTS) if augment else 1
         return cls(
             rows,
-            RowEncoder(
-                processor, data, decoder, limit.tokens, align if pairs else None, media_dtype, labelled
-            ),
+            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None, media_dtype, labelled),
             limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),
@@ -243,9 +237,7 @@ class SampleSource:
         """16 bytes by which a row, its tokens and its labels are known, wherever it stands in the data."""
         with self._lock:
             sample = self._cached(self.key(sample_id))
-        return identity.key_of(
-            self._row(self.key(sample_id)), sample.input_ids.numpy(), sample.labels.numpy()
-        )
+        return identity.key_of(self._row(self.key(sample_id)), sample.input_ids.numpy(), sample.labels.numpy())
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """As `encode`; None for a row that is left out, which is counted.

@@ -220,20 +220,14 @@ def _mono_frames(container: Any) -> Iterator[Any]:
 
 def _frame_of(sound: np.ndarray, rate: int) -> Any:
     """(N,) samples as FFmpeg's frame of mono."""
-    frame = av.AudioFrame.from_ndarray(
-        np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono"
-    )
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono")
     frame.sample_rate = rate
     return frame
 
 
 def _mono(sound: Sound) -> np.ndarray:
     samples = np.asarray(sound.samples)
-    if (
-        samples.ndim not in (1, 2)
-        or samples.dtype.kind not in "fiu"
-        or samples.dtype in (np.int64, np.uint64)
-    ):
+    if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu" or samples.dtype in (np.int64, np.uint64):
         shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
         wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
         raise corrupt_media(sound, "audio", f"{shape}; {wanted}")
@@ -286,10 +280,7 @@ def _reason(error: BaseException, place: object) -> str:
 def container_of(place: File) -> Iterator[Any]:
     """FFmpeg's container of a file, of a known type and of no other file: `concat:a.mp4|b.mp4` is a name like others."""
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
-    with (
-        open_binary(place) as file,
-        av.open(file, container_options=options, buffer_size=READ_BYTES) as container,
-    ):
+    with open_binary(place) as file, av.open(file, container_options=options, buffer_size=READ_BYTES) as container:
         yield container
 
 
@@ -312,9 +303,7 @@ def _check_size(place: object, count: int, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise corrupt_media(place, "video", f"its frames have {width} x {height} pixels; scale it down")
     if count * width * height * 3 > MAX_VIDEO_MB * 2**20:
-        text = (
-            f"{count} frames of {width} x {height} pixels are over {MAX_VIDEO_MB} MiB; lower data.max_frames"
-        )
+        text = f"{count} frames of {width} x {height} pixels are over {MAX_VIDEO_MB} MiB; lower data.max_frames"
         raise corrupt_media(place, "video", text)
 
 

@@ -44,9 +44,7 @@ class Decoder(Protocol):
     def image(self, medium: Medium, row: Row) -> Image.Image:
         """See `zoo.data.media.decode.load_image`."""
 
-    def video(
-        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
-    ) -> tuple[Tensor, float]:
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[Tensor, float]:
         """See `zoo.data.media.decode.load_video`."""
 
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
@@ -85,9 +83,7 @@ class Here:
         """An RGB picture."""
         return load_image(row.opened(medium))
 
-    def video(
-        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
-    ) -> tuple[Tensor, float]:
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[Tensor, float]:
         """(T, 3, H, W) uint8, and their rate in Hz."""
         return load_video(row.opened(medium), fps, max_frames, clip)
 

@@ -30,15 +30,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.media.decoding_process import HEAD, decoded
 from zoo.data.media.sampling import WHOLE, Clip, how_taken
-from zoo.data.sources.references import (
-    Medium,
-    Picture,
-    bare,
-    files_of,
-    is_url,
-    settings_of_medium,
-    shown,
-)
+from zoo.data.sources.references import Medium, Picture, bare, files_of, is_url, settings_of_medium, shown
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -85,9 +77,7 @@ class Workers:
         """An RGB picture."""
         return Image.fromarray(self._result(row, "image", medium))
 
-    def video(
-        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
-    ) -> tuple[Tensor, float]:
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[Tensor, float]:
         """(T, 3, H, W) uint8, and their rate in Hz."""
         return decode.as_frames(*self._result(row, "video", medium, fps, max_frames, clip))
 
@@ -248,9 +238,7 @@ class _Worker:
 
     def __init__(self, seconds: float, megabytes: int) -> None:
         self.seconds, self.megabytes = seconds, megabytes
-        self._command = module_command(
-            "zoo.data.media.decoding_process", str(seconds + GRACE), str(megabytes)
-        )
+        self._command = module_command("zoo.data.media.decoding_process", str(seconds + GRACE), str(megabytes))
         self.process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -303,8 +291,7 @@ class _Worker:
                     "or set data.workers=0 to decode in the ranks"
                 ) from None
             text = (
-                f"{what} has ended its decoder ({how}): it is broken, or needs over {self.megabytes} MiB "
-                "(data.row_mb)."
+                f"{what} has ended its decoder ({how}): it is broken, or needs over {self.megabytes} MiB (data.row_mb)."
             )
             return Answer(RowError("", "decoder_crash", text), 0.0)
 
@@ -351,9 +338,7 @@ def worker_count(data: DataConfig, ranks: int) -> int:
     return min(8, share_of_cores(ranks)) if data.workers is None else data.workers
 
 
-_decoders: dict[
-    tuple[int, int, float, int], Decoder
-] = {}  # of this process (and not of one that it was forked from)
+_decoders: dict[tuple[int, int, float, int], Decoder] = {}  # of this process (and not of one that it was forked from)
 
 
 def decoder_for(data: DataConfig) -> Decoder:

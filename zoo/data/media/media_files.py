@@ -153,7 +153,9 @@ def _part_heard(sound: np.ndarray, medium: Medium) -> np.ndarray:
     part = sound[_window(medium)]
     if len(part) < MIN_SOUND_SECONDS * SOUND_RATE:
         seconds = len(sound) / SOUND_RATE
-        text = f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s, of {seconds:.3g} s of sound."
+        text = (
+            f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s, of {seconds:.3g} s of sound."
+        )
         raise RowError("", "bad_row", text)
     return part
 

@@ -26,12 +26,7 @@ SOUND_RATE = 16_000  # Hz that sound is resampled to
 PLAIN = ("PNG", "JPEG", "GIF", "BMP")
 HEADER_MB = 4  # MiB of an image that are read for its size, in the rank
 HEADER_READS = 20_000  # calls to read them: a JPEG of a thousand pieces takes a few each
-EXACT_SOUND = (
-    "wav",
-    "flac",
-    "aiff",
-    "w64",
-)  # whose headers count what a decoder gives; others are off by some ms
+EXACT_SOUND = ("wav", "flac", "aiff", "w64")  # whose headers count what a decoder gives; others are off by some ms
 
 
 class Fit(NamedTuple):
@@ -118,9 +113,7 @@ def _with_settings[T](
     sizes: Sequence[T], settings: Sequence[MediaSettings | None]
 ) -> list[tuple[T, MediaSettings | None]]:
     own = settings or (None,) * len(sizes)
-    return [
-        (size, given if given and given.pixel_keys else None) for size, given in zip(sizes, own, strict=True)
-    ]
+    return [(size, given if given and given.pixel_keys else None) for size, given in zip(sizes, own, strict=True)]
 
 
 def clip_of(

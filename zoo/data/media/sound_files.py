@@ -34,14 +34,10 @@ SAMPLES = {
     "dbl": np.float64,
 }  # sample formats of FFmpeg
 MOST = 2**30  # samples of a file, whatever their rate: 4 GiB
-UNKNOWN = (
-    0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
-)
+UNKNOWN = 0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
 
 
-def read_wave(
-    file: Any, max_seconds: float, corrupt: Callable[[str], Exception]
-) -> tuple[np.ndarray, int] | None:
+def read_wave(file: Any, max_seconds: float, corrupt: Callable[[str], Exception]) -> tuple[np.ndarray, int] | None:
     """(N,) float32 samples, mixed to mono, and their rate; None for a file of another kind.
 
     Args:

@@ -51,9 +51,7 @@ class Coordinates:
 THOUSANDTHS = Coordinates()
 
 
-def with_boxes(
-    row: Row, coordinates: Coordinates, sizes: Sequence[Size], resized: Callable[[], Sequence[Size]]
-) -> Row:
+def with_boxes(row: Row, coordinates: Coordinates, sizes: Sequence[Size], resized: Callable[[], Sequence[Size]]) -> Row:
     """The row with its boxes in the place of `<bbox>`.
 
     Args:

@@ -15,14 +15,8 @@ from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
-MOST_SEARCHED = (
-    2**26
-)  # characters in which a row's pieces are looked for again, where a template reorders them
-NOT_SET = (
-    "tools",
-    "documents",
-    "add_generation_prompt",
-)  # names that chat templates read of a row or of a call
+MOST_SEARCHED = 2**26  # characters in which a row's pieces are looked for again, where a template reorders them
+NOT_SET = ("tools", "documents", "add_generation_prompt")  # names that chat templates read of a row or of a call
 
 
 class SpecialTokens:
@@ -69,9 +63,7 @@ class SpecialTokens:
         Raises:
             RowError: they hold one ("special_token_in_text").
         """
-        texts = [
-            (f"messages[{n}]", plain(PLACEHOLDER.sub(" ", said))) for n, (_, said) in enumerate(row.messages)
-        ]
+        texts = [(f"messages[{n}]", plain(PLACEHOLDER.sub(" ", said))) for n, (_, said) in enumerate(row.messages)]
         texts += [(f"messages[{n}].name", name) for n, name in enumerate(row.names)]
         texts += [(f"messages[{n}].tool_calls", called) for n, called in enumerate(row.calls)]
         texts += [("tools", row.tools)]
@@ -143,12 +135,7 @@ def check_tools(row: Row, text: str) -> None:
     """
     tools = [tool["function"]["name"] for tool in json.loads(row.tools)] if row.tools else []
     called = [one["name"] for calls in row.calls if calls for one in json.loads(calls)]
-    results = [
-        plain(piece)
-        for role, said in row.messages
-        if role == "tool"
-        for piece in PLACEHOLDER.split(said)[::2]
-    ]
+    results = [plain(piece) for role, said in row.messages if role == "tool" for piece in PLACEHOLDER.split(said)[::2]]
     for what, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
         missing = _not_written(names, text, what, row.source)
         if missing is not None:

@@ -59,11 +59,7 @@ def find_fit(processor: Any, written: Written, pixels: PixelLimits, overlong: Ov
 
 
 def largest_fit(
-    fits: Callable[[PixelLimits], bool],
-    pixels: PixelLimits,
-    unit: int,
-    most: tuple[int, int],
-    least: tuple[int, int],
+    fits: Callable[[PixelLimits], bool], pixels: PixelLimits, unit: int, most: tuple[int, int], least: tuple[int, int]
 ) -> PixelLimits | None:
     """The largest limits, in whole tokens, under which a sample fits; None where the smallest are too large.
 

@@ -85,9 +85,7 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def choose(
-    spans: Sequence[Span], weights: Sequence[float], mode: str, length: int, row_weight: float
-) -> Tensor:
+def choose(spans: Sequence[Span], weights: Sequence[float], mode: str, length: int, row_weight: float) -> Tensor:
     """(L,) float32: the weight of each token as a label, 0 where it carries no loss.
 
     Args:

@@ -68,9 +68,7 @@ def _rest(whole: str, beginning: str) -> str:
     return whole.removeprefix(beginning)
 
 
-def spans(
-    tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]
-) -> list[Span]:
+def spans(tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]) -> list[Span]:
     """Tokens of `input_ids` that stand for the `written` spans of characters of `text`.
 
     Each token of `media` may stand many times in `input_ids` for one in `text`.

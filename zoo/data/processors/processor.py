@@ -21,13 +21,7 @@ from zoo.config.entries import PixelLimits
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder
-from zoo.data.media.media_files import (
-    LoadedMedia,
-    headers_of_media,
-    headers_of_row,
-    load_media,
-    refuse_pixel_keys,
-)
+from zoo.data.media.media_files import LoadedMedia, headers_of_media, headers_of_row, load_media, refuse_pixel_keys
 from zoo.data.media.sizes import Headers, SampleSize
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
@@ -107,11 +101,7 @@ class Processor:
     @cached_property
     def ends(self) -> dict[str, int]:
         """Text -> id of the tokens that end what training teaches: answers, by the template's markers, and plain texts."""
-        return (
-            self._answers.ends
-            if self._eos is None
-            else self._answers.ends | {self.tokenizer.eos_token: self._eos}
-        )
+        return self._answers.ends if self._eos is None else self._answers.ends | {self.tokenizer.eos_token: self._eos}
 
     def encode(self, row: Row, **options: Any) -> Sample:
         """One row as a sample; `options` and errors are those of `encode_both`."""
@@ -398,9 +388,7 @@ class Processor:
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
-        text: str = self.hf.apply_chat_template(
-            list(messages), tokenize=False, **{**self._template, **options}
-        )
+        text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **{**self._template, **options})
         return text.removeprefix(self._opening)
 
     _wants_thoughts = cached_property(lambda self: wants_thoughts(self._render))

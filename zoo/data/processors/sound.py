@@ -109,9 +109,7 @@ class OmniProcessor(vision.PatchProcessor):
 
         # cap_pixels_per_frame False is what the published processors do today (without a warning that it may change).
         video = transformers.Qwen2VLVideoProcessor(
-            do_sample_frames=False,
-            cap_pixels_per_frame=False,
-            **vision.tiny_settings(geometry, TINY_FRAME_TOKENS),
+            do_sample_frames=False, cap_pixels_per_frame=False, **vision.tiny_settings(geometry, TINY_FRAME_TOKENS)
         )
         hears = transformers.WhisperFeatureExtractor(feature_size=mel_bins, return_attention_mask=True)
         parts = vision.tiny_parts(geometry)
@@ -160,9 +158,7 @@ class OmniProcessor(vision.PatchProcessor):
         marks, behind = ("|".join(map(re.escape, some)) for some in (kinds, ends))
         media = {kind: iter(arguments.get(kind, ())) for kind in kinds.values()}
         shared = {
-            name: value
-            for name, value in arguments.items()
-            if name not in media and not name.endswith("_kwargs")
+            name: value for name, value in arguments.items() if name not in media and not name.endswith("_kwargs")
         }
         videos = arguments["videos_kwargs"]
         each = zip(videos["fps"], videos["use_audio_in_video"], strict=True)

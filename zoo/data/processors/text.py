@@ -37,9 +37,7 @@ class TextProcessor(Processor):
     token_ids: ClassVar[dict[str, int]] = {}  # of placeholders in a config: there are none
 
     @classmethod
-    def build(
-        cls, arch_config: Any, source: str | None = None, markers: ChatMarkers = CHATML
-    ) -> TextProcessor:
+    def build(cls, arch_config: Any, source: str | None = None, markers: ChatMarkers = CHATML) -> TextProcessor:
         """The processor of a run.
 
         Args:

@@ -86,10 +86,7 @@ class TimestampedProcessor(PatchProcessor):
             for clip, pace in zip(headers.videos, headers.paces, strict=True)
         ]
         # Grids of one token each, of which transformers makes its text.
-        small = {
-            "video_grid_thw": [torch.tensor((grid[0], merge, merge)) for grid in videos],
-            "video_metadata": times,
-        }
+        small = {"video_grid_thw": [torch.tensor((grid[0], merge, merge)) for grid in videos], "video_metadata": times}
         written = [self.hf.replace_video_token(small, index) for index in range(len(videos))]
         (text,), _ = self.hf.get_text_with_replacements([text], [self.hf.image_token] * len(images), written)
         rows = grid_rows([*images, *videos])

@@ -30,10 +30,7 @@ from zoo.errors import ConfigError, printable
 MARKERS = CHATML
 type Grid = tuple[int, int, int]  # time, height and width in patches
 PARTS = ("image_processor", "video_processor")
-LEAST_TOKENS, MOST_TOKENS = (
-    4,
-    16384,
-)  # between which qwen-vl-utils keeps an image or frame whose pixels a row gives
+LEAST_TOKENS, MOST_TOKENS = (4, 16384)  # between which qwen-vl-utils keeps an image or frame whose pixels a row gives
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 
 
@@ -42,9 +39,7 @@ def config_field(config: Any, name: str, default: Any = None) -> Any:
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     value = default if value is None else value
     if value is None:
-        raise ConfigError(
-            f"model.arch has no {name!r}; give it as the family's published Hugging Face configs do."
-        )
+        raise ConfigError(f"model.arch has no {name!r}; give it as the family's published Hugging Face configs do.")
     return value
 
 
@@ -82,23 +77,17 @@ def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str
         ) from error
     kinds = (kind,) if isinstance(kind, str) else kind
     if type(hf).__name__ not in kinds:
-        raise ConfigError(
-            f"model.init: {source} has a {type(hf).__name__}; a {' or '.join(kinds)} is wanted."
-        )
+        raise ConfigError(f"model.init: {source} has a {type(hf).__name__}; a {' or '.join(kinds)} is wanted.")
     for part in PARTS:
         made = getattr(hf, part, None)
         size = getattr(made, "size", None)
-        if (
-            made is not None and not hasattr(made, "merge_size") and size is not None
-        ):  # sizes are sides of images
+        if made is not None and not hasattr(made, "merge_size") and size is not None:  # sizes are sides of images
             check_media_sizes({"size": {"shortest_edge": size.get("shortest_edge")}}, f"model.init: {source}")
     for name, value in wanted.items():
         part, _, attribute = name.partition(".")
         seen = getattr(getattr(hf, part), attribute)
         if seen != value:
-            raise ConfigError(
-                f"model.init: {name} of {source} is {seen}, but the architecture wants {value}."
-            )
+            raise ConfigError(f"model.init: {name} of {source} is {seen}, but the architecture wants {value}.")
     return hf
 
 
@@ -141,20 +130,12 @@ def vision_tokens(hf: Any, media: Mapping[str, Tensor]) -> dict[str, int]:
     """Placeholder tokens that the vision tower's outputs replace."""
     merged = hf.image_processor.merge_size**2
     names = {hf.image_token: "image_grid_thw", hf.video_token: "video_grid_thw"}
-    return {
-        token: int(media[name].prod(-1).sum()) // merged if name in media else 0
-        for token, name in names.items()
-    }
+    return {token: int(media[name].prod(-1).sum()) // merged if name in media else 0 for token, name in names.items()}
 
 
 def vision_rows(media: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Patches of each image and of each temporal patch of a video, which a vision tower sees by itself."""
-    grids = [
-        grid
-        for name in ("image_grid_thw", "video_grid_thw")
-        if name in media
-        for grid in media[name].tolist()
-    ]
+    grids = [grid for name in ("image_grid_thw", "video_grid_thw") if name in media for grid in media[name].tolist()]
     return {"vision": grid_rows(grids)}
 
 
@@ -189,11 +170,7 @@ def frames_as_they_are(hf: Any, videos: Sequence[Any], paces: Sequence[Pace]) ->
     options = {
         "do_sample_frames": False,
         "video_metadata": [
-            {
-                "total_num_frames": len(frames),
-                "fps": pace.fps,
-                "frames_indices": frame_places(len(frames), pace),
-            }
+            {"total_num_frames": len(frames), "fps": pace.fps, "frames_indices": frame_places(len(frames), pace)}
             for frames, pace in zip(videos, paces, strict=True)
         ],
     }
@@ -308,9 +285,7 @@ class PatchProcessor(Processor):
             made = self.hf.video_processor
             found["videos"] = [
                 resized(frames, (height * made.patch_size, width * made.patch_size), made.resample)
-                for frames, (_, height, width) in zip(
-                    media["videos"], self.video_grids(headers, pixels), strict=True
-                )
+                for frames, (_, height, width) in zip(media["videos"], self.video_grids(headers, pixels), strict=True)
             ]
         return found
 

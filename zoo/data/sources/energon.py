@@ -76,20 +76,13 @@ def read_energon(folder: Path, split: str | None, named: str | None, key: str) -
         return EnergonSet(tars, left_out, None, {})
     found = next(((form, columns) for word, form, columns in CLASSES if word in name), None)
     if found is None or not isinstance(fields, dict):
-        what = (
-            "a sample_loader, which is code that zoo does not run"
-            if fields is None
-            else f"the class {shown(name)}"
-        )
+        what = "a sample_loader, which is code that zoo does not run" if fields is None else f"the class {shown(name)}"
         raise UserError(
             f"{key}: {META}/dataset.yaml has {what}; name how its samples are read: {{path: ..., format: module:function}}"
         )
     form, columns = found
     return EnergonSet(
-        tars,
-        left_out,
-        form,
-        {columns[field]: str(place) for field, place in fields.items() if field in columns},
+        tars, left_out, form, {columns[field]: str(place) for field, place in fields.items() if field in columns}
     )
 
 
@@ -97,9 +90,7 @@ def _tars(folder: Path, split: str, key: str) -> tuple[list[Path], frozenset[str
     about = _read(folder, "split.yaml", key)
     parts = about.get("split_parts")
     if not isinstance(parts, dict) or not isinstance(parts.get(split), list) or not parts[split]:
-        there = (
-            ", ".join(str(name) for name, tars in parts.items() if tars) if isinstance(parts, dict) else ""
-        )
+        there = ", ".join(str(name) for name, tars in parts.items() if tars) if isinstance(parts, dict) else ""
         raise UserError(f"{key}: no tars of a split {split} in {META}/split.yaml; splits: {there or 'none'}")
     left_out = frozenset(map(str, about.get("exclude") or []))
     names = [name for one in parts[split] for name in _spread(str(one), key) if name not in left_out]
@@ -145,9 +136,7 @@ def field_of(members: Mapping[str, Any], place: str, source: str) -> Any:
         RowError: the member has nothing at that place ("bad_row").
     """
     for one in re.split(r"[;,]", place):
-        name = next(
-            (name for name in sorted(members, key=len, reverse=True) if _begins(one.strip(), name)), None
-        )
+        name = next((name for name in sorted(members, key=len, reverse=True) if _begins(one.strip(), name)), None)
         if name is None:
             continue
         value = members[name]

@@ -31,9 +31,7 @@ def load_local(entry: DataEntry, kind: str, key: str) -> Any:
         _check_names(path, f"{key}={entry}")
         return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
     if entry.split is not None and os.path.isfile(path):
-        raise UserError(
-            f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out."
-        )
+        raise UserError(f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out.")
     files = parquet_files(path, entry, key)
     return _split(_tried(key, entry, lambda: _unpacked(files)), entry, key)
 

@@ -132,15 +132,7 @@ def _content(row: Row) -> bytes:
     """A row's content, as bytes to digest."""
     media = [list(map(_medium, kind)) for kind in (row.images, row.videos, row.audios)]
     messages = tuple(map(tuple, row.messages))  # digests in checkpoints were made of plain tuples
-    plain: tuple[Any, ...] = (
-        messages,
-        row.text,
-        row.kind,
-        row.weight,
-        row.weights,
-        row.use_audio_in_video,
-        media,
-    )
+    plain: tuple[Any, ...] = (messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
     if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
         boxes = tuple(tuple(box) if box.norm else tuple(box[:2]) for box in row.boxes)
         plain += (row.tools, row.calls, boxes)
@@ -148,10 +140,7 @@ def _content(row: Row) -> bytes:
         plain += (row.names,)
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
-        other = [
-            list(map(_medium, kind))
-            for kind in (row.rejected.images, row.rejected.videos, row.rejected.audios)
-        ]
+        other = [list(map(_medium, kind)) for kind in (row.rejected.images, row.rejected.videos, row.rejected.audios)]
         if (other, row.rejected.tools) != (media, row.tools):
             plain += (other, row.rejected.tools)
     return repr(plain).encode("utf-8", errors="surrogatepass")

@@ -30,15 +30,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 # Files that other programs keep tables in.
 _TABLES = {
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "it is a spreadsheet, which is not read"),
-    **dict.fromkeys(
-        (".pkl", ".pickle", ".pt", ".npz", ".npy", ".h5", ".hdf5"), "it is no file of rows as text"
-    ),
-    **dict.fromkeys(
-        (".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".tgz"), "it is compressed; unpack it"
-    ),
-    **dict.fromkeys(
-        (".doc", ".docx", ".pdf", ".sqlite", ".db", ".feather", ".avro"), "it is no file of rows"
-    ),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".npz", ".npy", ".h5", ".hdf5"), "it is no file of rows as text"),
+    **dict.fromkeys((".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".tgz"), "it is compressed; unpack it"),
+    **dict.fromkeys((".doc", ".docx", ".pdf", ".sqlite", ".db", ".feather", ".avro"), "it is no file of rows"),
 }
 LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
 
@@ -77,9 +71,7 @@ def _text_of(line: bytes) -> dict[str, str] | RowError:
     try:
         return {"text": line.decode("utf-8-sig").strip("\r\n")}
     except UnicodeDecodeError as error:
-        return RowError(
-            "", "bad_row", f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
-        )
+        return RowError("", "bad_row", f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8.")
 
 
 def _of_csv(path: Path, spec: str) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
@@ -148,9 +140,7 @@ class _CsvLines:
         self._number += 1
         self._size += len(line)
         if self._size > limit:
-            raise csv.Error(
-                f"it is over {LINE_MB} MiB; close an open quote, or put media into files of their own"
-            )
+            raise csv.Error(f"it is over {LINE_MB} MiB; close an open quote, or put media into files of their own")
         return line
 
 
@@ -312,9 +302,7 @@ def _refuse_other_kind(path: Path, given: str) -> None:
             f"metadata.csv or in folders by class"
         )
     if name in _TABLES:
-        raise UserError(
-            f"{given}: {_TABLES[name]}; save its table as CSV in UTF-8 (.csv), as JSONL or as parquet"
-        )
+        raise UserError(f"{given}: {_TABLES[name]}; save its table as CSV in UTF-8 (.csv), as JSONL or as parquet")
 
 
 def _is_list(path: Path) -> bool:

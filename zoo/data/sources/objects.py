@@ -85,11 +85,7 @@ def as_dicts(rows: Any) -> Iterable[Any]:
 
 def _is_missing(cell: Any) -> bool:
     """Whether a cell is what pandas writes for no value: None, NaN, NaT or NA."""
-    return (
-        cell is None
-        or type(cell).__name__ in ("NAType", "NaTType")
-        or (isinstance(cell, float) and cell != cell)
-    )
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
 
 
 def _cell(value: Any, inner: bool = False) -> Any:
@@ -112,9 +108,7 @@ def _batches(rows: Iterable[Any], name: str) -> Iterator[list[tuple[bytes, list[
             raise UserError(f"{name}: row {place} is a {type(row).__name__}; a dict is wanted")
         media: list[bytes] = []
         try:
-            text = json.dumps(_plain(row, media, "the row"), ensure_ascii=False).encode(
-                errors="surrogatepass"
-            )
+            text = json.dumps(_plain(row, media, "the row"), ensure_ascii=False).encode(errors="surrogatepass")
         except (ValueError, TypeError, OSError, RecursionError) as error:
             raise UserError(f"{name}: row {place}: {error}") from error
         batch.append((text, media))
@@ -174,9 +168,7 @@ def _of_array(array: np.ndarray, where: str) -> bytes:
 
         first = array.shape[0] in (1, 3) and array.shape[-1] not in (1, 3, 4)
         pixels = array.transpose(1, 2, 0) if first else array
-        return _png(
-            Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels))
-        )
+        return _png(Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels)))
     raise ValueError(
         f"{where} is an array of {array.dtype} and shape {array.shape}; sound of one or two dimensions, or an image of uint8 "
         "and three is wanted"
@@ -198,9 +190,7 @@ def _wav(array: np.ndarray, rate: Any, where: str) -> bytes:
     import soundfile
 
     if array.dtype.kind not in "fiu" or array.ndim not in (1, 2) or not array.size:
-        raise ValueError(
-            f"{where} is an array of {array.dtype} and shape {array.shape}; samples of sound are wanted"
-        )
+        raise ValueError(f"{where} is an array of {array.dtype} and shape {array.shape}; samples of sound are wanted")
     samples = array.T if array.ndim == 2 and array.shape[0] < array.shape[1] else array
     if array.dtype == np.uint8:  # soundfile takes no bytes
         samples = (samples.astype(np.int16) - 128) << 8

@@ -187,9 +187,7 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
             raise RowError(source, "bad_row", f"{where} is {error}.") from error
         return Picture(value, where) if data is None else Blob(data, where)
     if not isinstance(value, str) or not value:
-        raise RowError(
-            source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted."
-        )
+        raise RowError(source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted.")
     if value.startswith("data:"):
         return value
     if value.startswith(("http://", "https://")):
@@ -204,9 +202,7 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
     return value
 
 
-def _adjusted(
-    value: Any, keys: Mapping[str, Any], kind: str, where: str, access: Access, source: str
-) -> Medium:
+def _adjusted(value: Any, keys: Mapping[str, Any], kind: str, where: str, access: Access, source: str) -> Medium:
     """A medium with the keys beside it."""
     medium = checked(value, kind, where, access, source)
     inner, own = bare(medium), settings_of_medium(medium)
@@ -362,9 +358,7 @@ def _samples(array: Any, where: str, source: str) -> np.ndarray:
 
 def _of_file_uri(uri: str) -> str:
     """The path of a `file://` URI, of this machine; it is checked like any other."""
-    path = uri.removeprefix("file://").removeprefix(
-        "localhost/" if uri.startswith("file://localhost/") else ""
-    )
+    path = uri.removeprefix("file://").removeprefix("localhost/" if uri.startswith("file://localhost/") else "")
     path = f"/{path}" if uri.startswith("file://localhost/") else path
     return urllib.parse.unquote(path) if "%" in path else path
 
@@ -388,9 +382,7 @@ def _of_data_uri(uri: str) -> Blob:
     head, comma, body = uri.partition(",")
     name = f"{head}," if comma else shown(uri)
     if not comma or not head.endswith(";base64"):
-        raise RowError(
-            "", "corrupt_media", f"{shown(name)} is no base64; data:image/png;base64,... is wanted."
-        )
+        raise RowError("", "corrupt_media", f"{shown(name)} is no base64; data:image/png;base64,... is wanted.")
     try:
         return Blob(base64.b64decode(body, validate=True), name)
     except (binascii.Error, ValueError) as error:

@@ -86,9 +86,7 @@ class RowSet(Sequence[Row]):
         """Rows of each part; None for a stream."""
         return [share.rows for share in self.shares]
 
-    def order(
-        self, epoch: int, seed: int, shuffle: bool, sizes: Sequence[int | None] | None = None
-    ) -> np.ndarray:
+    def order(self, epoch: int, seed: int, shuffle: bool, sizes: Sequence[int | None] | None = None) -> np.ndarray:
         """(N,) int64 sample ids of an epoch, in order.
 
         Args:

@@ -19,15 +19,7 @@ from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
 from zoo.data.sources.formats.grounding import Placed
-from zoo.data.sources.formats.messages import (
-    MAX_WEIGHT,
-    TORN,
-    Message,
-    is_torn,
-    read_turns,
-    read_weight,
-    typed,
-)
+from zoo.data.sources.formats.messages import MAX_WEIGHT, TORN, Message, is_torn, read_turns, read_weight, typed
 from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
@@ -48,11 +40,7 @@ from zoo.errors import UserError
 
 __all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
-MEDIA = {
-    "image": "images",
-    "video": "videos",
-    "audio": "audios",
-}  # placeholder and singular key -> plural key
+MEDIA = {"image": "images", "video": "videos", "audio": "audios"}  # placeholder and singular key -> plural key
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
 MAX_ANSWERS = 4096  # of a row, of which any is right
@@ -112,11 +100,7 @@ class Row:
     def media(self) -> set[str]:
         """Kinds of media in the row: image, video, audio (a video's sound that is heard included)."""
         heard = bool(self.audios) or self.use_audio_in_video
-        return {
-            kind
-            for kind, there in (("image", self.images), ("video", self.videos), ("audio", heard))
-            if there
-        }
+        return {kind for kind, there in (("image", self.images), ("video", self.videos), ("audio", heard)) if there}
 
     @property
     def answer_weights(self) -> list[float]:
@@ -294,9 +278,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access, skipped: tuple[
 def _check_texts(texts: Iterable[str], source: str) -> None:
     size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if size > TEXT_MB * 2**20:
-        text = (
-            f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
-        )
+        text = f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
         raise RowError(source, "bad_row", text)
 
 

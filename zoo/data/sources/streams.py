@@ -261,9 +261,7 @@ class RowStream:
             yield item
 
 
-def open_stream(
-    entry: DataEntry, access: Callable[[Path], Access], *, evaluation: bool, key: str
-) -> RowStream:
+def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluation: bool, key: str) -> RowStream:
     """The stream of an entry: JSONL, parquet files, a hub id, or a datasets.IterableDataset.
 
     Raises:
@@ -275,9 +273,7 @@ def open_stream(
     if entry.hub is not None:
         from zoo.data.sources.hub import load_hub
 
-        return RowStream(
-            DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form_of(entry), keep
-        )
+        return RowStream(DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form_of(entry), keep)
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "parquet":
@@ -287,9 +283,7 @@ def open_stream(
         reader: Reader = DatasetReader(load_parquet_stream(entry, key))
         return RowStream(reader, str(entry), access(folder), form_of(entry), keep)
     if kind != "lines":
-        raise UserError(
-            f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out."
-        )
+        raise UserError(f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out.")
     if path.suffix in (*SEPARATORS, ".txt"):
         raise UserError(
             f"{key}={entry}: stream=true: a {path.suffix} file is read whole; leave it out, or write it as JSONL."

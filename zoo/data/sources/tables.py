@@ -21,15 +21,7 @@ from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.formats.labelled_media import Asked, kind_of_file
-from zoo.data.sources.lines import (
-    METADATA,
-    ROW_FILES,
-    MediaFolder,
-    json_object,
-    load_line,
-    locate,
-    numbered_items,
-)
+from zoo.data.sources.lines import METADATA, ROW_FILES, MediaFolder, json_object, load_line, locate, numbered_items
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
@@ -132,16 +124,12 @@ def open_table(
     path = locate(entry.path, key)
     bundled = is_bundled(entry.path)
     allowed = Access(path.parent, trusted=True) if bundled else access(path.parent)
-    return read_rows(
-        entry.path, on_bad, form=form_of(entry), access=allowed, keep=keep or (lambda number: True)
-    )
+    return read_rows(entry.path, on_bad, form=form_of(entry), access=allowed, keep=keep or (lambda number: True))
 
 
 def form_of(entry: DataEntry) -> Form:
     """What an entry says of the form of its rows."""
-    return Form(
-        entry.format, entry.columns, bool(entry.literal_tags), Asked(entry.prompt, tuple(entry.classes or ()))
-    )
+    return Form(entry.format, entry.columns, bool(entry.literal_tags), Asked(entry.prompt, tuple(entry.classes or ())))
 
 
 def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]:
@@ -212,11 +200,7 @@ def first_item(entry: DataEntry, key: str) -> Mapping[str, Any] | None:
     with contextlib.suppress(RowError, IndexError, StopIteration):
         if entry.path is not None and kind_of(entry.path) == "lines":
             number, line = next(numbered_items(locate(entry.path, key), str(entry)))
-            return (
-                load_line(line, f"{entry}:{number}")
-                if isinstance(line, bytes)
-                else json_object(line, str(entry))
-            )
+            return load_line(line, f"{entry}:{number}") if isinstance(line, bytes) else json_object(line, str(entry))
         table = open_table(bare, Access, lambda error: None, evaluation=False, key=key)
         return table.read(0) if isinstance(table, Table) else None
     return None
@@ -235,9 +219,7 @@ def class_names(dataset: Any) -> dict[str, list[str]]:
     """Column -> the names of its classes, of the columns of a datasets.Dataset that hold numbers of classes."""
     features = getattr(dataset, "features", None) or {}
     inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
-    return {
-        column: list(names) for column, feature in inner.items() if (names := getattr(feature, "names", None))
-    }
+    return {column: list(names) for column, feature in inner.items() if (names := getattr(feature, "names", None))}
 
 
 def with_names(item: Mapping[str, Any], names: Mapping[str, list[str]]) -> Mapping[str, Any]:
@@ -265,9 +247,7 @@ def _of_objects(
     if hasattr(rows, "with_format"):  # a datasets.Dataset
         return _of_dataset(rows, "rows", allowed, form_of(entry), keep)
     items = list(as_dicts(rows))
-    return Table(
-        len(items), lambda place: _mapping(items[place], place), "rows", allowed, form_of(entry), keep
-    )
+    return Table(len(items), lambda place: _mapping(items[place], place), "rows", allowed, form_of(entry), keep)
 
 
 def _mapping(item: Any, place: int) -> Mapping[str, Any]:
@@ -277,9 +257,7 @@ def _mapping(item: Any, place: int) -> Mapping[str, Any]:
     return item
 
 
-def _of_dataset(
-    dataset: Any, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None
-) -> Table:
+def _of_dataset(dataset: Any, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None) -> Table:
     """A datasets.Dataset: media come as they are stored, not decoded."""
     stored, names = dataset.with_format("arrow"), class_names(dataset)
 

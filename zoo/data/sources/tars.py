@@ -20,9 +20,7 @@ from zoo.errors import LONGEST, UserError, printable
 from zoo.files import expanded
 
 KINDS = {
-    **dict.fromkeys(
-        ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"), "image"
-    ),
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"), "image"),
     **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "m4v", "flv", "ts"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff"), "audio"),
 }  # last part of a tar member's name -> kind of medium
@@ -119,9 +117,7 @@ def _samples_of(file: Path) -> Iterator[_Members]:
                 last = key
                 parts.append(_Member(extension.lower(), member.offset_data, member.size))
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        text = (
-            f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
-        )
+        text = f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
         raise UserError(text) from error
     if parts:
         yield _Members(file, str(last), tuple(parts))
@@ -140,9 +136,7 @@ class Samples:
         UserError: a tar that can't be read, or no samples at all.
     """
 
-    def __init__(
-        self, files: list[Path], name: str, form: str | None, energon: EnergonSet | None = None
-    ) -> None:
+    def __init__(self, files: list[Path], name: str, form: str | None, energon: EnergonSet | None = None) -> None:
         self.name, self.form = name, form
         self.fields = energon.fields if energon is not None else {}
         left_out = energon.left_out if energon is not None else frozenset()
@@ -172,9 +166,7 @@ class Samples:
             return _with_media(json_value(texts["json"], source), sample, blobs, listed, source)
         if "txt" not in texts:
             seen = ", ".join([*blobs, *texts])
-            raise RowError(
-                source, "bad_row", f"sample {sample.key} has {seen}; a .json with 'messages' is wanted."
-            )
+            raise RowError(source, "bad_row", f"sample {sample.key} has {seen}; a .json with 'messages' is wanted.")
         if self.form is None:
             text = f"sample {sample.key} has no .json; name its format: {{path: ..., format: captions}}."
             raise RowError(source, "format", text)
@@ -206,11 +198,7 @@ def _contents(sample: _Members, source: str) -> tuple[dict[str, Blob], dict[str,
 
 
 def _with_media(
-    item: Any,
-    sample: _Members,
-    blobs: Mapping[str, Blob],
-    listed: Mapping[str, list[Blob]],
-    source: str,
+    item: Any, sample: _Members, blobs: Mapping[str, Blob], listed: Mapping[str, list[Blob]], source: str
 ) -> dict[str, Any]:
     """What a sample's .json says, with its media in the place of their names, or all in order; a list is a conversation."""
     if isinstance(item, list):
@@ -229,11 +217,7 @@ def _with_media(
 
 
 def _fields(
-    sample: _Members,
-    blobs: Mapping[str, Blob],
-    texts: Mapping[str, bytes],
-    fields: Mapping[str, str],
-    source: str,
+    sample: _Members, blobs: Mapping[str, Blob], texts: Mapping[str, bytes], fields: Mapping[str, str], source: str
 ) -> dict[str, Any]:
     """The row of a sample whose fields Energon's field_map names."""
     members: dict[str, Any] = dict(blobs)
@@ -261,9 +245,7 @@ def _member(name: Any, sample: _Members, blobs: Mapping[str, Blob], source: str)
         return [_member(one, sample, blobs, source) for one in name]
     if isinstance(name, dict):
         paths = {key for key in ("path", *MEDIA) if isinstance(name.get(key), str | list)}
-        return {
-            key: _member(one, sample, blobs, source) if key in paths else one for key, one in name.items()
-        }
+        return {key: _member(one, sample, blobs, source) if key in paths else one for key, one in name.items()}
     if not isinstance(name, str) or name.startswith("data:"):
         return name
     base = name.rpartition("/")[2]

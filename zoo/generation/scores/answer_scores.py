@@ -112,9 +112,7 @@ def _folded(text: str) -> str:
 def plain_words(text: str) -> list[str]:
     """Words for error rates: lower case, compatible forms of characters joined (NFKC), no punctuation but apostrophes within words."""
     text = unicodedata.normalize("NFKC", text).lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
-    kept = "".join(
-        " " if unicodedata.category(letter)[0] in "PS" and letter != "'" else letter for letter in text
-    )
+    kept = "".join(" " if unicodedata.category(letter)[0] in "PS" and letter != "'" else letter for letter in text)
     return [word for found in kept.split() if (word := found.strip("'"))]
 
 
@@ -124,9 +122,7 @@ def plain_answer(text: str) -> str:
     Punctuation is taken out next to a space and made a space elsewhere; a comma within digits is taken out, and a point within digits stays.
     Apostrophes are taken out, so that contractions are equal with and without them.
     """
-    text = re.sub(
-        r"(?<=\d),(?=\d)", "", text.lower().replace("'", "").replace("\N{RIGHT SINGLE QUOTATION MARK}", "")
-    )
+    text = re.sub(r"(?<=\d),(?=\d)", "", text.lower().replace("'", "").replace("\N{RIGHT SINGLE QUOTATION MARK}", ""))
     text = re.sub(r"\.(?!\d)", "", text)
     marks = re.escape(string.punctuation.replace(".", ""))
     text = re.sub(rf"[{marks}]", " ", text)

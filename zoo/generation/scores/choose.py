@@ -100,9 +100,7 @@ def _short(name: str) -> str:
 def _users(function: Any, name: str) -> Scorer:
     """A user's function `(prediction, answers) -> number`, or (total, weight)."""
     if not callable(function):
-        raise UserError(
-            f"metrics={printable(name, 100)}: it is no function; one of (prediction, answers) is wanted"
-        )
+        raise UserError(f"metrics={printable(name, 100)}: it is no function; one of (prediction, answers) is wanted")
 
     def score(prediction: str, answers: Sequence[str]) -> Score:
         try:

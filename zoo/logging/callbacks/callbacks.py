@@ -68,9 +68,7 @@ def _found(name: str) -> Any:
         if name not in announced:
             near = ", ".join(nearest(name, list(announced)))
             hint = f"nearest: {near}" if near else "module:Class names one of your own"
-            raise UserError(
-                f"run.callbacks={printable(name, 100)}: no installed package announces it; {hint}"
-            )
+            raise UserError(f"run.callbacks={printable(name, 100)}: no installed package announces it; {hint}")
         with calling(f"run.callbacks={name}"):
             found = announced[name].load()
     if not isinstance(found, type) and any(hasattr(found, hook) for hook in HOOKS):
@@ -106,9 +104,7 @@ class _KeepBest:
 class Callbacks:
     """The callbacks of a run, by name; on ranks but the first there are none."""
 
-    def __init__(
-        self, recipe: Recipe, found: Sequence[tuple[str, Any]] = (), *, follow_steps: bool = False
-    ) -> None:
+    def __init__(self, recipe: Recipe, found: Sequence[tuple[str, Any]] = (), *, follow_steps: bool = False) -> None:
         """`follow_steps`: whether any, on the first rank, may stop the run in `on_step`."""
         self._recipe, self._found, self.follow_steps = recipe, list(found), follow_steps
         self._metrics: Mapping[str, Any] = {}  # of the last evaluation
@@ -192,9 +188,7 @@ class Callbacks:
             traceback.print_exception(error, file=sys.stderr)
         self._found = [(other, one) for other, one in self._found if other != name]
         said = printable(f"{type(error).__name__}: {error}", 300)
-        text = (
-            str(error) if isinstance(error, UserError) else f"{name}: {hook} failed at step {step} ({said})"
-        )
+        text = str(error) if isinstance(error, UserError) else f"{name}: {hook} failed at step {step} ({said})"
         self._failure = self._failure or text
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,11 +89,7 @@ class Wandb(Tracker):
         import wandb
 
         self._run = wandb.init(
-            project=self._project,
-            dir=str(event.run_dir),
-            id=self.run,
-            resume="allow",
-            config=_plain(event.recipe),
+            project=self._project, dir=str(event.run_dir), id=self.run, resume="allow", config=_plain(event.recipe)
         )
         self.run = self._run.id
 
@@ -145,9 +141,7 @@ class Trackio(Tracker):
         import trackio
 
         resume = "never" if self.run is None else "allow"
-        self._run = trackio.init(
-            project=self._project, name=self.run, config=_plain(event.recipe), resume=resume
-        )
+        self._run = trackio.init(project=self._project, name=self.run, config=_plain(event.recipe), resume=resume)
         self.run = self._run.name
 
     def log(self, numbers: dict[str, float], step: int) -> None:

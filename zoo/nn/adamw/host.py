@@ -26,15 +26,7 @@ from zoo.nn.adamw import state
 from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part
 
 SOURCE = Path(__file__).with_name("host.c")
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-shared",
-)
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 COMPILE_SECONDS = 120.0
 _OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5}  # of the check
@@ -67,15 +59,7 @@ def _call(
 ) -> None:
     beta_1, beta_2 = betas
     first, second = part.exp_avg, part.exp_avg_sq
-    held = (
-        part.weight,
-        part.remainder,
-        part.grad,
-        first.values,
-        first.exponents,
-        second.values,
-        second.exponents,
-    )
+    held = (part.weight, part.remainder, part.grad, first.values, first.exponents, second.values, second.exponents)
     assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in held)
     rates = (clip, 1.0 - lr * weight_decay, 1.0 - beta_1, beta_2, 1.0 - beta_2, (1.0 - beta_2**step) ** 0.5)
     refused = function(
@@ -152,13 +136,8 @@ def _right(function: Any) -> bool:
                 _call(function, made, **options)
                 state.update(plain, **options)
             pairs = [(made.weight, plain.weight)]
-            pairs += [
-                (getattr(made, name).read(), getattr(plain, name).read())
-                for name in ("exp_avg", "exp_avg_sq")
-            ]
-            loose = (
-                1e-6 if dtype == torch.float32 else 0.02
-            )  # rarely, a last bit decides what random bits add
+            pairs += [(getattr(made, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")]
+            loose = 1e-6 if dtype == torch.float32 else 0.02  # rarely, a last bit decides what random bits add
             for found, wanted in pairs:
                 if not (found.float() - wanted.float()).norm() <= loose * wanted.float().norm():
                     return False

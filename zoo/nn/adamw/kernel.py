@@ -113,10 +113,7 @@ def _adamw(
             high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
             low = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
             weight = (high + low).to(tl.float32, bitcast=True)
-        mean = (
-            beta_1 * _read(means, mean_exponents, at, inside, MEAN, SIGNED_TOP, MANTISSA, BLOCK)
-            + rest_1 * slope
-        )
+        mean = beta_1 * _read(means, mean_exponents, at, inside, MEAN, SIGNED_TOP, MANTISSA, BLOCK) + rest_1 * slope
         square = _read(squares, square_exponents, at, inside, SQUARE, UNSIGNED_TOP, MANTISSA, BLOCK)
         square = beta_2 * square + rest_2 * slope * slope
         weight = weight * decay - lr * mean / (tl.sqrt(square) * root_2 + eps)

@@ -190,14 +190,7 @@ class Part:
 
 
 def update(
-    part: Part,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip: float = 1.0,
+    part: Part, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float = 1.0
 ) -> None:
     """One parameter's update number `step` (from 1 on), in place; its gradient counts `clip` times.
 

@@ -71,9 +71,7 @@ class SandwichLayer(TransformerLayer):
         self.self_attn_bda = partial(_add_normed, self.post_self_attn_layernorm)
         self.mlp_bda = partial(_add_normed, self.post_mlp_layernorm)
         if getattr(self.config, "layer_scale", False):
-            self.layer_scalar = torch.nn.Parameter(
-                torch.ones(1, dtype=self.config.params_dtype), requires_grad=False
-            )
+            self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=self.config.params_dtype), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As megatron-core's, times a number that no update moves where the config has one."""

@@ -45,9 +45,7 @@ def full_heads(text: Any) -> FullHeads | None:
 def of_layer(config: TransformerConfig, layer_number: int) -> TransformerConfig:
     """The decoder's config with the heads of a layer (counted from 1)."""
     full: FullHeads | None = getattr(config, "full_heads", None)
-    if full is None or is_layer_window_attention(
-        config.window_size, config.window_attn_skip_freq, layer_number
-    ):
+    if full is None or is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return config
     own = copy.copy(config)
     own.kv_channels, own.num_query_groups = full.width, full.groups
@@ -95,8 +93,7 @@ def transformer_config(
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
         kv_channels=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        ffn_hidden_size=getattr(text, "intermediate_size", None)
-        or text.moe_intermediate_size,  # all layers sparse
+        ffn_hidden_size=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,  # all layers sparse
         normalization="RMSNorm",
         layernorm_epsilon=text.rms_norm_eps,
         activation_func=ACTIVATIONS[activation(text)],

@@ -38,8 +38,7 @@ class Quantised:
         codes = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
         scales = torch.empty(*weight.shape[:-1], count, dtype=torch.bfloat16, device=weight.device)
         rows = zip(
-            *(one.view(-1, one.shape[-1]).split(_ROWS) for one in (weight.contiguous(), codes, scales)),
-            strict=True,
+            *(one.view(-1, one.shape[-1]).split(_ROWS) for one in (weight.contiguous(), codes, scales)), strict=True
         )
         for part, into, scale in rows:
             blocks = _blocks(part.float())

@@ -40,10 +40,7 @@ from torch import Tensor
 
 from zoo.nn.graphs import random
 
-SAME, OWN = (
-    "zoo-lora-same",
-    "zoo-lora-own",
-)  # states of the random tracker: alike on tensor-parallel ranks, or not
+SAME, OWN = ("zoo-lora-same", "zoo-lora-own")  # states of the random tracker: alike on tensor-parallel ranks, or not
 
 Split = Literal["rows", "columns"]
 """How tensor-parallel ranks share a weight, of a column-parallel and of a row-parallel linear."""
@@ -89,9 +86,7 @@ class Adapter(torch.nn.Module, ABC):
         for mark in ("allreduce", "average_gradients_across_tp_domain"):
             if hasattr(weight, mark):
                 setattr(parameter, mark, getattr(weight, mark))
-        set_tensor_model_parallel_attributes(
-            parameter, cut.axis is not None, -1 if cut.axis is None else cut.axis, 1
-        )
+        set_tensor_model_parallel_attributes(parameter, cut.axis is not None, -1 if cut.axis is None else cut.axis, 1)
         parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
         self.cuts[name] = cut
@@ -166,9 +161,7 @@ class LinearAdapter(Adapter):
         self._add("b", weight, (out, lowrank.rank), b, sequence_parallel=mark and split == "columns")
         mixed = parts > 1 or bool((owner < 0).any())
         owns = owner[:, None] == torch.arange(parts, device=owner.device)
-        self.register_buffer(
-            "owns", owns.to(weight.device, weight.dtype) if mixed else None, persistent=False
-        )
+        self.register_buffer("owns", owns.to(weight.device, weight.dtype) if mixed else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the linear's output, x being its input, both as the linear shares them over ranks."""
@@ -208,27 +201,16 @@ class ExpertAdapter(Adapter):
     """Adapter of one stacked weight (E, out, in) of experts: `a` (E, rank, in), `b` (E, out, rank)."""
 
     def __init__(
-        self,
-        weight: torch.nn.Parameter,
-        lowrank: Lowrank,
-        groups: Any,
-        *,
-        split: Split,
-        sections: tuple[int, ...] = (),
+        self, weight: torch.nn.Parameter, lowrank: Lowrank, groups: Any, *, split: Split, sections: tuple[int, ...] = ()
     ) -> None:
         """`split`: how expert tensor parallelism cuts one expert's matrix; `sections`: as `LinearAdapter`."""
         super().__init__(lowrank, groups.expt_dp)
         experts, out, width = weight.shape
         self.split, self.group, self.ep_group = split, groups.expt_tp, groups.ep
         whole = Cut(groups.expt_tp)
+        self._add("a", weight, (experts, lowrank.rank, width), whole if split == "rows" else Cut(groups.expt_tp, 2))
         self._add(
-            "a", weight, (experts, lowrank.rank, width), whole if split == "rows" else Cut(groups.expt_tp, 2)
-        )
-        self._add(
-            "b",
-            weight,
-            (experts, out, lowrank.rank),
-            Cut(groups.expt_tp, 1, sections) if split == "rows" else whole,
+            "b", weight, (experts, out, lowrank.rank), Cut(groups.expt_tp, 1, sections) if split == "rows" else whole
         )
 
     def forward(self, on_gpu: bool) -> tuple[Tensor, Tensor, float]:

@@ -62,9 +62,7 @@ class Ahead:
 class MultiTokenPrediction(MegatronModule):
     """The depths' shared parts and their transformer layers."""
 
-    def __init__(
-        self, config: TransformerConfig, backend: BackendSpecProvider, layer: ModuleSpec, groups: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, backend: BackendSpecProvider, layer: ModuleSpec, groups: Any) -> None:
         """`layer`: of a transformer layer, one of which is built a depth (config.mtp_num_layers)."""
         super().__init__(config=config)
         assert config.mtp_num_layers is not None
@@ -85,9 +83,7 @@ class MultiTokenPrediction(MegatronModule):
             tp_group=groups.tp,
         )
         self.layers = torch.nn.ModuleList(
-            build_module(
-                layer, config=config, layer_number=depth + 1, is_mtp_layer=True, pg_collection=groups
-            )
+            build_module(layer, config=config, layer_number=depth + 1, is_mtp_layer=True, pg_collection=groups)
             for depth in range(config.mtp_num_layers)
         )
 
@@ -121,7 +117,5 @@ class MultiTokenPrediction(MegatronModule):
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for depth, layer in enumerate(self.layers):
             described: Any = layer
-            sharded.update(
-                described.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata)
-            )
+            sharded.update(described.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata))
         return sharded

@@ -38,9 +38,7 @@ class RMSNorm(torch.nn.Module):
             from zoo.nn.kernels.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.zero_centered)
-        if (
-            self.zero_centered or self.weight.dtype != x.dtype
-        ):  # in fp32: 1 + weight has too few digits in bf16
+        if self.zero_centered or self.weight.dtype != x.dtype:  # in fp32: 1 + weight has too few digits in bf16
             weight = self.weight.float() + (1.0 if self.zero_centered else 0.0)
             return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -16,9 +16,7 @@ def _scale(largest):
     """The least power of two that keeps `largest` within e4m3's 448, and one over it."""
     bits = (largest * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), 253)
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(
-        tl.float32, bitcast=True
-    )
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows", "kept"])
@@ -36,14 +34,7 @@ def _rows(x, codes, scales, rows, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _squares(  # type: ignore[no-untyped-def]
-    x,
-    codes,
-    scales,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TURNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, codes, scales, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Blocks of 128 x 128 values, transposed where TURNED; columns behind the last become zeros."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -66,9 +57,7 @@ def rows_into(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Fill codes (R, C) and scales (R, C / 128), the latter stored column by column, from x (T, W): T <= R, W <= C < W + 128."""
     tile = 128
     grid = (cdiv(codes.shape[0], tile), codes.shape[1] // BLOCK)
-    _rows[grid](
-        x, codes, scales, x.shape[0], codes.shape[0], WIDTH=x.shape[1], BLOCK=BLOCK, ROWS=tile, num_warps=8
-    )
+    _rows[grid](x, codes, scales, x.shape[0], codes.shape[0], WIDTH=x.shape[1], BLOCK=BLOCK, ROWS=tile, num_warps=8)
 
 
 def squares_into(x: Tensor, codes: Tensor, scales: Tensor, turned: bool) -> None:

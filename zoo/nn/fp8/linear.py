@@ -16,9 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather
-from megatron.core.tensor_parallel.mappings import (
-    reduce_scatter_to_sequence_parallel_region as reduce_scatter,
-)
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region as reduce_scatter
 from torch import Tensor
 
 from zoo.nn.fp8.blocks import of_activations, of_weight, product

@@ -33,9 +33,7 @@ type Run = Callable[[Any, Tensor], Tensor]  # a layer on hidden states (T, ...)
 class LayerGraphs:
     """Graphs of a stack, by the size of a row."""
 
-    def __init__(
-        self, layers: Sequence[Any], ends: Collection[int] = (), recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[Any], ends: Collection[int] = (), recorder: Recorder | None = None) -> None:
         """`ends`: numbers of layers, from 0, whose results something else takes or changes; the last layer's needs no mention."""
         self.layers = list(layers)
         self.starts = sorted({0, *(end + 1 for end in ends if end + 1 < len(layers))})
@@ -47,11 +45,7 @@ class LayerGraphs:
         self._pass: weakref.ref[Pass] | None = None
 
     def begin(
-        self,
-        hidden: Tensor,
-        segments: int,
-        fill: Callable[[StaticRow], None],
-        runner: Callable[[StaticRow], Run],
+        self, hidden: Tensor, segments: int, fill: Callable[[StaticRow], None], runner: Callable[[StaticRow], Run]
     ) -> Captured | None:
         """Graphs for a row with hidden states (T, ...) and so many segments, which `fill` writes; None where it has to run without.
 
@@ -171,15 +165,11 @@ class Piece:
     All four are memory that pieces of other sizes use as well: what a graph made would stay in memory for each size.
     """
 
-    def __init__(
-        self, layers: Sequence[Any], run: Run, states: Tensor, out: Tensor, recorder: Recorder
-    ) -> None:
+    def __init__(self, layers: Sequence[Any], run: Run, states: Tensor, out: Tensor, recorder: Recorder) -> None:
         """Captures the forward pass."""
         self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
         self._out = out
-        self._kept: list[
-            tuple[Leaves, Tensor, Tensor]
-        ] = []  # a layer's weights, what it took and what it gave
+        self._kept: list[tuple[Leaves, Tensor, Tensor]] = []  # a layer's weights, what it took and what it gave
         self.replay_forward, self.out = recorder.record(self._forward)
 
     def capture_backward(self, grad_out: Tensor, grad_in: Tensor) -> None:

@@ -66,9 +66,7 @@ def dropout(x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
 class _Dropout(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
-            1.0 - rate, generator=generator
-        )
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - rate, generator=generator)
         ctx.scale = 1.0 / (1.0 - rate)
         ctx.save_for_backward(mask)
         return torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)  # x * mask * scale, in one pass

@@ -44,9 +44,7 @@ class Recorder:
         """Work runs on a stream of its own, and is over at the end."""
         if self._pool is None:
             # PyTorch sets the context by itself, in the thread of the backward pass too, and warns of it.
-            warnings.filterwarnings(
-                "ignore", message="Attempting to run cuBLAS, but there was no current CUDA"
-            )
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA")
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream())
         try:

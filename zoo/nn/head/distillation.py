@@ -100,9 +100,7 @@ class _Outcomes(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, group: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]
         local = ids - group.rank() * width
         own = (local >= 0) & (local < width)
@@ -115,13 +113,9 @@ class _Outcomes(torch.autograd.Function):
             pieces = [torch.empty_like(rest) for _ in range(group.size())]
             dist.all_gather(pieces, rest, group=group)
             rest = torch.stack(pieces).logsumexp(dim=0)
-        rest = rest.clamp(
-            min=torch.finfo(rest.dtype).min / 2
-        )  # no other token: finite, so that no gradient is nan
+        rest = rest.clamp(min=torch.finfo(rest.dtype).min / 2)  # no other token: finite, so that no gradient is nan
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(
-                logits.detach().clone(), place, rest
-            )  # the cross entropy writes over logits
+            ctx.save_for_backward(logits.detach().clone(), place, rest)  # the cross entropy writes over logits
             ctx.temperature = temperature
         return picked, rest
 

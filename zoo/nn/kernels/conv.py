@@ -284,9 +284,7 @@ class _DeltaInputs(torch.autograd.Function):
         of_weight = _convolve_parts_backward(parts, mixed, weight, positions, grad)
         grad[:, ctx.gate].copy_(of_gate)
         behind = slice(ctx.gate.stop, None)
-        of_a_log, of_bias = delta_gates_backward(
-            of_decay, of_beta, mixed[:, behind], a_log, dt_bias, grad[:, behind]
-        )
+        of_a_log, of_bias = delta_gates_backward(of_decay, of_beta, mixed[:, behind], a_log, dt_bias, grad[:, behind])
         return grad, of_weight, of_a_log, of_bias, None, None
 
 

@@ -33,9 +33,7 @@ def lowrank_launch(rank: int) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _top(
-    scores, found, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr
-):
+def _top(scores, found, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr):
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     there = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
@@ -106,9 +104,7 @@ def _place_choices(
     tl.store(choices + row, place, mask=here)
     if block == 0:
         tl.store(bounds, 0)
-        tl.store(
-            bounds + 1 + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known
-        )
+        tl.store(bounds + 1 + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known)
 
 
 @triton.jit
@@ -241,12 +237,7 @@ def count_choices(chosen: Tensor, experts: int, first: int) -> tuple[Tensor, Ten
 
 
 def place_choices(
-    chosen: Tensor,
-    experts: int,
-    first: int,
-    counts: Tensor,
-    upto: Tensor,
-    marked: bool = False,
+    chosen: Tensor, experts: int, first: int, counts: Tensor, upto: Tensor, marked: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give every choice its row: the second half of a sort, with what `count_choices` gave for the same choices.
 
@@ -256,9 +247,7 @@ def place_choices(
     """
     blocks, constants = _blocks(chosen, experts)
     sizes = (chosen.numel(),), (chosen.numel(),), chosen.shape, (experts + 1,)
-    tokens, choices, places, bounds = (
-        torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes
-    )
+    tokens, choices, places, bounds = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes)
     if marked:
         choices.fill_(-1)
     if not blocks:

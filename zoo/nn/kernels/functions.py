@@ -10,10 +10,7 @@ from torch import Tensor
 from zoo.nn.kernels.launch import cdiv
 
 ROWS = 128  # that a program of the sums adds up at once
-LAST, FIRST = (
-    8,
-    4,
-)  # times that it does so where it takes all rows, and where others sum what several programs give
+LAST, FIRST = (8, 4)  # times that it does so where it takes all rows, and where others sum what several programs give
 
 
 @triton.jit

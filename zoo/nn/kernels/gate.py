@@ -49,9 +49,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
         grad, grad_x, grad_gate = grad.contiguous(), torch.empty_like(x), torch.empty_like(gate)
-        _backward[(cdiv(x.numel(), BLOCK),)](
-            grad, x, gate, grad_x, grad_gate, x.numel(), BLOCK=BLOCK, num_warps=8
-        )
+        _backward[(cdiv(x.numel(), BLOCK),)](grad, x, gate, grad_x, grad_gate, x.numel(), BLOCK=BLOCK, num_warps=8)
         return grad_x, grad_gate
 
 

@@ -157,9 +157,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_layer_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`layer_norm` of x + delta (x alone without delta), and the sum for the residual path; x and delta (..., D) of one dtype.
 
     The gradient of the residual path is added in the norm's backward pass. Without delta the second is a view of x that must

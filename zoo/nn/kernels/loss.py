@@ -26,9 +26,7 @@ def _forward(logits, targets, largest, total, chosen, stride, first, SIZE: tl.co
     summed = tl.zeros((), tl.float32)
     for start in range(0, SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * stride + column, mask=column < SIZE, other=-float("inf")).to(
-            tl.float32
-        )
+        value = tl.load(logits + row * stride + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
         new = tl.maximum(running, tl.max(value, axis=0))
         summed = summed * tl.exp(running - new) + tl.sum(tl.exp(value - new), axis=0)
         running = new
@@ -58,9 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         ranks = 1 if group is None else group.size()
         first = size * (group.rank() if ranks > 1 else 0)
         largest, total, chosen = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-        _forward[(rows,)](
-            logits, targets, largest, total, chosen, logits.stride(0), first, SIZE=size, BLOCK=BLOCK
-        )
+        _forward[(rows,)](logits, targets, largest, total, chosen, logits.stride(0), first, SIZE=size, BLOCK=BLOCK)
         if ranks > 1:
             everywhere = largest.clone()
             dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=group)

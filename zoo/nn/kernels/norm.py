@@ -89,9 +89,7 @@ def _backward(
     tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(part, axis=0), mask=column < WIDTH)
 
 
-def _normalise(
-    ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool
-) -> Tensor:
+def _normalise(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
     """The forward pass; `ctx` gets what `_gradients` needs."""
     x, heads, strides = _strided(x)
     gate = None if gate is None else gate.contiguous()
@@ -99,12 +97,7 @@ def _normalise(
     width = x.shape[-1]
     rows, launch = out.numel() // width, forward_launch(width)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    ctx.shape = {
-        "WIDTH": width,
-        "BLOCK": power_of_2(width),
-        "CENTERED": centered,
-        "GATED": gate is not None,
-    }
+    ctx.shape = {"WIDTH": width, "BLOCK": power_of_2(width), "CENTERED": centered, "GATED": gate is not None}
     _forward[(cdiv(rows, launch.rows),)](
         x, weight, gate, out, scale, rows, heads, *strides, eps, **ctx.shape, ROWS=launch.rows, num_warps=launch.warps
     )  # fmt: skip
@@ -134,9 +127,7 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
         return _normalise(ctx, x, weight, gate, eps, centered)
 
     @staticmethod

@@ -102,9 +102,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out[0]
 
 
-def rotate_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(T, 3, H, D) -> queries and keys turned, and values, each (T, H, D) dense; cos and sin (T, R) as in `rotate`.
 
     `padded`: width of the heads that are returned, at least D; zeros fill it.
@@ -234,9 +232,7 @@ def _heads_backward_rows(
             inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
             source = mixed + start[:, None]
             x_first = tl.load(source + half[None, :], mask=in_half, other=0.0).to(tl.float32) * inverse
-            x_second = (
-                tl.load(source + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32) * inverse
-            )
+            x_second = tl.load(source + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32) * inverse
             of_first += first * x_first
             of_second += second * x_second
             first *= factor_first
@@ -335,9 +331,7 @@ class _Heads(torch.autograd.Function):
         k = torch.empty(tokens, groups, width, dtype=mixed.dtype, device=mixed.device)
         q_scale = k_scale = None
         if norms is not None:
-            q_scale, k_scale = (
-                torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k)
-            )
+            q_scale, k_scale = (torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
         ctx.shape = {
             "GROUPS": groups, "REPEATS": repeats, "KEY": key, "WIDTH": width, "TURNED": turned,
             "BLOCK_HALF": power_of_2(turned // 2), "BLOCK_REST": power_of_2(max(1, width - turned)),
@@ -358,9 +352,7 @@ class _Heads(torch.autograd.Function):
         mixed, q_weight, k_weight, cos, sin, q_scale, k_scale = ctx.saved_tensors
         tokens, groups, width = of_k.shape
         repeats, normed = ctx.shape["REPEATS"], ctx.shape["NORMED"]
-        to_mixed = torch.empty(
-            tokens, groups, ctx.shape["KEY"] + 2, width, dtype=of_k.dtype, device=of_k.device
-        )
+        to_mixed = torch.empty(tokens, groups, ctx.shape["KEY"] + 2, width, dtype=of_k.dtype, device=of_k.device)
         launch = backward_launch(width)
         tiles = cdiv(tokens * groups * repeats, launch.rows)
         each = steps(tiles, launch.programs)

@@ -60,9 +60,7 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             _give(module, _block)
         if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
             _give(module, _feed_forward)
-        if isinstance(getattr(module, "act_fn", None), SILU) and _has(
-            module, "gate_proj", "up_proj", "down_proj"
-        ):
+        if isinstance(getattr(module, "act_fn", None), SILU) and _has(module, "gate_proj", "up_proj", "down_proj"):
             _give(module, _gated_feed_forward)
     return tower
 
@@ -98,21 +96,14 @@ def _attend(
     takes = flash_takes(hidden_states.shape[-1] // self.num_heads)
     if not takes or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
         out: Tensor = type(self).forward(
-            self,
-            hidden_states,
-            cu_seqlens,
-            position_embeddings=position_embeddings,
-            max_seqlen=max_seqlen,
-            **further,
+            self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, max_seqlen=max_seqlen, **further
         )
         return out
     from zoo.nn.kernels.rotary import cut_heads, rotate_qkv
 
     qkv = _queries_keys_values(self, hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
     head = qkv.shape[-1]
-    padded = (
-        flash4_width(head) if has_flash4(qkv) else None
-    )  # here: it would take another pass over all three
+    padded = flash4_width(head) if has_flash4(qkv) else None  # here: it would take another pass over all three
     cos, sin = (angles.float() for angles in position_embeddings)
     query, key, value = rotate_qkv(qkv, cos, sin, padded)
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
@@ -279,8 +270,7 @@ def tower_attention(
     """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
     same = {"cu_seq_lens_k": cu_seq_lens_q, "max_length_k": max_length_q}  # each segment against itself
     refuse_unused(
-        NAME,
-        {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask},
+        NAME, {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask}
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
     if has_flash(q):

@@ -118,8 +118,7 @@ def audio_cost(audio: Any) -> TowerCost:
         per_pair=4.0 * width * audio.encoder_layers / rows**2,
         rows_per_token=rows,
         window=audio.n_window_infer,
-        kept=maps / chunk
-        + (audio.encoder_layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width) / rows,
+        kept=maps / chunk + (audio.encoder_layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width) / rows,
         piece=chunk,
         attended=audio.encoder_layers * width / rows,
         layers=audio.encoder_layers,

@@ -86,9 +86,7 @@ def _clip_in_few_kernels() -> None:
     from megatron.core.optimizer import clip_grads
 
     if clip_grads.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
-        _replace(
-            clip_grads, l2_norm_impl=replacements.l2_norm, multi_tensor_scale_impl=replacements.scale_in_place
-        )
+        _replace(clip_grads, l2_norm_impl=replacements.l2_norm, multi_tensor_scale_impl=replacements.scale_in_place)
 
 
 def _set_the_scale_of_auxiliary_losses_anew() -> None:
@@ -101,19 +99,13 @@ def _sum_gradients_by_their_dtype() -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
     ours = replacements.reduce_scatter
-    _replace(
-        param_and_grad_buffer,
-        reduce_scatter_with_fp32_accumulation=ours,
-        dist_reduce_scatter_func=ours,
-    )
+    _replace(param_and_grad_buffer, reduce_scatter_with_fp32_accumulation=ours, dist_reduce_scatter_func=ours)
 
 
 def _multiply_frozen_weights_once() -> None:
     from megatron.core.tensor_parallel import layers
 
-    _replace(
-        layers, linear_with_frozen_weight=replacements.in_two_dimensions(layers.linear_with_frozen_weight)
-    )
+    _replace(layers, linear_with_frozen_weight=replacements.in_two_dimensions(layers.linear_with_frozen_weight))
 
 
 SHIMS = (

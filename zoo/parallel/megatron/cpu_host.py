@@ -162,9 +162,5 @@ def _redirect_random_state() -> None:
     from megatron.core.tensor_parallel import random as mcore_random
 
     module: Any = mcore_random
-    _put(
-        module,
-        "_get_cuda_rng_state",
-        lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-    )
+    _put(module, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state())
     _put(module, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))

@@ -74,9 +74,7 @@ class ZooEngine(BaseEngine):
     reference have the same parallel sizes.
     """
 
-    def __init__(
-        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
-    ) -> None:
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         """Open the model. verl asks for this rank's place right after, before it calls `initialize`."""
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
@@ -315,11 +313,7 @@ def padded(data: TensorDict) -> tuple[dict[str, Any], list[int]]:
     wide = torch.nested.to_padded_tensor(ids, padding=0)
     places = torch.arange(wide.shape[1], device=wide.device)[None]
     ends = torch.tensor(lengths, device=wide.device)[:, None]
-    batch: dict[str, Any] = {
-        "input_ids": wide,
-        "attention_mask": places < ends,
-        "row": torch.arange(len(lengths)),
-    }
+    batch: dict[str, Any] = {"input_ids": wide, "attention_mask": places < ends, "row": torch.arange(len(lengths))}
     said = _response_lengths(data)
     if said is not None:
         batch["loss_mask"] = (places < ends) & (places >= ends - said.to(wide.device)[:, None])

@@ -29,9 +29,7 @@ class LossInputs:
     reference: Tensor | None = (
         None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
     )
-    desirable: Tensor | None = (
-        None  # (S,) bool on the device: whether each answer is, where they are labelled
-    )
+    desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
     kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
     spare: bool = False  # of a micro-batch that only keeps a rank in step: neither loss nor metrics count
 
@@ -65,11 +63,7 @@ def label_loss(
         nll, ahead = nll * weights, ahead * loss_inputs.ahead_weights[: len(ahead)]
     total = nll.sum()
     labels = nll.new_full((), float(nll.shape[0]))
-    metrics = {
-        "nll": total.detach().float(),
-        "labels": labels,
-        "weight": labels if weights is None else weights.sum(),
-    }
+    metrics = {"nll": total.detach().float(), "labels": labels, "weight": labels if weights is None else weights.sum()}
     if mtp_depths:
         further = ahead.sum() / mtp_depths
         total = total + mtp_weight * further

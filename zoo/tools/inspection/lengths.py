@@ -97,9 +97,7 @@ def _statistics(lengths: list[int]) -> dict[str, float]:
     return {"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)}
 
 
-def filling(
-    lengths: list[int], budget: int, align: int, lookahead: int, costs: list[int] | None = None
-) -> Filling:
+def filling(lengths: list[int], budget: int, align: int, lookahead: int, costs: list[int] | None = None) -> Filling:
     """Pack lengths into rows of `budget` tokens, as training does; the last row, which training fills, is not counted
     as unfilled where there are others.
     """

@@ -43,8 +43,7 @@ def _curves(row: PackedRow) -> Iterator[tuple[str, str]]:
             yield (
                 TIME if axis == 0 else SPACE,
                 " ".join(
-                    f"{segment.start + index + 0.5:g},{45 - value * scale:.1f}"
-                    for index, value in _corners(values)
+                    f"{segment.start + index + 0.5:g},{45 - value * scale:.1f}" for index, value in _corners(values)
                 ),
             )
 

@@ -65,9 +65,7 @@ def _draw_rows(axis: Any, rows: Sequence[PackedRow]) -> None:
     handles.append(lines.Line2D([], [], color=TIME, label="position id" + (": time" if axes > 1 else "")))
     if axes > 1:
         handles.append(lines.Line2D([], [], color=SPACE, label="position id: height, width"))
-    axis.legend(
-        handles=handles, frameon=False, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0)
-    )
+    axis.legend(handles=handles, frameon=False, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))
     axis.set(xlim=(-0.065 * width, width * 1.005), ylim=(len(rows) * PITCH - 0.45, -0.75))
     axis.set_axis_off()
 
@@ -128,16 +126,13 @@ def _draw_positions(axis: Any, row: PackedRow, segment: Segment, floor: float, w
 
 def _draw_lengths(axis: Any, lengths: Lengths) -> None:
     tokens = lengths.tokens
-    axis.hist(
-        lengths.lengths, bins=min(60, max(10, lengths.samples // 20)), color=COLOURS["image"], alpha=0.8
-    )
+    axis.hist(lengths.lengths, bins=min(60, max(10, lengths.samples // 20)), color=COLOURS["image"], alpha=0.8)
     top = axis.get_ylim()[1]
     for name in ("p50", "p95"):
         axis.axvline(tokens[name], color=TIME, linewidth=1)
         axis.text(tokens[name], top, f" {name} {tokens[name]:.0f}", color=TIME, va="top", fontsize=8)
     axis.set_title(
-        f"lengths of {lengths.samples} samples, {tokens['least']:.0f} to {tokens['most']:.0f} tokens",
-        loc="left",
+        f"lengths of {lengths.samples} samples, {tokens['least']:.0f} to {tokens['most']:.0f} tokens", loc="left"
     )
     axis.set(xlabel="tokens of a sample", ylabel="samples")
     _plain(axis)
@@ -148,12 +143,7 @@ def _draw_fillings(axis: Any, lengths: Lengths) -> None:
     shown = [filling for filling in lengths.fillings if filling.rows]
     x = np.arange(len(shown))
     for shift, name, values, colour in (
-        (
-            -0.2,
-            "packed: of the budget left empty",
-            [f.unfilled + f.alignment for f in shown],
-            COLOURS["label"],
-        ),
+        (-0.2, "packed: of the budget left empty", [f.unfilled + f.alignment for f in shown], COLOURS["label"]),
         (0.2, "the same samples side by side", [f.side_by_side for f in shown], COLOURS["prompt"]),
     ):
         bars = axis.bar(x + shift, [100 * value for value in values], 0.38, color=colour, label=name)

@@ -72,9 +72,7 @@ def _wanted(step: Step, recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     for row in step.record["rows"]:
         sources = tuple(sample["source"] for sample in row["samples"])
         note = f"rank {row['rank']}, loss {_number(row['loss'])}"
-        parts: Sequence[tuple[str, ...]] = (
-            [sources] if recipe.packing.mode == "thd" else [(s,) for s in sources]
-        )
+        parts: Sequence[tuple[str, ...]] = [sources] if recipe.packing.mode == "thd" else [(s,) for s in sources]
         wanted += [(part, note) for part in parts]
     return wanted
 
@@ -89,7 +87,5 @@ def table(step: Step) -> str:
     for row in step.record["rows"]:
         sources = [sample["source"] for sample in row["samples"]]
         more = f" and {len(sources) - 6} more" if len(sources) > 6 else ""
-        lines.append(
-            f"{row['rank']:>4}  {_number(row['loss']):<10} {row['tokens']:>7}  {', '.join(sources[:6])}{more}"
-        )
+        lines.append(f"{row['rank']:>4}  {_number(row['loss']):<10} {row['tokens']:>7}  {', '.join(sources[:6])}{more}")
     return "\n".join(lines)

@@ -64,9 +64,7 @@ class PackedRow:
         return self.width - sum(segment.end - segment.start for segment in self.segments)
 
 
-def packed_rows(
-    recipe: Recipe, assembly: Assembly, count: int, data: dict[str, Any] | None = None
-) -> list[PackedRow]:
+def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: dict[str, Any] | None = None) -> list[PackedRow]:
     """`count` rows of a validated recipe's training: the first ones, or those that follow a saved state of its data.
 
     Where train.epochs come to fewer, there are as many as these have.
@@ -123,8 +121,7 @@ def _rows_of(parts: Any, batch: Any, tokens: dict[str, int | None], tokenizer: A
             segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans))
         ends = [segment.start for segment in segments[1:]] + [len(ids)]
         segments = [
-            Segment(s.start, s.end, padded, s.source, s.kind, s.spans)
-            for s, padded in zip(segments, ends, strict=True)
+            Segment(s.start, s.end, padded, s.source, s.kind, s.spans) for s, padded in zip(segments, ends, strict=True)
         ]
         rows.append(PackedRow(len(ids), tuple(segments), parts.positions[:, row]))
     return rows

@@ -59,9 +59,7 @@ def thinned(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def chart(
-    title: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, share: bool = False
-) -> Markup:
+def chart(title: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, share: bool = False) -> Markup:
     """A figure with axes, a legend where there are several names, and its points for the page's script.
 
     Args:
@@ -78,11 +76,7 @@ def chart(
     y = _Axis(values, _HEIGHT - _BOTTOM, _TOP)
     legend = {line.name: line.colour for line in lines if not line.faint}
     points = [
-        {
-            "name": line.name,
-            "colour": line.colour,
-            "points": [[round(x.at(a), 1), a, b] for a, b in line.points],
-        }
+        {"name": line.name, "colour": line.colour, "points": [[round(x.at(a), 1), a, b] for a, b in line.points]}
         for line in lines
         if not line.faint
     ]

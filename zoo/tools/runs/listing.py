@@ -23,9 +23,7 @@ def find_runs(folder: str | Path = "runs") -> list[RunStatus]:
     """
     top = Path(folder)
     if not top.is_dir():
-        raise UserError(
-            f"{top}: no such folder; wanted one that holds run folders, such as the one of run.dir"
-        )
+        raise UserError(f"{top}: no such folder; wanted one that holds run folders, such as the one of run.dir")
     return [read_status(path) for path in _run_folders(top, _DEPTH)]
 
 

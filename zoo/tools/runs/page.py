@@ -30,22 +30,9 @@ _STEP_CHARTS = {  # metric of a training step -> title, unit
     "lr": ("Learning rate", ""),
     "pad_fraction": ("Padding", "share of a row"),
 }
-_OTHER_TITLES = {
-    "mtp_loss": "Loss of multi-token prediction",
-    "moe_load_balancing_loss": "Load balancing loss",
-}
+_OTHER_TITLES = {"mtp_loss": "Loss of multi-token prediction", "moe_load_balancing_loss": "Load balancing loss"}
 _NOT_DRAWN = {"loss", "real_tokens", "labels", "data_ms", *_STEP_CHARTS}
-_EVENTS = (
-    "start",
-    "resume",
-    "end",
-    "skip",
-    "new_level",
-    "changed",
-    "damaged_checkpoint",
-    "damaged_file",
-    "export",
-)
+_EVENTS = ("start", "resume", "end", "skip", "new_level", "changed", "damaged_checkpoint", "damaged_file", "export")
 
 
 def report(runs: Model | Sequence[Model], out: str | Path | None = None) -> Path:
@@ -201,15 +188,11 @@ def _points(run: Run, *keys: str) -> list[tuple[float, float]]:
 
 def _scores(runs: Sequence[Run]) -> list[Markup]:
     """Exact match of all rows by run, and of each kind of row."""
-    kinds = sorted(
-        {kind for run in runs for record in run.evaluations for kind in record.get("by_kind") or {}}
-    )
+    kinds = sorted({kind for run in runs for record in run.evaluations for kind in record.get("by_kind") or {}})
     if len(runs) == 1:
         lines = [Line("all", _points(runs[0], "exact_match"), "#1d2433", dots=True)]
         for index, kind in enumerate(kinds[: len(COLOURS)]):
-            lines.append(
-                Line(kind, _points(runs[0], "by_kind", kind, "exact_match"), COLOURS[index], dots=True)
-            )
+            lines.append(Line(kind, _points(runs[0], "by_kind", kind, "exact_match"), COLOURS[index], dots=True))
         return [chart("Exact match on held-out rows", lines, share=True)]
     charts = []
     for kind in (None, *kinds):
@@ -251,9 +234,7 @@ def _predictions(runs: Sequence[Run]) -> Markup:
             if len(runs) > 1:
                 parts.append(Markup("<h3>{}</h3>").format(_labelled(runs, run)))
             data = base64.b64encode(picture.read_bytes()).decode("ascii")
-            parts.append(
-                Markup('<img alt="predictions of {}" src="data:image/png;base64,{}">').format(run.name, data)
-            )
+            parts.append(Markup('<img alt="predictions of {}" src="data:image/png;base64,{}">').format(run.name, data))
     return Markup().join(parts)
 
 
@@ -262,9 +243,7 @@ def _data(runs: Sequence[Run]) -> Markup:
     rows = []
     for run in runs:
         last = run.evaluations[-1] if run.evaluations else {}
-        kinds = ", ".join(
-            f"{scores.get('rows')} {kind}" for kind, scores in (last.get("by_kind") or {}).items()
-        )
+        kinds = ", ".join(f"{scores.get('rows')} {kind}" for kind, scores in (last.get("by_kind") or {}).items())
         left_out = ", ".join(f"{count:,} {cause}" for cause, count in run.status.bad_rows.items()) or "none"
         tokens = run.metrics["real_tokens"].values if "real_tokens" in run.metrics else ()
         labels = run.metrics["labels"].values if "labels" in run.metrics else ()
@@ -327,12 +306,8 @@ def _events(runs: Sequence[Run]) -> Markup:
     for run in runs:
         events = [record for kind in _EVENTS for record in run.events.get(kind, ())]
         events.sort(key=lambda record: (record.get("time") or 0, record["step"]))
-        rows = [
-            [f"{record['step']:,}", _when(record), str(record["event"]), _about(record)] for record in events
-        ]
-        counts = Markup(
-            f"<p>{run.counts.get('slow_step', 0):,} slow steps, {run.counts.get('save', 0):,} saves.</p>"
-        )
+        rows = [[f"{record['step']:,}", _when(record), str(record["event"]), _about(record)] for record in events]
+        counts = Markup(f"<p>{run.counts.get('slow_step', 0):,} slow steps, {run.counts.get('save', 0):,} saves.</p>")
         if len(rows) > _LISTED:
             counts += Markup(f"<p>The first {_LISTED} of {len(rows):,} events; train.jsonl has all.</p>")
         parts.append(

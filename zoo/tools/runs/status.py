@@ -30,7 +30,9 @@ class RunStatus:
     """A run's state; a field is None where it can't be known yet."""
 
     run_dir: str
-    state: str  # starting | running | stalled | gone | finished | out of time | stopped | interrupted | preempted | failed
+    state: (
+        str  # starting | running | stalled | gone | finished | out of time | stopped | interrupted | preempted | failed
+    )
     why: str | None = None  # it ended so
     step: int = 0
     total_steps: int | None = None
@@ -149,19 +151,12 @@ def _newest(folder: Path) -> tuple[Path | None, float]:
 
 
 def _state(
-    events: list[dict[str, Any]],
-    last: dict[str, Any],
-    health: dict[str, Any] | None,
-    held: float | None,
+    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, held: float | None
 ) -> tuple[str, str | None]:
     """What the run is doing or how it ended, and why. `held`: since when a living run has the folder."""
     turns = [r for r in events if r["event"] in ("start", "resume", "end")]
     ended = turns[-1] if turns and turns[-1]["event"] == "end" else None
-    if (
-        health is not None
-        and health["alive"]
-        and (ended is None or health["time"] > ended.get("time", 0) + 5)
-    ):
+    if health is not None and health["alive"] and (ended is None or health["time"] > ended.get("time", 0) + 5):
         if ended is not None or not turns:
             return "starting", None
         stuck = min((rank["stuck_seconds"] for rank in health["ranks"]), default=0.0) + health["age"]
@@ -245,9 +240,7 @@ def _speed(status: RunStatus) -> str:
 def _loss(status: RunStatus) -> str:
     if status.loss is None or status.mean_loss is None:
         return ""
-    return (
-        f"{status.loss:.4f}, {status.mean_loss:.4f} on average over the last {status.mean_loss_steps} steps"
-    )
+    return f"{status.loss:.4f}, {status.mean_loss:.4f} on average over the last {status.mean_loss_steps} steps"
 
 
 def _match(metrics: dict[str, Any]) -> str:

@@ -56,9 +56,7 @@ class Teacher:
 
 
 @torch.no_grad()
-def top_of(
-    step: Any, chunks: Sequence[Any], batch: Any, world: World, wanted: TopK
-) -> tuple[TopTokens, Tensor] | None:
+def top_of(step: Any, chunks: Sequence[Any], batch: Any, world: World, wanted: TopK) -> tuple[TopTokens, Tensor] | None:
     """A model's most likely tokens of this rank's labels, and the labels' places (N,) int64 in the flattened micro-batch.
 
     None on earlier pipeline stages. Every rank calls it.

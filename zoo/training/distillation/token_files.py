@@ -37,14 +37,7 @@ from zoo.records import Check, conforms, is_count, is_number, is_text, read_reco
 FORM = 1
 ROWS = 1024  # of a file
 OPEN = 64  # files that a reader has open at once
-MADE_BY = (
-    "top_k",
-    "temperature",
-    "vocabulary",
-    "model",
-    "data",
-    "rows",
-)  # keys of the index that a file follows from
+MADE_BY = ("top_k", "temperature", "vocabulary", "model", "data", "rows")  # keys of the index that a file follows from
 TABLES = ("digests", "starts", "sums")
 _NAME = re.compile(r"tokens-\d{6}\.safetensors")
 _FILE: dict[str, Check] = {"rows": is_count, "labels": is_count, "bytes": is_count, "sum": is_text}
@@ -107,9 +100,7 @@ class TokenWriter:
             "starts": np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64),
             "sums": np.array([_sum(*row[1:]) for row in rows], np.uint64),
             "ids": np.concatenate([np.zeros((0, k)), *(row.ids for row in rows)]).astype(np.int32),
-            "logprobs": np.concatenate([np.zeros((0, k)), *(row.logprobs for row in rows)]).astype(
-                np.float32
-            ),
+            "logprobs": np.concatenate([np.zeros((0, k)), *(row.logprobs for row in rows)]).astype(np.float32),
             "rest": np.concatenate([np.zeros(0), *(row.rest for row in rows)]).astype(np.float32),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,12 +108,7 @@ class TokenWriter:
         with replaced(file) as path:
             save_file(arrays, path)
         tables = _table_sum({name: arrays[name] for name in TABLES})
-        self.files[file.name] = {
-            "rows": len(rows),
-            "labels": sum(lengths),
-            "bytes": file.stat().st_size,
-            "sum": tables,
-        }
+        self.files[file.name] = {"rows": len(rows), "labels": sum(lengths), "bytes": file.stat().st_size, "sum": tables}
         about = {"form": FORM, **self.made_by, "files": dict(sorted(self.files.items()))}
         write_atomically(self.folder / INDEX, json.dumps(about, indent=1) + "\n")
 

@@ -49,16 +49,11 @@ def check_kernels(recipe: Recipe) -> None:
     record = _record(_key(recipe, machine()))
     if record is not None and record.is_file():
         return
-    print(
-        "zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...",
-        flush=True,
-    )
+    print("zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...", flush=True)
     unused = {"attention_padded"} if recipe.packing.mode == "thd" else {"attention"}
     with CheckProcesses(recipe) as processes:
         found = check_recipes(
-            [recipe],
-            skip=unused,
-            elsewhere=lambda check: processes.start(check).result if check.name in SLOW else None,
+            [recipe], skip=unused, elsewhere=lambda check: processes.start(check).result if check.name in SLOW else None
         )
     if found.wrong:
         raise UserError("; ".join(_refusal(result) for result in found.wrong))

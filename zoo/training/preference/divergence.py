@@ -36,11 +36,7 @@ class Divergence:
         there = [drift for drift in drifts if drift is not None]
         if not there:  # an earlier pipeline stage
             return list(batches)
-        counted = [
-            drift
-            for drift, batch in zip(drifts, batches, strict=True)
-            if drift is not None and not batch.spare
-        ]
+        counted = [drift for drift, batch in zip(drifts, batches, strict=True) if drift is not None and not batch.spare]
         sums = there[0].new_zeros(2)
         for drift in counted:
             sums += torch.stack((drift.sum(), drift.new_tensor(float(len(drift)))))

@@ -161,9 +161,7 @@ class Reference:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no mapping
         except (SafetensorError, OSError):  # damaged: they are computed anew
             return {}
-        fits = {name: value.shape for name, value in found.items()} == {
-            name: (size, 2) for name, size in sizes.items()
-        }
+        fits = {name: value.shape for name, value in found.items()} == {name: (size, 2) for name, size in sizes.items()}
         return found if fits else {}
 
 

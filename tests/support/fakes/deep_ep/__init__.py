@@ -79,14 +79,7 @@ class Buffer:
     ) -> tuple[Any, ...]:
         _note("dispatch")
         if handle is not None:
-            return (
-                self._exchange(x[handle.sent], handle.to, handle.back),
-                None,
-                None,
-                None,
-                None,
-                EventOverlap(),
-            )
+            return (self._exchange(x[handle.sent], handle.to, handle.back), None, None, None, None, EventOverlap())
         assert topk_idx is not None and topk_weights is not None and is_token_in_rank is not None
         assert num_tokens_per_expert is not None and topk_weights.dtype == torch.float32
         rank_of, sent = is_token_in_rank.T.nonzero(as_tuple=True)
@@ -102,9 +95,7 @@ class Buffer:
         counts = torch.bincount(index[here], minlength=local).tolist()
         return self._exchange(x[sent], made.to, made.back), index, weights, counts, made, EventOverlap()
 
-    def combine(
-        self, x: Tensor, handle: _Handle, topk_weights: Tensor | None = None, **_: Any
-    ) -> tuple[Any, ...]:
+    def combine(self, x: Tensor, handle: _Handle, topk_weights: Tensor | None = None, **_: Any) -> tuple[Any, ...]:
         _note("combine")
         both = [
             None if one is None else self._summed(self._exchange(one, handle.back, handle.to), handle)

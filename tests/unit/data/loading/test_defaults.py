@@ -96,9 +96,9 @@ def test_from_python(tmp_path: Path) -> None:
     assert names(recipe.replace(data={"train": "mine.jsonl"})) == []
     assert names(recipe.replace(data=DataConfig(train=["mine.jsonl"]))) == []
     assert names(recipe.replace({"data.eval": None})) == names(recipe.replace({"data.eval": "none"})) == []
-    assert names(
-        recipe.replace({"data.train": ["mine.jsonl"]}).replace({"data.train": ["digits:train"]})
-    ) == ["digits:heldout"]
+    assert names(recipe.replace({"data.train": ["mine.jsonl"]}).replace({"data.train": ["digits:train"]})) == [
+        "digits:heldout"
+    ]
     by_hand = zoo.Recipe(
         size="tiny",
         model=zoo.ModelConfig(family="qwen3_vl"),
@@ -198,10 +198,7 @@ def test_from_python_the_changes_stay_with_the_bundled_set() -> None:
         ),
         ("data.bundled.augment=.nan", "data.bundled"),
         ("data.bundled.augment_variants=.inf", "data.bundled"),
-        (
-            "data.bundled.lr=1",
-            "data.bundled.lr: no such key; nearest: augment, augment_variants, blank_answers",
-        ),
+        ("data.bundled.lr=1", "data.bundled.lr: no such key; nearest: augment, augment_variants, blank_answers"),
     ],
 )
 def test_bounds(override: str, message: str) -> None:

@@ -46,9 +46,7 @@ def source(
 
 
 def loader(rows: Path, processor: Any, workers: int) -> BatchLoader:
-    recipe = Recipe(
-        packing=PackingConfig(budget=512), train=TrainConfig(global_batch=2), data=DataConfig(lookahead=8)
-    )
+    recipe = Recipe(packing=PackingConfig(budget=512), train=TrainConfig(global_batch=2), data=DataConfig(lookahead=8))
     return BatchLoader(source(rows, processor, workers), recipe, prefetch=False)
 
 
@@ -99,9 +97,7 @@ def test_steps_are_those_without_workers_and_workers_make_them(
     process, here = workers._process, []
     encode = type(working.source.encoder).encode
     monkeypatch.setattr(
-        type(working.source.encoder),
-        "encode",
-        lambda *given: (here.append(given[1].source), encode(*given))[1],
+        type(working.source.encoder), "encode", lambda *given: (here.append(given[1].source), encode(*given))[1]
     )
     for step in wanted[1:4]:
         end = time.monotonic() + 60

@@ -53,9 +53,7 @@ type Texts = list[tuple[int | str, int]]
 
 
 def rows_of(texts: Texts, name: str = "x") -> list[Row]:
-    return [
-        Row((("user", f"{guess} {length}"),), source=f"{name}:{n}") for n, (guess, length) in enumerate(texts)
-    ]
+    return [Row((("user", f"{guess} {length}"),), source=f"{name}:{n}") for n, (guess, length) in enumerate(texts)]
 
 
 def recipe(global_batch: int = 2, mode: str = "thd", micro_batch: int = 1, **data: Any) -> Recipe:
@@ -123,9 +121,7 @@ def test_every_row_comes_as_often_as_there_are_epochs(
 ) -> None:
     config = recipe(global_batch, mode, 2 if mode == "none" else 1, **data)
     lengths = LENGTHS[name]
-    loaders = [
-        loader_of(rows_of(texts_of(lengths)), config, dp_rank=rank, dp_size=ranks) for rank in range(ranks)
-    ]
+    loaders = [loader_of(rows_of(texts_of(lengths)), config, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     (steps,) = {loader.steps_for_epochs(epochs) for loader in loaders}
     by_rank = [drawn(loader) for loader in loaders]
     assert [len(one) for one in by_rank] == [steps] * ranks  # exact: headers give all lengths
@@ -147,9 +143,7 @@ def test_bins_are_those_of_a_run_of_steps_until_the_last_ones() -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["headers", "encoded"])
 @pytest.mark.parametrize("mode", ["thd", "none"])
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2))], ids=["2 to 1", "1 to 2 and more"]
-)
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2))], ids=["2 to 1", "1 to 2 and more"])
 def test_a_run_resumed_on_other_ranks_reads_on(
     before: tuple[int, int], after: tuple[int, int], mode: str, known: bool
 ) -> None:
@@ -202,11 +196,7 @@ def test_rows_that_cannot_be_used_end_no_run_too_early_and_make_no_empty_step() 
         loader = loader_of(rows_of(texts), config)
         loader.steps_for_epochs(2)
         found = drawn(loader)
-        bad = [
-            n
-            for n, (guess, length) in enumerate(texts)
-            if not length or (guess != "-" and int(guess) > BUDGET)
-        ]
+        bad = [n for n, (guess, length) in enumerate(texts) if not length or (guess != "-" and int(guess) > BUDGET)]
         assert times(found) == {f"x:{n}": 2 for n in range(len(texts)) if n not in bad}
         assert loader.total_steps == loader.step == len(found)
         assert loader.source.counts.total() == len(bad)
@@ -223,9 +213,7 @@ def test_an_estimate_is_corrected_and_the_same_after_a_resume() -> None:
     lengths = [BUDGET if n in probed else 4 for n in range(1024)]
     rows = rows_of(texts_of(lengths, known=False))
 
-    def run(
-        state: dict[str, Any] | None = None, stop: int = 10**6
-    ) -> tuple[list[int | None], dict[str, Any]]:
+    def run(state: dict[str, Any] | None = None, stop: int = 10**6) -> tuple[list[int | None], dict[str, Any]]:
         loader = loader_of(rows, recipe(4, lookahead=64))
         if state is not None:
             loader.load_state_dict(state)

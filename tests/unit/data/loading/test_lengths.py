@@ -253,9 +253,7 @@ def test_every_usable_row_comes_once_an_epoch_within_the_budget(how: str) -> Non
     good = {f"x:{n}" for n, (_, length) in enumerate(texts) if length}
     assert set(seen) == good
     assert max(seen.values()) - min(seen.values()) <= 2  # the look-ahead runs over the ends of epochs
-    assert loader.source.counts == (
-        {"corrupt_media": len(texts) - len(good)} if len(good) < len(texts) else {}
-    )
+    assert loader.source.counts == ({"corrupt_media": len(texts) - len(good)} if len(good) < len(texts) else {})
 
 
 @MANY
@@ -303,9 +301,7 @@ def test_another_global_batch_continues_with_the_same_bins(stop: int, global_bat
     assert head + tail == whole[: len(head + tail)] + (head + tail)[len(whole) :]
 
 
-@pytest.mark.parametrize(
-    "packing", [{"budget": 128}, {"align": 8}, {"mode": "none"}, {"budget": 48}], ids=str
-)
+@pytest.mark.parametrize("packing", [{"budget": 128}, {"align": 8}, {"mode": "none"}, {"budget": 48}], ids=str)
 def test_other_packing_loses_and_repeats_no_row(packing: dict[str, Any]) -> None:
     texts = texts_of("headers")
     loader = open_loader(texts)
@@ -377,9 +373,7 @@ def test_a_set_of_broken_rows_alone_is_refused() -> None:
         batches.spare()
 
 
-def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: Texts = [(5, 5), (6, 0), ("-", 7), (8, 9)] * 3
     for limit in (10**6, 3):
         monkeypatch.setattr("zoo.data.loading.lengths.DENSE", limit)

@@ -220,9 +220,7 @@ def test_a_list_of_bad_rows_that_was_cut_off_is_continued(tmp_path):
 
 
 def test_overlong_error_names_the_limit_and_the_ways_out():
-    with pytest.raises(
-        RowError, match=r"10 tokens \(3 of media\) are over packing\.budget 8; raise"
-    ) as caught:
+    with pytest.raises(RowError, match=r"10 tokens \(3 of media\) are over packing\.budget 8; raise") as caught:
         make_source([10], media=3, budget=8).sample(0)
     assert caught.value.cause == "overlong"
     with pytest.raises(RowError, match=r"over packing.budget 10 \(8 aligned\)"):
@@ -259,9 +257,7 @@ def test_open_reads_files_and_skips_their_bad_rows(media, processor, make, tmp_p
     good = {"messages": [("user", "hi"), ("assistant", "ho")]}
     path = make.rows(tmp_path / "x.jsonl", [good, {**good, "image": "gone.png"}, good])
     config = DataConfig(on_error="skip")
-    source = SampleSource.open(
-        [str(path), str(path)], processor, config, budget=64, bad_rows=tmp_path / "bad"
-    )
+    source = SampleSource.open([str(path), str(path)], processor, config, budget=64, bad_rows=tmp_path / "bad")
     assert len(source) == 4
     assert source.counts == {"placeholder_mismatch": 2}
     assert source.sample(3).source == f"{path}:3"

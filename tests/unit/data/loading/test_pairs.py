@@ -23,8 +23,7 @@ from zoo.data.sources.rows import make_row
 from zoo.registry import get_family
 
 Q, A, B = (
-    {"role": role, "content": text}
-    for role, text in (("user", "q"), ("assistant", "one"), ("assistant", "no two"))
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "one"), ("assistant", "no two"))
 )
 FOLLOWED = [Q, A, {"role": "user", "content": "more"}]
 
@@ -71,9 +70,7 @@ def test_both_answers_are_labelled(item: dict[str, Any], processor: Any) -> None
 def test_an_answer_that_both_have_is_no_label(processor: Any) -> None:
     item = {"messages": [*FOLLOWED, A], "rejected_response": "no two"}
     for one, text in zip(source_of([item], processor).encode(0).segments, ("one", "no two"), strict=True):
-        assert said(processor, one).startswith(text) and said(processor, one).count("one") == text.count(
-            "one"
-        )
+        assert said(processor, one).startswith(text) and said(processor, one).count("one") == text.count("one")
 
 
 def test_a_pair_lies_in_one_bin_side_by_side(processor: Any) -> None:
@@ -140,9 +137,7 @@ def test_the_bundled_digits_become_pairs_by_a_format(processor: Any) -> None:
 
 
 def labelled_source(items: list[dict[str, Any]], processor: Any, **data: Any) -> SampleSource:
-    return SampleSource.open(
-        [DataEntry(rows=items)], processor, DataConfig(**data), budget=256, labelled=True
-    )
+    return SampleSource.open([DataEntry(rows=items)], processor, DataConfig(**data), budget=256, labelled=True)
 
 
 def test_a_labelled_answer_brings_its_question_with_the_answer_before(processor: Any) -> None:
@@ -173,9 +168,7 @@ def test_a_labelled_answer_brings_its_question_with_the_answer_before(processor:
         ({"prompt": "q", "completion": "one " * 300, "label": True}, "over packing.budget 256"),
     ],
 )
-def test_rows_that_are_no_labelled_answers_are_bad_rows(
-    item: dict[str, Any], why: str, processor: Any
-) -> None:
+def test_rows_that_are_no_labelled_answers_are_bad_rows(item: dict[str, Any], why: str, processor: Any) -> None:
     good = {"prompt": "q", "completion": "one", "label": True}
     with pytest.raises(RowError, match=why):
         labelled_source([good, item], processor).encode(1)
@@ -231,9 +224,7 @@ def parts(image: str) -> dict[str, Any]:
         {"chosen": [parts("red.png"), RED], "rejected": [parts("blue.png"), RED]},
     ],
 )  # fmt: skip
-def test_the_rejected_conversation_has_media_of_its_own(
-    item: dict[str, Any], processor: Any, tmp_path: Path
-) -> None:
+def test_the_rejected_conversation_has_media_of_its_own(item: dict[str, Any], processor: Any, tmp_path: Path) -> None:
     coloured(tmp_path, "red", "blue")
     row = make_row(item, "x:1", Access(tmp_path))
     chosen, rejected = rows_of(row)

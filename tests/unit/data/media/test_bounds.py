@@ -137,11 +137,7 @@ SOUNDS: dict[str, tuple[Callable[[], bytes], str]] = {
     "WAV of 0 Hz": (lambda: claims(wav(), 24, 0, form="<I"), "corrupt_media"),
     "WAV of 1,024 channels": (many_channels, "decoded"),
 }  # fmt: skip
-CASES = [
-    (kind, name)
-    for kind, found in (("image", IMAGES), ("video", VIDEOS), ("audio", SOUNDS))
-    for name in found
-]
+CASES = [(kind, name) for kind, found in (("image", IMAGES), ("video", VIDEOS), ("audio", SOUNDS)) for name in found]
 
 
 @contextlib.contextmanager
@@ -198,9 +194,7 @@ def test_a_worker_keeps_its_bounds(kind: str, name: str, workers: Workers, empty
             decode()
         except RowError as error:
             cause = error.cause
-    assert cause in ({wanted} if wanted != "any" else {"decoded", "corrupt_media", "memory", "timeout"}), (
-        cause
-    )
+    assert cause in ({wanted} if wanted != "any" else {"decoded", "corrupt_media", "memory", "timeout"}), cause
     assert time.monotonic() - began < 2 * SECONDS + 3  # the header, and the file
     assert max(peaks) < empty_mb + ROW_MB + SLACK_MB + 3 * len(blob.data) / 2**20
 
@@ -209,10 +203,7 @@ def test_media_of_a_row_are_bounded_together(processor: Any, tmp_path: Path) -> 
     (tmp_path / "a.png").write_bytes(plain("L", "PNG", 5000))  # 72 MiB each, once decoded
     talk = [{"role": "user", "content": "<image>" * 60}, {"role": "assistant", "content": "7"}]
     row = make_row({"messages": talk, "images": ["a.png"] * 60}, "x:1", Access(tmp_path))
-    with (
-        memory_below(2 * 256),
-        pytest.raises(RowError, match=r"take over 256 MiB together.*data\.row_mb") as caught,
-    ):
+    with memory_below(2 * 256), pytest.raises(RowError, match=r"take over 256 MiB together.*data\.row_mb") as caught:
         processor.encode(row, video_fps=1.0, max_frames=2, decoder=Here(256))
     assert caught.value.cause == "memory"
 

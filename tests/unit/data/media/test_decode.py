@@ -208,9 +208,7 @@ def test_12_bits_in_a_file_of_16_are_refused(most, tmp_path):
     (tmp_path / "x.png").write_bytes(png(grey, 16))
     (tmp_path / "colours.png").write_bytes(png(np.dstack([grey] * 3), 16))
     for name in ("x.tif", "x.png", *(["colours.png"] if most > 255 else [])):
-        with pytest.raises(
-            RowError, match=r"65535 is white, and its brightest pixel has .*12 bits: times 16"
-        ):
+        with pytest.raises(RowError, match=r"65535 is white, and its brightest pixel has .*12 bits: times 16"):
             load_image(tmp_path / name)
 
 
@@ -288,9 +286,7 @@ def write_long(path, frames: int, keys: int, fps: int = 25) -> None:
     import av
 
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(
-            "libx264", rate=fps, options={"g": str(keys), "crf": "10", "preset": "ultrafast"}
-        )
+        stream = container.add_stream("libx264", rate=fps, options={"g": str(keys), "crf": "10", "preset": "ultrafast"})
         stream.width = stream.height = 32
         stream.pix_fmt = "yuv420p"
         for number in range(frames):

@@ -115,9 +115,7 @@ def test_a_decoder_that_crashes_is_a_bad_row(workers: Workers, media: Path) -> N
 def test_a_process_that_can_not_start_is_no_bad_row(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(1, 30.0, 2048)
     monkeypatch.setattr(decoding_workers, "module_command", lambda *_: [sys.executable, "-c", "exit(3)"])
-    with pytest.raises(
-        UserError, match=r"at its start \(exit code 3\); run `.* -c 'exit\(3\)'` to see"
-    ) as caught:
+    with pytest.raises(UserError, match=r"at its start \(exit code 3\); run `.* -c 'exit\(3\)'` to see") as caught:
         workers.image("a.png", Row((), source="x:1", root=media))
     assert not isinstance(caught.value, RowError), "data.on_error=skip would leave out every row"
     workers.close()

@@ -76,12 +76,7 @@ def test_a_medium_swapped_for_a_link_out_of_the_root(
     with pytest.raises(RowError, match="which leads out of the data root") as caught:
         asked(decoder, row, kind, name)
     assert caught.value.cause == "outside_root"
-    assert (
-        decoder.image_size(name, row)
-        is decoder.video_size(name, row)
-        is decoder.sound_samples(name, row)
-        is None
-    )
+    assert decoder.image_size(name, row) is decoder.video_size(name, row) is decoder.sound_samples(name, row) is None
     asked(decoder, free, kind, name)  # data.outside_root=true
 
 
@@ -103,9 +98,7 @@ def test_a_link_that_appears_while_it_is_opened(files: Path, monkeypatch: pytest
         row = named(root, "image", "in/x.png")
         place = row.opened("in/x.png")
 
-        def swapped(
-            path: Path, file: Path = root / "in" / "x.png", swap: Any = swap, strict: bool = False
-        ) -> Path:
+        def swapped(path: Path, file: Path = root / "in" / "x.png", swap: Any = swap, strict: bool = False) -> Path:
             real = resolve(path, strict)
             if path == file and not file.is_symlink() and not file.parent.is_symlink():
                 swap(file, files / "secret" / "x.png")

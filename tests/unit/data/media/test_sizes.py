@@ -24,8 +24,7 @@ FAMILIES = (
 
 
 @pytest.fixture(
-    scope="module",
-    params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v"))],
+    scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v"))]
 )
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     return build(request.param, arch)

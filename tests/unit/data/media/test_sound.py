@@ -16,16 +16,7 @@ from zoo.data.sources.rows import make_row
 from zoo.errors import UserError
 
 SECONDS = 1.5
-PITCHES = (
-    200.0,
-    300.0,
-    440.0,
-    60.0,
-    620.0,
-    900.0,
-    1200.0,
-    1500.0,
-)  # Hz by channel; 5.1's fourth takes low ones only
+PITCHES = (200.0, 300.0, 440.0, 60.0, 620.0, 900.0, 1200.0, 1500.0)  # Hz by channel; 5.1's fourth takes low ones only
 COUNTS = {"mono": 1, "stereo": 2, "5.1": 6}
 
 COMPRESSED = [
@@ -55,9 +46,7 @@ EXACT = [
 def tones(rate: int, channels: int, amplitude: float = 0.5) -> np.ndarray:
     """(channels, N) float32: a sine of its own pitch in each channel."""
     time = np.arange(round(SECONDS * rate)) / rate
-    return np.stack([amplitude * np.sin(2 * np.pi * pitch * time) for pitch in PITCHES[:channels]]).astype(
-        np.float32
-    )
+    return np.stack([amplitude * np.sin(2 * np.pi * pitch * time) for pitch in PITCHES[:channels]]).astype(np.float32)
 
 
 def same(rate: int, channels: int, amplitude: float = 0.5) -> np.ndarray:
@@ -135,9 +124,7 @@ def test_the_sound_track_of_a_video(tmp_path: Path, name: str, codec: str, layou
 @pytest.mark.parametrize("channels", [1, 2, 6])
 def test_files_without_loss(tmp_path: Path, subtype: str, channels: int) -> None:
     path = tmp_path / "x.wav"
-    hold_the_mean(
-        path, lambda of: soundfile.write(path, of(44100, channels).T, 44100, subtype), channels, 0.01
-    )
+    hold_the_mean(path, lambda of: soundfile.write(path, of(44100, channels).T, 44100, subtype), channels, 0.01)
 
 
 @pytest.mark.parametrize("name", ["x.mp3", "x.ogg", "x.flac", "x.aiff"])
@@ -164,9 +151,7 @@ def test_bytes_and_channels_without_an_order(tmp_path: Path) -> None:
         assert amplitudes(load_audio(place), 3) == pytest.approx([0.5 / 3] * 3, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "kind", [np.uint8, np.int16, np.int32, np.uint16, np.float16, np.float32, np.float64]
-)
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int32, np.uint16, np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("channels", [1, 2, 6])
 def test_arrays(kind: Any, channels: int) -> None:
     """Whole numbers are samples as WAV files have them: unsigned ones with silence in the middle of their range."""
@@ -186,10 +171,7 @@ def test_arrays(kind: Any, channels: int) -> None:
 
 
 def row_of(sound: Any) -> Any:
-    item = {
-        "messages": [{"role": "user", "content": "<audio>"}, {"role": "assistant", "content": "7"}],
-        "audio": sound,
-    }
+    item = {"messages": [{"role": "user", "content": "<audio>"}, {"role": "assistant", "content": "7"}], "audio": sound}
     return make_row(item, "x:1", Access(Path()))
 
 
@@ -214,9 +196,7 @@ def test_a_plain_array_is_checked_alike() -> None:
         load_audio(medium)
 
 
-def test_older_pyav_resamples_without_a_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_older_pyav_resamples_without_a_number_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """PyAV before 19 takes no `threads`."""
     soundfile.write(tmp_path / "x.wav", np.sin(np.arange(16000) / 20).astype(np.float32), 16000)
     wanted = load_audio(tmp_path / "x.wav", 8000)

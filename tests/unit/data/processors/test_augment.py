@@ -31,9 +31,7 @@ def test_image_keeps_its_size_and_follows_the_key() -> None:
 def test_small_images_are_doubled_now_and_then() -> None:
     sizes = [Augment(1.0, (0, 0, draw)).image(Image.new("RGB", (96, 32))).size for draw in range(40)]
     assert set(sizes) == {(96, 32), (192, 64)} and 10 < sizes.count((192, 64)) < 30
-    assert {Augment(1.0, (0, 0, draw)).image(Image.new("RGB", (97, 32))).size for draw in range(9)} == {
-        (97, 32)
-    }
+    assert {Augment(1.0, (0, 0, draw)).image(Image.new("RGB", (97, 32))).size for draw in range(9)} == {(97, 32)}
 
 
 def test_frames_are_moved_alike() -> None:

@@ -40,9 +40,7 @@ def spoken(processor: GLM45VProcessor, sample: Sample) -> str:
 
 
 def chat(*turns: tuple[str, str]) -> Row:
-    return parse_row(
-        json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}), "x", Path()
-    )
+    return parse_row(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}), "x", Path())
 
 
 def test_tokens_and_media_are_those_of_the_hf_call(processor: GLM45VProcessor, media: Path) -> None:
@@ -73,9 +71,7 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: GLM45VProcessor, m
 
 
 def test_an_answer_ends_with_what_begins_the_next_turn(published: GLM45VProcessor) -> None:
-    row = chat(
-        ("system", "Brief."), ("user", "A?"), ("assistant", "One. "), ("user", "B?"), ("assistant", "Two.")
-    )
+    row = chat(("system", "Brief."), ("user", "A?"), ("assistant", "One. "), ("user", "B?"), ("assistant", "Two."))
     sample = encode(published, row)
     assert spoken(published, sample) == "One.<|user|>Two.<|user|>"
     text = published.tokenizer.decode(sample.input_ids)
@@ -86,11 +82,7 @@ def test_an_answer_ends_with_what_begins_the_next_turn(published: GLM45VProcesso
 
 def test_a_tool_call_ends_where_its_result_begins(published: GLM45VProcessor) -> None:
     assert set(published.ends) >= {"<|user|>", "<|observation|>"}, "exports end at either"
-    call = {
-        "role": "assistant",
-        "content": "Look.",
-        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
-    }
+    call = {"role": "assistant", "content": "Look.", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     turns = [
         {"role": "user", "content": "?"},
         call,
@@ -121,9 +113,7 @@ def test_limits_count_an_image_s_pixels_once(processor: GLM45VProcessor, tmp_pat
 
 
 @pytest.mark.slow
-def test_saved_files_load_by_auto_and_by_us_as_either_kind(
-    processor: GLM45VProcessor, tmp_path: Path
-) -> None:
+def test_saved_files_load_by_auto_and_by_us_as_either_kind(processor: GLM45VProcessor, tmp_path: Path) -> None:
     from transformers import AutoProcessor, Glm4vProcessor, Glm46VProcessor, Glm46VVideoProcessor
 
     parts = {name: getattr(processor.hf, name) for name in ("image_processor", "tokenizer", "chat_template")}

@@ -61,39 +61,22 @@ def same(answer: str) -> str:
 
 FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "bundled": (lambda: TimestampedProcessor.build(VISION), same),
-    "qwen3_vl instruct": (
-        lambda: with_template(TimestampedProcessor.build(VISION), templates.INSTRUCT),
-        same,
-    ),
-    "qwen3_vl thinking": (
-        lambda: with_template(TimestampedProcessor.build(VISION), templates.THINKING),
-        same,
-    ),
+    "qwen3_vl instruct": (lambda: with_template(TimestampedProcessor.build(VISION), templates.INSTRUCT), same),
+    "qwen3_vl thinking": (lambda: with_template(TimestampedProcessor.build(VISION), templates.THINKING), same),
     "qwen25_vl": (lambda: with_template(build_qwen25(VISION), templates.QWEN25), same),
     "qwen25_omni": (
-        lambda: with_template(
-            build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}}), templates.QWEN25
-        ),
+        lambda: with_template(build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}}), templates.QWEN25),
         same,
     ),
     "gemma3": (lambda: gemma3(templates.GEMMA3), str.strip),
-    "gemma4": (
-        lambda: with_template(build_gemma4(tiny_gemma4.tiny_config()), templates.GEMMA4),
-        str.strip,
-    ),
-    "internvl": (
-        lambda: with_template(build_internvl(tiny_internvl.tiny_config()), templates.INTERNVL),
-        same,
-    ),
+    "gemma4": (lambda: with_template(build_gemma4(tiny_gemma4.tiny_config()), templates.GEMMA4), str.strip),
+    "internvl": (lambda: with_template(build_internvl(tiny_internvl.tiny_config()), templates.INTERNVL), same),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN35), str.strip),
     "qwen3.8": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN38), str.strip),
     "qwen3": (lambda: text_alone(templates.QWEN3), same),
     "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda answer: " " + answer.rstrip()),
-    "llava next, mistral": (
-        lambda: llava("llava_next", templates.MISTRAL),
-        lambda answer: " " + answer.rstrip(),
-    ),
+    "llava next, mistral": (lambda: llava("llava_next", templates.MISTRAL), lambda answer: " " + answer.rstrip()),
     "llava onevision": (lambda: llava("llava_onevision", templates.ONEVISION), same),
 }
 ANSWERS = {
@@ -131,9 +114,7 @@ def conversation(answers: list[str], system: str | None = "Be brief. ", question
     return Row((*((("system", system),) if system else ()), *turns), source="x:1")
 
 
-def test_answers_and_texts_end_at_tokens_that_exports_name(
-    family: tuple[Processor, Callable[[str], str]],
-) -> None:
+def test_answers_and_texts_end_at_tokens_that_exports_name(family: tuple[Processor, Callable[[str], str]]) -> None:
     processor, _ = family
     for row in (conversation(["Yes.", "No."]), Row((), source="x:1", text="Once.")):
         labels = encode(processor, row).labels
@@ -155,17 +136,13 @@ def test_labels_say_what_the_assistant_says(
 
 
 @pytest.mark.parametrize("kind", ["plain", "role markers", "tools"])
-def test_what_the_user_says_is_never_learnt(
-    family: tuple[Processor, Callable[[str], str]], kind: str
-) -> None:
+def test_what_the_user_says_is_never_learnt(family: tuple[Processor, Callable[[str], str]], kind: str) -> None:
     processor, writes = family
     row = conversation(["one", "two"], ANSWERS[kind][0], ANSWERS[kind][-1])
     assert spoken(processor, encode(processor, row)) == writes("one") + END + writes("two") + END
 
 
-def test_an_image_between_answers_has_no_label(
-    family: tuple[Processor, Callable[[str], str]], tmp_path: Path
-) -> None:
+def test_an_image_between_answers_has_no_label(family: tuple[Processor, Callable[[str], str]], tmp_path: Path) -> None:
     processor, writes = family
     if processor.modalities == ("text",):
         return
@@ -209,9 +186,7 @@ def test_arguments_of_a_template() -> None:
     processor.set_template({"reasoning_effort": "low", "preserve_thinking": False})
     sample = encode(processor, item)
     text = processor.tokenizer.decode(sample.input_ids)
-    assert (
-        text.startswith("<|im_start|>system\nReasoning effort is set to low.") and text.count("<think>") == 1
-    )
+    assert text.startswith("<|im_start|>system\nReasoning effort is set to low.") and text.count("<think>") == 1
     measured = processor.measure(item, video_fps=2.0, max_frames=8)
     assert measured is not None and measured.length == sample.length
     with pytest.raises(RowError, match="Unexpected reasoning effort"):
@@ -231,12 +206,8 @@ def test_a_block_that_the_template_adds_is_not_learnt() -> None:
 
 
 def test_a_template_with_other_words_is_refused() -> None:
-    processor = with_template(
-        TimestampedProcessor.build(VISION), templates.INSTRUCT.replace("said(m.content)", "'no'")
-    )
-    with pytest.raises(
-        RowError, match=r"x:1: the chat template writes 'no' where the row says 'Four\.'"
-    ) as caught:
+    processor = with_template(TimestampedProcessor.build(VISION), templates.INSTRUCT.replace("said(m.content)", "'no'"))
+    with pytest.raises(RowError, match=r"x:1: the chat template writes 'no' where the row says 'Four\.'") as caught:
         encode(processor, conversation(["Four."], system=None, question="no"))
     assert caught.value.cause == "labels"
 
@@ -303,19 +274,12 @@ def test_reasoning_is_what_transformers_makes_of_reasoning_content(name: str) ->
 
 def test_reasoning_is_written_where_the_template_knows_nothing_of_it() -> None:
     processor = TimestampedProcessor.build(VISION)
-    row = {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "x", "reasoning": "why"},
-        ]
-    }
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x", "reasoning": "why"}]}
     sample = encode(processor, make_row(row, "x:1", Access(Path())))
     assert spoken(processor, sample) == f"<think>\nwhy\n</think>\n\nx{END}"
 
 
-def test_an_empty_answer_teaches_its_end_alone(
-    family: tuple[Processor, Callable[[str], str]],
-) -> None:
+def test_an_empty_answer_teaches_its_end_alone(family: tuple[Processor, Callable[[str], str]]) -> None:
     processor, writes = family
     sample = encode(processor, conversation(["", "two"]))
     assert spoken(processor, sample) == END + writes("two") + END
@@ -330,16 +294,12 @@ def test_only_the_last_answer(family: tuple[Processor, Callable[[str], str]]) ->
     assert spoken(processor, sample) == writes("two") + END
 
 
-def test_all_of_the_text_but_no_medium(
-    family: tuple[Processor, Callable[[str], str]], tmp_path: Path
-) -> None:
+def test_all_of_the_text_but_no_medium(family: tuple[Processor, Callable[[str], str]], tmp_path: Path) -> None:
     processor, _ = family
     if processor.modalities == ("text",):
         return
     row = Row(
-        (("user", "<image>What?"), ("assistant", "A.")),
-        images=(draw(tmp_path, "a", (64, 64), 0),),
-        root=tmp_path,
+        (("user", "<image>What?"), ("assistant", "A.")), images=(draw(tmp_path, "a", (64, 64), 0),), root=tmp_path
     )
     sample = encode(processor, row, labels="all")
     left_out = set(sample.input_ids[sample.labels == IGNORE].tolist())

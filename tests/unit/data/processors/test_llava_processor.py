@@ -60,9 +60,7 @@ def test_videos_may_differ_in_length(media: Path, make: Any, tmp_path: Path) -> 
     processor = build_processor(tiny_config("llava_onevision"))
     for name, frames in (("long", 6), ("short", 3)):
         make.video(tmp_path / f"{name}.mp4", [20 * i for i in range(frames)], fps=2)
-    row = Row(
-        (("user", "<video><video>"), ("assistant", "1")), videos=("long.mp4", "short.mp4"), root=tmp_path
-    )
+    row = Row((("user", "<video><video>"), ("assistant", "1")), videos=("long.mp4", "short.mp4"), root=tmp_path)
     sample = encode(processor, row)
     ends = sample.media["video_ends"].tolist()
     assert sum(ends) == 2 and ends[-1] == 1 and len(ends) == len(sample.media["pixel_values_videos"])
@@ -86,12 +84,7 @@ def test_an_older_folder_gets_what_it_leaves_out(processor: LlavaProcessor, tmp_
     processor.save(tmp_path / "saved")
     file = tmp_path / "saved" / "processor_config.json"
     settings = json.loads(file.read_text())
-    for key in (
-        "patch_size",
-        "vision_feature_select_strategy",
-        "num_additional_image_tokens",
-        "num_image_tokens",
-    ):
+    for key in ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens", "num_image_tokens"):
         settings.pop(key, None)
     file.write_text(json.dumps(settings))
     again = build_processor(processor.config.hf, str(tmp_path / "saved"))

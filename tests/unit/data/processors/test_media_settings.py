@@ -110,9 +110,7 @@ VALUES = {
 PAIRED = {"resized_height": "resized_width", "resized_width": "resized_height"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"), [(kind, key) for kind, keys in settings.KEYS.items() for key in keys]
-)
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in settings.KEYS.items() for key in keys])
 def test_every_key_changes_the_sample_or_is_refused_by_name(
     kind: str, key: str, family: Processor, folder: Path
 ) -> None:
@@ -131,9 +129,7 @@ def test_every_key_changes_the_sample_or_is_refused_by_name(
 
 
 def test_images_are_those_of_transformers_under_the_same_limits(patched: Processor, folder: Path) -> None:
-    counted = getattr(
-        patched, "_counted", 1
-    )  # GLM's processor counts an image's pixels for each frame of a patch
+    counted = getattr(patched, "_counted", 1)  # GLM's processor counts an image's pixels for each frame of a patch
     whole = load_image(folder / "i.png")
     for keys in ({"max_pixels": 20_000}, {"min_pixels": 300_000, "max_pixels": 400_000}):
         sample = encoded(patched, asked(folder, image(**keys)))
@@ -155,9 +151,7 @@ def test_other_images_of_the_row_are_as_without_settings(patched: Processor, fol
         encoded(patched, asked(folder, image("j.png"), image("i.png")), pixels=limits),
     )
     count = len(plain.media["pixel_values"])
-    torch.testing.assert_close(
-        sample.media["pixel_values"][-count:], plain.media["pixel_values"], rtol=0, atol=0
-    )
+    torch.testing.assert_close(sample.media["pixel_values"][-count:], plain.media["pixel_values"], rtol=0, atol=0)
     assert int(sample.media["image_grid_thw"][0].prod()) * 256 <= 8192
 
 
@@ -240,9 +234,7 @@ def test_workers_and_the_sample_cache_tell_settings_apart(timestamped: Processor
         {"messages": [{"role": "user", "content": [part, part]}, {"role": "assistant", "content": "x"}]}
         for part in (video(), video(fps=4), video(video_start=2), image(), image(max_pixels=4096))
     ]
-    rows = [
-        make_row(item, "x:1", Access(folder)) for item in items
-    ]  # of one place, as a bad source may have them
+    rows = [make_row(item, "x:1", Access(folder)) for item in items]  # of one place, as a bad source may have them
     workers = Workers(2, 60.0, 2000)
     try:
         source = SampleSource.of_rows(rows, timestamped, DataConfig(), budget=4096, decoder=workers)
@@ -257,9 +249,7 @@ def test_workers_and_the_sample_cache_tell_settings_apart(timestamped: Processor
 
 
 def test_media_with_settings_shrink_too(patched: Processor, folder: Path) -> None:
-    row = asked(
-        folder, image(min_pixels=200_000, max_pixels=300_000), video(resized_height=256, resized_width=256)
-    )
+    row = asked(folder, image(min_pixels=200_000, max_pixels=300_000), video(resized_height=256, resized_width=256))
     sample = encoded(patched, row, overlong=Overlong(200, True))
     assert sample.length <= 200 and sample.fit is not None and sample.fit.done
 
@@ -274,12 +264,10 @@ def test_a_video_may_be_a_list_of_its_frames(family: Processor, folder: Path) ->
     name = next(name for name in sample.media if name.startswith("pixel_values"))
     frames = torch.stack([torch.from_numpy(np.array(load_image(folder / one))) for one in FRAMES])
     size = {"size": dict(family.frame_size)} if family.pixels_of_token else {}
-    wanted = family.hf.video_processor(
-        frames.permute(0, 3, 1, 2), return_tensors="pt", do_sample_frames=False, **size
-    )["pixel_values_videos"]
-    torch.testing.assert_close(
-        sample.media[name], wanted.flatten(0, 1) if wanted.dim() > 4 else wanted, rtol=0, atol=0
-    )
+    wanted = family.hf.video_processor(frames.permute(0, 3, 1, 2), return_tensors="pt", do_sample_frames=False, **size)[
+        "pixel_values_videos"
+    ]
+    torch.testing.assert_close(sample.media[name], wanted.flatten(0, 1) if wanted.dim() > 4 else wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -336,18 +324,10 @@ def test_a_silent_video_among_others_with_sound(name: str, arch: dict, folder: P
         encoded(omni, asked(folder, heard, use_audio_in_video=True)),
         encoded(omni, asked(folder, audio())),
     ]
-    for tensor in (
-        "pixel_values_videos",
-        "video_grid_thw",
-        "video_second_per_grid",
-        "input_features",
-        "feature_lens",
-    ):
+    for tensor in ("pixel_values_videos", "video_grid_thw", "video_second_per_grid", "input_features", "feature_lens"):
         wanted = torch.cat([piece.media[tensor] for piece in pieces if tensor in piece.media])
         torch.testing.assert_close(sample.media[tensor], wanted, rtol=0, atol=0, msg=f"{tensor}: {{}}".format)
-    begin = len(
-        omni.tokenizer(omni.tokenizer.decode(pieces[0].input_ids).split("<|vision_start|>")[0])["input_ids"]
-    )
+    begin = len(omni.tokenizer(omni.tokenizer.decode(pieces[0].input_ids).split("<|vision_start|>")[0])["input_ids"])
     media = [piece.input_ids.tolist()[begin:] for piece in pieces]
     ends = [len(ids) - ids[::-1].index(omni.tokenizer.convert_tokens_to_ids(end)) for ids, end in zip(media, ("<|vision_end|>", "<|vision_end|>", "<|audio_end|>"), strict=True)]  # fmt: skip
     wanted_ids = list(itertools.chain.from_iterable(ids[:end] for ids, end in zip(media, ends, strict=True)))
@@ -400,23 +380,17 @@ def test_media_in_lists_may_have_settings(timestamped: Processor, folder: Path) 
         "x:1",
         Access(folder),
     )  # fmt: skip
-    assert same(
-        encoded(timestamped, row), encoded(timestamped, asked(folder, video(fps=4), image(max_pixels=4096)))
-    )
+    assert same(encoded(timestamped, row), encoded(timestamped, asked(folder, video(fps=4), image(max_pixels=4096))))
     with pytest.raises(RowError, match="has the key 'rate'"):
         make_row(
-            {"messages": turns, "videos": [{"path": "v.mp4", "rate": 4}], "images": ["i.png"]},
-            "x:1",
-            Access(folder),
+            {"messages": turns, "videos": [{"path": "v.mp4", "rate": 4}], "images": ["i.png"]}, "x:1", Access(folder)
         )
 
 
 def test_a_part_that_begins_behind_the_end_is_refused(timestamped: Processor, folder: Path) -> None:
     row = asked(folder, video(video_start=7))
     for read in (timestamped.encode, timestamped.measure):
-        with pytest.raises(
-            RowError, match="video_start=7 lies behind the end of the video, which is 4 s long"
-        ):
+        with pytest.raises(RowError, match="video_start=7 lies behind the end of the video, which is 4 s long"):
             read(row, **HOW)
 
 

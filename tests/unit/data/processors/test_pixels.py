@@ -56,9 +56,7 @@ def photo(folder: Path, name: str, width: int, height: int) -> str:
 
 def asking(folder: Path, *images: str, text: str = "Read.", videos: tuple[str, ...] = ()) -> Row:
     marks = "<image>" * len(images) + "<video>" * len(videos)
-    return Row(
-        (("user", marks + text), ("assistant", "1")), images=images, videos=videos, root=folder, source="x:1"
-    )
+    return Row((("user", marks + text), ("assistant", "1")), images=images, videos=videos, root=folder, source="x:1")
 
 
 @pytest.mark.parametrize(("least", "most"), [(1024, 8192), (300_000, 400_000)])
@@ -70,18 +68,14 @@ def test_images_are_those_of_transformers_under_the_same_limits(
     image = load_image(tmp_path / "a.png")
     wanted = processor.hf.image_processor(image, min_pixels=least, max_pixels=most, return_tensors="pt")
     for name in ("pixel_values", "image_grid_thw"):
-        torch.testing.assert_close(
-            sample.media[name], wanted[name], rtol=0, atol=0, msg=f"{name}: {{}}".format
-        )
+        torch.testing.assert_close(sample.media[name], wanted[name], rtol=0, atol=0, msg=f"{name}: {{}}".format)
     size = processor.measure(row, **HOW, pixels=PixelLimits(least, most))
     assert size is not None and size.length == sample.length
     token = processor.tokenizer.convert_tokens_to_ids(processor.hf.image_token)
     assert int((sample.input_ids == token).sum()) == wanted["image_grid_thw"].prod() // 4
 
 
-def test_videos_are_those_of_transformers_under_the_same_limit(
-    processor: Processor, make: Any, tmp_path: Path
-) -> None:
+def test_videos_are_those_of_transformers_under_the_same_limit(processor: Processor, make: Any, tmp_path: Path) -> None:
     make.video(tmp_path / "x.mp4", [20 * i for i in range(8)], fps=2, side=128)
     row = asking(tmp_path, videos=("x.mp4",))
     for most in (2048, 12_000):
@@ -92,9 +86,7 @@ def test_videos_are_those_of_transformers_under_the_same_limit(
             [frames], size={"shortest_edge": 1024, "longest_edge": most}, return_tensors="pt"
         )
         torch.testing.assert_close(sample.media["video_grid_thw"], wanted["video_grid_thw"], rtol=0, atol=0)
-        torch.testing.assert_close(
-            sample.media["pixel_values_videos"], wanted["pixel_values_videos"], rtol=0, atol=0
-        )
+        torch.testing.assert_close(sample.media["pixel_values_videos"], wanted["pixel_values_videos"], rtol=0, atol=0)
         size = processor.measure(row, **HOW, pixels=limits)
         assert size is not None and size.length == sample.length
 
@@ -129,9 +121,7 @@ def test_shrinking_fits_the_budget_and_is_counted(processor: Processor, make: An
         assert (source.shrunk, dict(source.counts)) == (1, {})
         first, second = sample.media["image_grid_thw"].tolist()
         assert first == second, "images of one size stay alike"
-    text = source_of(
-        processor, asking(tmp_path, images[0], text="so " * 400), overlong="shrink", on_error="skip"
-    )
+    text = source_of(processor, asking(tmp_path, images[0], text="so " * 400), overlong="shrink", on_error="skip")
     assert text.sample(SampleId(0)) is None and dict(text.counts) == {"overlong": 1}
 
 
@@ -158,8 +148,5 @@ def test_an_entry_has_limits_of_its_own(processor: Processor, tmp_path: Path, ma
 def test_tiles_have_no_limits_of_pixels(data: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"data\.(max_pixels|overlong=shrink): .* tiles of a fixed size"):
         SampleSource.of_rows(
-            [Row((("user", "a"), ("assistant", "b")))],
-            build_llava(tiny_config("llava")),
-            DataConfig(**data),
-            budget=64,
+            [Row((("user", "a"), ("assistant", "b")))], build_llava(tiny_config("llava")), DataConfig(**data), budget=64
         )

@@ -18,9 +18,7 @@ TURNS = (("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant",
 STYLES: dict[str, Callable[[str, str], str]] = {
     "roles, answers end with a space": lambda role, text: f"{role.upper()}: {text} ",
     "brackets": lambda role, text: f"[INST] {text} [/INST]" if role == "user" else f" {text}<end>",
-    "brackets, a space behind": lambda role, text: (
-        f"[INST] {text} [/INST]" if role == "user" else f" {text}<end> "
-    ),
+    "brackets, a space behind": lambda role, text: f"[INST] {text} [/INST]" if role == "user" else f" {text}<end> ",
 }
 PROMPTS = {"roles, answers end with a space": "ASSISTANT:"}
 
@@ -71,9 +69,7 @@ def plain() -> Processor:
 
     from zoo.data.processors.vision import tiny_parts
 
-    parts = tiny_parts({"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}) | {
-        "chat_template": ROLES
-    }
+    parts = tiny_parts({"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}) | {"chat_template": ROLES}
     assert isinstance(parts["image_processor"], Qwen2VLImageProcessor)
     processor = Processor(
         Qwen3VLProcessor(video_processor=Qwen3VLVideoProcessor(), **parts), ChatMarkers("", "<|im_end|>")

@@ -52,13 +52,7 @@ KINDS = ["text", "turns", "image", "multi_image", "audio", "video", "audio_in_vi
 def test_tokens_and_media_are_those_of_the_hf_call(processor, rows, kind):
     sample, wanted = encode(processor, rows[kind]), direct_call(processor.hf, rows[kind])
     torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
-    names = {
-        "pixel_values",
-        "image_grid_thw",
-        "pixel_values_videos",
-        "video_grid_thw",
-        "video_second_per_grid",
-    }
+    names = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "video_second_per_grid"}
     assert set(sample.media) - {"input_features", "feature_lens"} == names & set(wanted)
     for name in names & set(wanted):
         torch.testing.assert_close(sample.media[name], wanted[name], rtol=0, atol=0)
@@ -129,17 +123,12 @@ def test_videos_thinned_to_different_rates_keep_their_own(processor, media, make
 def test_sounds_come_in_the_order_they_are_heard(processor, rows):
     row = rows["audio_in_video"]
     swapped = replace(row, messages=(("user", "<video><audio>"), row.messages[1]))
-    first, second = (
-        encode(processor, row).media["feature_lens"],
-        encode(processor, swapped).media["feature_lens"],
-    )
+    first, second = (encode(processor, row).media["feature_lens"], encode(processor, swapped).media["feature_lens"])
     assert first.tolist() == second.tolist()[::-1]
     assert first[0] != first[1]
 
 
-@pytest.mark.parametrize(
-    "text", ["<|im_end|>\n<|im_start|>assistant\nyes", "a <|image_pad|>", "<|endoftext|>"]
-)
+@pytest.mark.parametrize("text", ["<|im_end|>\n<|im_start|>assistant\nyes", "a <|image_pad|>", "<|endoftext|>"])
 def test_special_tokens_in_a_text_are_refused(processor, text):
     row = Row((("user", text), ("assistant", "no")), source="x.jsonl:4")
     with pytest.raises(RowError, match=r"x\.jsonl:4: messages\[0\] contains '<\|") as caught:
@@ -227,9 +216,7 @@ def test_saved_processor_loads_by_class_by_auto_and_by_us(processor, rows, tmp_p
         torch.testing.assert_close(one.input_ids, two.input_ids, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
         torch.testing.assert_close(one.labels, two.labels, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
         for name in one.media:
-            torch.testing.assert_close(
-                one.media[name], two.media[name], rtol=0, atol=0, msg=f"{kind}: {{}}".format
-            )
+            torch.testing.assert_close(one.media[name], two.media[name], rtol=0, atol=0, msg=f"{kind}: {{}}".format)
 
 
 def test_a_folder_without_limits_for_videos_keeps_the_class_default(processor, rows, tmp_path, arch):

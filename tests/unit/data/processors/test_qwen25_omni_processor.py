@@ -30,9 +30,7 @@ def encode(processor: Qwen25OmniProcessor, row: Row) -> Sample:
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
-def test_tokens_and_media_are_those_of_the_hf_call(
-    processor: Qwen25OmniProcessor, media: Path, chunk: int
-) -> None:
+def test_tokens_and_media_are_those_of_the_hf_call(processor: Qwen25OmniProcessor, media: Path, chunk: int) -> None:
     """`chunk` seconds of a video stand before as many of its sound."""
     processor = build_processor(ARCH | {"seconds_per_chunk": chunk})
     for row in read_rows(media / "rows.jsonl"):

@@ -82,9 +82,7 @@ def test_words_that_the_template_leaves_out_are_refused(
 ) -> None:
     processor.hf.chat_template = templates.QWEN3_ASR
     row = heard(tmp_path, make, 0.5, ("user", "<audio>Which digits?"), ("assistant", "1"))
-    with pytest.raises(
-        RowError, match=r"x:1: the chat template leaves out what the user says: 'Which digits\?'"
-    ):
+    with pytest.raises(RowError, match=r"x:1: the chat template leaves out what the user says: 'Which digits\?'"):
         encode(processor, row)
 
 

@@ -13,9 +13,7 @@ from zoo.data.template_limits import TemplateLimitError, _limited, limit_templat
 from zoo.data.tokenizer import ROOT
 from zoo.errors import ConfigError
 
-GROWING = (
-    "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = GROWN %}{% endfor %}{{ ns.s }}"
-)
+GROWING = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = GROWN %}{% endfor %}{{ ns.s }}"
 GREEDY = [
     "{{ 'x' * 20000000000 }}",
     "{{ 20000000000 * 'x' }}",
@@ -58,9 +56,7 @@ MODEST = [
     "{{ messages|map(attribute='content')|join(', ')|upper|indent(2) }}{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ ('a' ~ 'b')|e }}{{ {'a': 1}.items()|list }}{% filter upper %}x{{ 'y' }}{% endfilter %}",
     "{% generation %}{{ messages[-1].content }}{% endgeneration %}{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k ~ v }}{% else %}none{% endfor %}",
 ]  # fmt: skip
-CHAT = [
-    {"role": ("user", "assistant")[n % 2], "content": f" a{n} <think>\nb\n</think>\n\nc "} for n in range(6)
-]
+CHAT = [{"role": ("user", "assistant")[n % 2], "content": f" a{n} <think>\nb\n</think>\n\nc "} for n in range(6)]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": [1, None, "é"]}}}]
 
 
@@ -83,9 +79,7 @@ def test_a_template_that_takes_too_much_is_refused_soon(template: str, environme
 @pytest.mark.parametrize("template", MODEST)
 def test_other_templates_write_what_transformers_writes(template: str, environment: Any) -> None:
     given = {"messages": CHAT, "tools": TOOLS, "add_generation_prompt": True}
-    assert _limited(environment, template).render(**given) == environment.from_string(template).render(
-        **given
-    )
+    assert _limited(environment, template).render(**given) == environment.from_string(template).render(**given)
 
 
 def test_the_bundled_template_and_long_chats(environment: Any) -> None:
@@ -97,9 +91,7 @@ def test_the_bundled_template_and_long_chats(environment: Any) -> None:
         [{"role": "user", "content": "word " * 800_000}, {"role": "assistant", "content": "a"}],
     ):
         given = {"messages": chat, "tools": TOOLS, "add_generation_prompt": False}
-        assert _limited(environment, template).render(**given) == environment.from_string(template).render(
-            **given
-        )
+        assert _limited(environment, template).render(**given) == environment.from_string(template).render(**given)
 
 
 def test_transformers_renders_under_limits() -> None:
@@ -139,11 +131,7 @@ def test_sizes_that_no_processor_has_are_refused(name: str, settings: Any, tmp_p
     "settings",
     [
         {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16},
-        {
-            "size": {"shortest_edge": 3136, "longest_edge": 90316800},
-            "min_pixels": 3136,
-            "max_pixels": 12845056,
-        },
+        {"size": {"shortest_edge": 3136, "longest_edge": 90316800}, "min_pixels": 3136, "max_pixels": 12845056},
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
         {"image_grid_pinpoints": [[2304, 2304]], "size": {"height": 384, "width": 384}},
         {

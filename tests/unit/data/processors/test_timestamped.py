@@ -81,9 +81,7 @@ def test_times_are_those_of_the_frames(processor, make, tmp_path):
 def test_videos_thinned_to_different_rates_keep_their_own(processor, make, tmp_path):
     make.video(tmp_path / "long.mp4", [20 * i for i in range(12)], fps=2)
     make.video(tmp_path / "short.mp4", [20 * i for i in range(6)], fps=2)
-    row = Row(
-        (("user", "<video><video>"), ("assistant", "1")), videos=("long.mp4", "short.mp4"), root=tmp_path
-    )
+    row = Row((("user", "<video><video>"), ("assistant", "1")), videos=("long.mp4", "short.mp4"), root=tmp_path)
     sample = encode(processor, row, fps=2.0, max_frames=6)
     assert sample.media["video_grid_thw"][:, 0].tolist() == [3, 3]  # 6 frames of 6 s, and 6 of 3 s
     times = re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(sample.input_ids))
@@ -106,9 +104,7 @@ def test_saved_files_load_by_auto_and_by_us(processor, rows, tmp_path):
         one, two = encode(processor, rows[kind]), encode(again, rows[kind])
         torch.testing.assert_close(one.input_ids, two.input_ids, rtol=0, atol=0, msg=f"{kind}: {{}}".format)
         for name in one.media:
-            torch.testing.assert_close(
-                one.media[name], two.media[name], rtol=0, atol=0, msg=f"{kind}: {{}}".format
-            )
+            torch.testing.assert_close(one.media[name], two.media[name], rtol=0, atol=0, msg=f"{kind}: {{}}".format)
     other = {"vision_config": ARCH["vision_config"] | {"patch_size": 14}}
     with pytest.raises(ConfigError, match=r"image_processor\.patch_size of .* is 16, but .* wants 14"):
         TimestampedProcessor.build(other, str(tmp_path))
@@ -135,9 +131,7 @@ def test_rows_of_the_bundled_set_that_the_model_cannot_hear_are_passed_over(proc
 
 def test_rows_of_a_file_that_the_model_cannot_hear_are_bad_rows(processor, media):
     file = str(media / "rows.jsonl")
-    with pytest.raises(
-        RowError, match=r"the row has audio, but this model takes text, image, video"
-    ) as caught:
+    with pytest.raises(RowError, match=r"the row has audio, but this model takes text, image, video") as caught:
         SampleSource.open([file], processor, DataConfig(), budget=512)
     assert caught.value.cause == "modality"
     source = SampleSource.open([file], processor, DataConfig(on_error="skip"), budget=512)

@@ -73,9 +73,7 @@ def test_visual_question_answering(tmp_path: Path) -> None:
         yaml.safe_dump({**about, "exclude": ["shards/0.tar", "shards/1.tar/1"]})
     )
     assert len(rows(tmp_path)) == 1
-    with pytest.raises(
-        UserError, match=r"no tars of a split test in .nv-meta/split.yaml; splits: train, val"
-    ):
+    with pytest.raises(UserError, match=r"no tars of a split test in .nv-meta/split.yaml; splits: train, val"):
         rows(tmp_path, split="test")
 
 
@@ -84,10 +82,7 @@ def test_captions_and_chatml(tmp_path: Path) -> None:
     fields = {"image": "png", "caption": "txt"}
     (row,) = rows(prepared(tmp_path / "c", "CaptioningSample", fields, train=["x.tar"]))
     assert row.messages[1] == ("assistant", "red")
-    tar(
-        tmp_path / "m/x.tar",
-        {"0.png": png(), "0.json": TURNS, "1.json": [{**one, "value": "q"} for one in TURNS]},
-    )
+    tar(tmp_path / "m/x.tar", {"0.png": png(), "0.json": TURNS, "1.json": [{**one, "value": "q"} for one in TURNS]})
     fields = {"imgs": "png", "conversation": "json"}
     first, second = rows(prepared(tmp_path / "m", "ChatMLSample", fields, train=["x.tar"]))
     assert (len(first.images), len(second.images), first.messages[0].content) == (1, 0, "<image>q")

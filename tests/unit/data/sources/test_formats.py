@@ -61,18 +61,11 @@ def test_conversations_of_sharegpt_and_llava(folder: Path) -> None:
     assert row.messages == (("system", "Be brief."), ("user", "<image>\nWhat?"), ("assistant", "A."))
     assert row.images == ("a.png",)
     several = made(
-        {
-            "images": ["a.png", "b.png"],
-            "conversations": [{"from": "user", "value": "<image><image>"}, turns[2]],
-        },
-        folder,
+        {"images": ["a.png", "b.png"], "conversations": [{"from": "user", "value": "<image><image>"}, turns[2]]}, folder
     )
     assert several.images == ("a.png", "b.png")
     named = made(
-        {
-            "system": "S",
-            "conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-        },
+        {"system": "S", "conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
         folder,
     )
     assert named.messages[0] == ("system", "S")
@@ -124,9 +117,10 @@ def test_parts_take_from_the_row_s_lists_in_order(folder: Path) -> None:
     item = parts({"type": "image"}, {"type": "text", "text": "?"}, images=["a.png", "b.png"])
     item["messages"].insert(0, {"role": "user", "content": "<image>"})
     assert made(item, folder).images == ("a.png", "b.png")
-    assert made(
-        parts({"type": "image", "image": "b.png"}, {"type": "image"}, image="a.png"), folder
-    ).images == ("b.png", "a.png")
+    assert made(parts({"type": "image", "image": "b.png"}, {"type": "image"}, image="a.png"), folder).images == (
+        "b.png",
+        "a.png",
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,9 +220,7 @@ def test_images_of_every_kind(folder: Path, value: Any, kind: type) -> None:
 def test_sounds_of_every_kind(folder: Path) -> None:
     wave = np.zeros(160, np.float32)
     messages = [{"role": "user", "content": "<audio><audio>"}, ANSWERED[1]]
-    row = made(
-        {"messages": messages, "audios": [wave, {"array": wave, "sampling_rate": 8000, "path": None}]}, folder
-    )
+    row = made({"messages": messages, "audios": [wave, {"array": wave, "sampling_rate": 8000, "path": None}]}, folder)
     assert [sound.rate for sound in row.audios if isinstance(sound, Sound)] == [16000, 8000]
 
 
@@ -253,9 +245,7 @@ def test_media_stay_under_the_root(folder: Path) -> None:
 def test_urls_are_refused_unless_allowed(folder: Path) -> None:
     cause, message = refused(with_image("https://example.org/a.png"), folder)
     assert cause == "url" and "set data.urls=true" in message
-    assert made(with_image("https://example.org/a.png"), folder, urls=True).images == (
-        "https://example.org/a.png",
-    )
+    assert made(with_image("https://example.org/a.png"), folder, urls=True).images == ("https://example.org/a.png",)
 
 
 # ---------------------------------------------------------------- adapters
@@ -275,9 +265,7 @@ RECEIPT = {
 
 
 def test_cord_v2(folder: Path) -> None:
-    row = made(
-        {"image": {"bytes": png(), "path": None}, "ground_truth": json.dumps(RECEIPT)}, folder, "cord_v2"
-    )
+    row = made({"image": {"bytes": png(), "path": None}, "ground_truth": json.dumps(RECEIPT)}, folder, "cord_v2")
     assert row.messages[1] == ("assistant", json.dumps(RECEIPT["gt_parse"], ensure_ascii=False))
     assert isinstance(row.images[0], Blob) and row.messages[0][1].startswith("<image>")
     for truth in ("{", "{}", None, json.dumps({"gt_parse": {}}), "[1]"):
@@ -333,10 +321,7 @@ def test_captions(folder: Path) -> None:
         ({"messages": [], "images": [], "image_id": 3}, "format: messages}"),
         ({"text": "x", "url": "y"}, "names its format: {path: ..., format: text}"),
         ({"text": "x", "image": "a.png"}, "no question; name its format: {path: ..., format: captions}"),
-        (
-            {"prompt": "a", "reply": "b"},
-            "{path: ..., format: ...}; there are messages, conversations, text, ",
-        ),
+        ({"prompt": "a", "reply": "b"}, "{path: ..., format: ...}; there are messages, conversations, text, "),
         ({"question": "a", "image": "b"}, "{path: ..., format: ...}; there are messages, "),
     ],
 )

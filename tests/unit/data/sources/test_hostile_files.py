@@ -41,17 +41,13 @@ def talk(part: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["concat:..", "subfile,,start,0,end,99999,,:..", "crypto:..", "cache:.."])
-def test_names_like_protocols_are_files(
-    name: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_like_protocols_are_files(name: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a relative root FFmpeg took them for protocols, which open other files."""
     (tmp_path / "root" / name).mkdir(parents=True)
     make.video(tmp_path / "secret.mp4", [10, 60], fps=2)
     (tmp_path / "root" / name / "secret.mp4").write_bytes(b"")
     monkeypatch.chdir(tmp_path / "root")
-    row = make_row(
-        {"messages": talk("<video>"), "video": f"{name}/secret.mp4"}, "x:1", Access(Path(), outside=False)
-    )
+    row = make_row({"messages": talk("<video>"), "video": f"{name}/secret.mp4"}, "x:1", Access(Path(), outside=False))
     assert sizes.video_size(row.opened(row.videos[0])) is None
     for decode in (lambda place: load_video(place, 2.0, 4), load_audio):
         with pytest.raises(RowError, match="can't be used"):
@@ -63,11 +59,7 @@ def test_names_of_odd_bytes(make: Any, tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     make.audio(tmp_path / "a.wav", make.tone(0.5))
     make.video(tmp_path / "a.mp4", [10, 60], fps=2)
-    for kind, decode in (
-        ("png", load_image),
-        ("wav", load_audio),
-        ("mp4", lambda place: load_video(place, 2.0, 4)),
-    ):
+    for kind, decode in (("png", load_image), ("wav", load_audio), ("mp4", lambda place: load_video(place, 2.0, 4))):
         (tmp_path / f"a.{kind}").rename(tmp_path / f"{odd}.{kind}")
         decode(tmp_path / f"{odd}.{kind}")
         with pytest.raises(RowError) as caught:
@@ -172,9 +164,7 @@ def samples(folder: Path, members: list[tuple[str, bytes, bytes, str]]) -> Any:
 
 
 def table(folder: Path) -> Any:
-    return open_table(
-        DataEntry(path=str(folder / "x.tar")), Access, print, evaluation=False, key="data.train"
-    )
+    return open_table(DataEntry(path=str(folder / "x.tar")), Access, print, evaluation=False, key="data.train")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -32,18 +32,9 @@ from zoo.models.qwen3_omni.processor import build_processor
 ROW = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "7"}]}
 AUTO_MAPS: dict[str, dict[str, Any]] = {
     "processor_config.json": {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Evil"}},
-    "preprocessor_config.json": {
-        "image_processor_type": "Evil",
-        "auto_map": {"AutoImageProcessor": "evil.Evil"},
-    },
-    "tokenizer_config.json": {
-        "tokenizer_class": "Evil",
-        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-    },
-    "config.json": {
-        "model_type": "evil",
-        "auto_map": {"AutoConfig": "evil.Evil", "AutoProcessor": "evil.Evil"},
-    },
+    "preprocessor_config.json": {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}},
+    "tokenizer_config.json": {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
+    "config.json": {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoProcessor": "evil.Evil"}},
 }
 TEMPLATES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -142,9 +133,7 @@ def test_texts_of_a_config_are_no_references(tmp_path: Path, monkeypatch: pytest
     """An environment's secret would go into config.yaml, and into what is exported."""
     monkeypatch.setenv("SECRET", "s3cret")
     text = "${oc.env:SECRET} ${model.init} ${"
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_vl", "note": text, "deep": {"er": [text]}})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "note": text, "deep": {"er": [text]}}))
     recipe = load_recipe("qwen3_vl_sft", [f"model.init={tmp_path}"])
     assert recipe.model.arch["note"] == recipe.model.arch["deep"]["er"][0] == text
 
@@ -189,9 +178,7 @@ def test_folders_of_a_data_set_name_files_of_their_own(tmp_path: Path) -> None:
         opened(tmp_path / "mine")
 
 
-def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PARQUET_MB", 512)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * 1_000_000]))
@@ -207,9 +194,7 @@ def opened(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_column_of_text_that_is_no_utf8(
-    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_column_of_text_that_is_no_utf8(stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     text = pa.array([b"one", b"\xae\xff", b"three"]).view(pa.string())
     pq.write_table(pa.table({"text": text}), tmp_path / "x.parquet")

@@ -65,9 +65,7 @@ def fail(error: Exception) -> None:
 
 
 def opened(path: str) -> Any:
-    return open_table(
-        parse_entry(path, ""), lambda folder: Access(folder), fail, evaluation=False, key="data.train"
-    )
+    return open_table(parse_entry(path, ""), lambda folder: Access(folder), fail, evaluation=False, key="data.train")
 
 
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
@@ -97,9 +95,7 @@ def test_every_row_of_a_large_file_counts(tmp_path: Path) -> None:
     assert len(known.digests) == DIGESTS
     assert difference(known, opened(jsonl(tmp_path / "b", [*items, *items]))) is None
     for place in (0, 1, 1234, 2 * DIGESTS + 1, count - 1):
-        why = difference(
-            known, opened(jsonl(tmp_path / "c", [*items[:place], item(-1), *items[place + 1 :]]))
-        )
+        why = difference(known, opened(jsonl(tmp_path / "c", [*items[:place], item(-1), *items[place + 1 :]])))
         assert why is not None and "rows.jsonl:" in why, place
 
 
@@ -126,9 +122,7 @@ def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path)
     away = str(tmp_path / "b" / "one.png")
     absolute = of_part("rows", opened(jsonl(tmp_path / "c", [{**row, "images": [away]}])))
     assert (
-        difference(
-            absolute, opened(jsonl(tmp_path / "d", [{**row, "images": [str(tmp_path / "a" / "one.png")]}]))
-        )
+        difference(absolute, opened(jsonl(tmp_path / "d", [{**row, "images": [str(tmp_path / "a" / "one.png")]}])))
         is None
     )
 
@@ -151,9 +145,7 @@ def stream(path: str) -> Any:
 
 @pytest.mark.parametrize("count", [10, 300])
 @pytest.mark.parametrize("write", [jsonl, parquet], ids=["jsonl", "parquet"])
-def test_a_stream_is_known_by_its_first_rows_and_where_it_stands(
-    count: int, write: Write, tmp_path: Path
-) -> None:
+def test_a_stream_is_known_by_its_first_rows_and_where_it_stands(count: int, write: Write, tmp_path: Path) -> None:
     items = [item(number) for number in range(count)]
     first = stream(write(tmp_path / "a", items))
     for place in range(210):

@@ -98,9 +98,7 @@ def test_a_video_of_llava_video_has_its_own_placeholder(folder: Path) -> None:
 
 
 def test_text_and_answer_of_one_row_are_asked_about(folder: Path) -> None:
-    with pytest.raises(
-        RowError, match="has both 'text' and 'instruction' with 'output'; name the one to read: "
-    ):
+    with pytest.raises(RowError, match="has both 'text' and 'instruction' with 'output'; name the one to read: "):
         made({"instruction": "q", "output": "a", "text": "all"}, folder)
     with pytest.raises(RowError, match=r"format: text or alpaca}"):
         made({"instruction": "q", "output": "a", "text": "all"}, folder)
@@ -121,9 +119,7 @@ def test_columns_by_other_names(folder: Path) -> None:
 
 
 def test_a_column_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(
-        RowError, match=r"no column 'chats', which columns names for 'messages'; nearest: 'chat'"
-    ):
+    with pytest.raises(RowError, match=r"no column 'chats', which columns names for 'messages'; nearest: 'chat'"):
         made({"chat": TURNS}, folder, Form(columns={"messages": "chats"}))
     assert made({"chat": TURNS}, folder, Form(columns={"messages": "chat", "images": "none"})).images == ()
 

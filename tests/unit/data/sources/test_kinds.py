@@ -54,8 +54,6 @@ def test_kinds_that_are_refused(more: dict[str, Any], said: str) -> None:
 def test_rows_that_are_read_when_their_turn_comes_are_refused(tmp_path: Path) -> None:
     import datasets
 
-    datasets.Dataset.from_list([{"prompt": "a", "completion": "b", "kind": "c"}]).to_parquet(
-        tmp_path / "x.parquet"
-    )
+    datasets.Dataset.from_list([{"prompt": "a", "completion": "b", "kind": "c"}]).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(UserError, match="kinds is for JSONL"):
         opened({"path": str(tmp_path / "x.parquet"), "kinds": ["c"]})

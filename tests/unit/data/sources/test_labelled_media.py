@@ -77,9 +77,7 @@ def test_folders_with_metadata(folder: Path, suffix: str) -> None:
     path.write_text("\n".join(lines))
     for place in (path.parent, path):  # the folder, and the file itself
         read = opened(path=str(place), format="transcripts")
-        assert (
-            said(read) == ["a cat", "a dog"] and read[0].audios == ("cat/0.wav",) and read[0].task == "speech"
-        )
+        assert said(read) == ["a cat", "a dog"] and read[0].audios == ("cat/0.wav",) and read[0].task == "speech"
     path.write_text("\n".join(lines[:-1]))
     with pytest.raises(UserError, match=r"1 files are in no row of metadata.*dog/1.wav"):
         opened(path=str(path.parent), format="transcripts")
@@ -89,9 +87,7 @@ def test_folders_with_metadata(folder: Path, suffix: str) -> None:
 def test_numbers_of_classes_become_their_names(folder: Path, source: str) -> None:
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     images = [str(folder / "seen" / "cat" / "0.png")] * 2
-    dataset = datasets.Dataset.from_dict(
-        {"image": images, "label": [1, 0]}, features=datasets.Features(features)
-    )
+    dataset = datasets.Dataset.from_dict({"image": images, "label": [1, 0]}, features=datasets.Features(features))
     entry: dict[str, Any] = {"rows": dataset}
     if source in ("parquet", "stream"):
         dataset.to_parquet(str(folder / "rows.parquet"))
@@ -101,11 +97,7 @@ def test_numbers_of_classes_become_their_names(folder: Path, source: str) -> Non
         entry = {"path": str(folder / "saved")}
     elif source in ("list", "frame"):
         items = [{"image": image, "label": label} for image, label in zip(images, (1, 0), strict=True)]
-        entry = {
-            "rows": items if source == "list" else pandas.DataFrame(items),
-            "classes": NAMES,
-            "root": str(folder),
-        }
+        entry = {"rows": items if source == "list" else pandas.DataFrame(items), "classes": NAMES, "root": str(folder)}
     if source == "stream":
         stream = open_stream(
             DataEntry(**entry, format="classes", stream=True), Access, evaluation=False, key="data.train"
@@ -154,7 +146,5 @@ def test_a_row_is_told_the_format_that_keeps_its_medium(folder: Path, row: dict[
 
 def test_columns_of_other_names(folder: Path) -> None:
     row = {"photo": "seen/cat/0.png", "animal": "cat"}
-    rows = opened(
-        rows=[row], format="classes", columns={"image": "photo", "label": "animal"}, root=str(folder)
-    )
+    rows = opened(rows=[row], format="classes", columns={"image": "photo", "label": "animal"}, root=str(folder))
     assert said(rows) == ["cat"] and rows[0].kind == "class"

@@ -19,9 +19,7 @@ PLAIN = (("user", "q"), ("assistant", "a"))
 def test_csv(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     table = tmp_path / "x.csv"
-    table.write_text(
-        '\ufeffquestion,answer,image,weight,id\nq,"one, ""two""\nthree",,0.5,1\n\nq,a,a.png,,2\n'
-    )
+    table.write_text('\ufeffquestion,answer,image,weight,id\nq,"one, ""two""\nthree",,0.5,1\n\nq,a,a.png,,2\n')
     first, second = read_rows(table)
     assert first.messages == (("user", "q"), ("assistant", 'one, "two"\nthree')) and first.weight == 0.5
     assert second.messages[0] == ("user", "<image>q") and second.source.endswith("x.csv:5")
@@ -79,9 +77,7 @@ def test_file_uris_are_paths_of_the_root(tmp_path: Path) -> None:
 
     def image(uri: str) -> str:
         messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
-        row = make_row(
-            {"messages": messages, "images": [uri]}, "x:1", Access(tmp_path / "root", outside=False)
-        )
+        row = make_row({"messages": messages, "images": [uri]}, "x:1", Access(tmp_path / "root", outside=False))
         (found,) = row.images
         assert isinstance(found, str) and (row.root / found).is_file()
         return found
@@ -90,12 +86,7 @@ def test_file_uris_are_paths_of_the_root(tmp_path: Path) -> None:
     assert image(f"file://{path}") == image(f"file://localhost{path}") == path
     assert image(f"file://{path.replace(' ', '%20')}") == path
     assert image("file://a b.png") == "a b.png"
-    for uri in (
-        f"file://{tmp_path}/above.png",
-        "file://../above.png",
-        "file:///etc/passwd",
-        "file://%2e%2e/above.png",
-    ):
+    for uri in (f"file://{tmp_path}/above.png", "file://../above.png", "file:///etc/passwd", "file://%2e%2e/above.png"):
         with pytest.raises(RowError) as caught:
             image(uri)
         assert caught.value.cause == "outside_root"

@@ -81,9 +81,7 @@ sizes = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(sizes, st.booleans(), st.booleans(), st.integers(0, 3))
-def test_any_mixture(
-    drawn: list[tuple[int, float, float | None]], weighted: bool, shuffle: bool, seed: int
-) -> None:
+def test_any_mixture(drawn: list[tuple[int, float, float | None]], weighted: bool, shuffle: bool, seed: int) -> None:
     parts = [Part(size, weight if weighted else None, epochs) for size, weight, epochs in drawn]
     if not any(part.rows for part in parts):
         return

@@ -61,11 +61,7 @@ def opened(processor: Processor, rows: Any, **entry: Any) -> SampleSource:
 
 @pytest.mark.parametrize("name", [*pictures(), *SOUNDS])
 def test_media_are_those_of_the_objects(name: str, processor: Processor, tmp_path: Path) -> None:
-    row = (
-        said("<image>", images=[pictures()[name]])
-        if name in pictures()
-        else said("<audio>", audio=SOUNDS[name])
-    )
+    row = said("<image>", images=[pictures()[name]]) if name in pictures() else said("<audio>", audio=SOUNDS[name])
     write_objects([row], tmp_path / "x.rows.arrow", "data.train")
     one = opened(processor, [row]).sample(0)
     other = opened(processor, tmp_path / "x.rows.arrow").sample(0)
@@ -84,9 +80,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     }  # fmt: skip
     assert write_objects(iter([row]), tmp_path / "x.rows.arrow", "rows") == 1
     found = ObjectRows(tmp_path / "x.rows.arrow", "rows")(0)
-    assert (
-        found["a"] == [1, 2.5, None, True] and found["b"] == {"c": 0.5, "d": 3} and found["path"] == "x/y.png"
-    )
+    assert found["a"] == [1, 2.5, None, True] and found["b"] == {"c": 0.5, "d": 3} and found["path"] == "x/y.png"
     assert found["é"] == "\ud83d" and found["bytes"]["bytes"].data == b"123"
     assert found["image"].data == found["first"].data
     assert soundfile.__version__
@@ -97,10 +91,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     [
         ([], "has no rows; a list of dicts"),
         ([{"a": 1}, 3], "row 2 is a int; a dict is wanted"),
-        (
-            [{"a": {"b": [object()]}}],
-            r"row 1: the row\['a'\]\['b'\]\[0\] is a object, which can't be written",
-        ),
+        ([{"a": {"b": [object()]}}], r"row 1: the row\['a'\]\['b'\]\[0\] is a object, which can't be written"),
         ([{"a": np.zeros((2, 3, 4, 5))}], r"an array of float64 and shape \(2, 3, 4, 5\); sound of"),
         ([{"a": np.array(["x"])}], "samples of sound are wanted"),
     ],

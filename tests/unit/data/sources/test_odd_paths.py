@@ -195,9 +195,7 @@ class Nobody:
 @pytest.mark.parametrize("make", MAKERS)
 def test_data_files(make: str, suffix: str, folder: Path) -> None:
     name = made(folder, make, f"data{suffix}")
-    looked = (
-        [] if make == "linked-folder" else openings(name)[-1:]
-    )  # a folder of this name may hold parquet files
+    looked = [] if make == "linked-folder" else openings(name)[-1:]  # a folder of this name may hold parquet files
     for opening in [*openings(name)[:-1], *looked]:
         with within(SECONDS), pytest.raises(UserError) as caught:
             opening()
@@ -239,9 +237,7 @@ def test_rows_with_such_media_are_left_out_under_skip(folder: Path) -> None:
     for outside in (False, True):
         data = DataConfig(on_error="skip", outside_root=outside)
         with within(SECONDS):
-            source = SampleSource.open(
-                ["bad.jsonl"], Nobody(), data, budget=64, bad_rows=folder / "left.jsonl"
-            )  # type: ignore[arg-type]
+            source = SampleSource.open(["bad.jsonl"], Nobody(), data, budget=64, bad_rows=folder / "left.jsonl")  # type: ignore[arg-type]
         assert len(source) == 1 and sum(source.counts.values()) == len(rows) - 1
         assert len((folder / "left.jsonl").read_text().splitlines()) == len(rows) - 1
     with pytest.raises(RowError, match=r"^bad\.jsonl:1: "):

@@ -53,10 +53,7 @@ def site(media: Path) -> Iterator[str]:
 
 def test_a_picture_is_downloaded_where_it_is_allowed(site: str, processor: Processor, media: Path) -> None:
     messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "7"}]
-    rows = [
-        {"messages": messages, "image": f"{site}/a.png"},
-        {"messages": messages, "image": f"{site}/no.png"},
-    ]
+    rows = [{"messages": messages, "image": f"{site}/a.png"}, {"messages": messages, "image": f"{site}/no.png"}]
     allowed = DataConfig(urls=True, on_error="skip")
     source = SampleSource.open([rows], processor, allowed, budget=512)
     sample = source.sample(0)

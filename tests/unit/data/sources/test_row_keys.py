@@ -80,16 +80,7 @@ METADATA = {
     "num_turns": 1, "topic": "t", "timestamp": 1.5, "video_id": "v", "duration": 2.0, "image_width": 5, "tags": ["a"], "subset": "s", "length": 3,
 }  # fmt: skip
 # Columns that say where a medium is from, where the row has it under another key.
-BESIDE = (
-    "image_path",
-    "image_url",
-    "imgs",
-    "audio_file",
-    "audio_path",
-    "file_name",
-    *IMAGES[2:4],
-    *SOUNDS[2:4],
-)
+BESIDE = ("image_path", "image_url", "imgs", "audio_file", "audio_path", "file_name", *IMAGES[2:4], *SOUNDS[2:4])
 KEYS = [*dict.fromkeys((*VALUES, *COMMON, *MEDIA, *QUALIFYING, *REJECTED, *REJECTED_OWN, *FOREIGN, *NEAR, *(key for keys in ROW_KEYS.values() for key in keys.own)))]  # fmt: skip
 CASES = [(name, number) for name, rows in ROWS.items() for number in range(len(rows))]
 
@@ -131,9 +122,7 @@ def test_every_format_is_walked() -> None:
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 @pytest.mark.parametrize("named", [False, True])
-def test_every_key_of_a_row_changes_it_or_is_refused_by_name(
-    name: str, number: int, named: bool, folder: Path
-) -> None:
+def test_every_key_of_a_row_changes_it_or_is_refused_by_name(name: str, number: int, named: bool, folder: Path) -> None:
     item = ROWS[name][number]
     form = name if named else form_of(name)
     row, named = said(made(item, folder, form)), form is not None
@@ -150,9 +139,7 @@ def test_every_key_of_a_row_changes_it_or_is_refused_by_name(
             continue
         skipped = made(changed, folder, form).skipped
         told = (
-            key in skipped
-            and (named or key in CLASSES)
-            and key not in (*COMMON, *MEDIA, *QUALIFYING, *FOREIGN, *NEAR)
+            key in skipped and (named or key in CLASSES) and key not in (*COMMON, *MEDIA, *QUALIFYING, *FOREIGN, *NEAR)
         )
         if other == row and not told and not (key in BESIDE and (row.images or row.audios)):
             wrong.append((key, "changes nothing"))
@@ -173,10 +160,7 @@ def test_metadata_is_passed_over_and_named(name: str, number: int, folder: Path)
 
 
 def test_columns_that_are_not_read_are_said_once(folder: Path) -> None:
-    rows = [
-        {"question": "q", "answer": "a", "id": 1, "url": "u"},
-        {"question": "q", "answer": "a", "split": "x"},
-    ]
+    rows = [{"question": "q", "answer": "a", "id": 1, "url": "u"}, {"question": "q", "answer": "a", "split": "x"}]
     entry = parse_entry({"rows": rows}, "data.train")
     notes = open_rows([entry], DataConfig(), ("text",), pytest.fail).notes(pairs=True)
     assert notes == ["rows has columns that are not read: id, url"]
@@ -198,14 +182,7 @@ def test_a_column_of_another_meaning_is_left_out_by_name(folder: Path) -> None:
 @pytest.mark.parametrize("value", ["", [], {}, None])
 def test_a_key_without_a_value_is_none(value: Any, named: bool, folder: Path) -> None:
     item = {"prompt": "q", "completion": "a"}
-    filled = {
-        **item,
-        "history": value,
-        "input": value,
-        "margin": value,
-        "choices": value,
-        "image_path": value,
-    }
+    filled = {**item, "history": value, "input": value, "margin": value, "choices": value, "image_path": value}
     assert made(filled, folder, "prompt_completion" if named else None) == made(item, folder)
 
 
@@ -251,11 +228,7 @@ def test_every_key_of_an_answer_changes_it_or_is_refused_by_name(key: str, named
 @pytest.mark.parametrize("name", [name for name in PLACES if name != "preference"])
 def test_keys_of_a_question_are_refused_by_name(key: str, name: str, folder: Path) -> None:
     asked = {**TURNS[0], key: 0.5 if key in ("weight", "loss_scale") else "x"}
-    item = (
-        {"prompt": [asked], "completion": TURNS[1:]}
-        if name == "prompt_completion"
-        else {name: [asked, TURNS[1]]}
-    )
+    item = {"prompt": [asked], "completion": TURNS[1:]} if name == "prompt_completion" else {name: [asked, TURNS[1]]}
     with pytest.raises(RowError, match=key.removeprefix("loss_scale") or "weight"):
         made(item, folder)
 

@@ -138,6 +138,4 @@ def test_every_text_of_a_row_counts(change: dict, words: str, tmp_path: Path) ->
     with pytest.raises(RowError, match=words) as caught:
         make_row(item, "x:1", Access(tmp_path))
     assert caught.value.cause == "bad_row" and len(str(caught.value)) < 1100
-    make_row(
-        {"messages": [ASKED, TOLD], "answers": [LONG[:1000]], "task": "x" * 1000}, "x:1", Access(tmp_path)
-    )
+    make_row({"messages": [ASKED, TOLD], "answers": [LONG[:1000]], "task": "x" * 1000}, "x:1", Access(tmp_path))

@@ -42,9 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def opened(
-    processor: Processor, *entries: Any, data: DataConfig | None = None, **options: Any
-) -> SampleSource:
+def opened(processor: Processor, *entries: Any, data: DataConfig | None = None, **options: Any) -> SampleSource:
     return SampleSource.open(entries, processor, data or DataConfig(), budget=BUDGET, **options)
 
 
@@ -113,9 +111,7 @@ def test_a_folder_of_save_to_disk(processor: Processor, tmp_path: Path, splits: 
         opened(processor, {**entry, "split": "dev"})
 
 
-def test_a_hub_id_with_its_revision(
-    processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_with_its_revision(processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub is a folder here; what is asked of it is what was written."""
     receipts().to_parquet(tmp_path / "train-00000-of-00001.parquet")
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -200,12 +196,7 @@ def see(number: int, **more: Any) -> bytes:
 def test_tars_of_samples(processor: Processor, tmp_path: Path) -> None:
     tar(
         tmp_path / "shard-000.tar",
-        {
-            "a/0001.json": see(1),
-            "a/0001.png": png(1),
-            "a/0002.json": see(2, image="png"),
-            "a/0002.png": png(2),
-        },
+        {"a/0001.json": see(1), "a/0001.png": png(1), "a/0002.json": see(2, image="png"), "a/0002.png": png(2)},
     )
     tar(
         tmp_path / "shard-001.tar",
@@ -229,13 +220,9 @@ def test_tars_of_frames_settings_and_rejected_images(processor: Processor, tmp_p
         "rejected_images": ["1.b.png"],
     }  # fmt: skip
     members = {f"1.{name}.png": png(number) for number, name in enumerate(("f0", "f1", "a", "b"))}
-    read = opened(
-        processor, tar(tmp_path / "x.tar", {"1.json": json.dumps(row).encode(), **members})
-    ).rows.row(0)
+    read = opened(processor, tar(tmp_path / "x.tar", {"1.json": json.dumps(row).encode(), **members})).rows.row(0)
     assert isinstance(read.rejected, Row)
-    files = [
-        file for medium in (*read.videos, *read.images, *read.rejected.images) for file in files_of(medium)
-    ]
+    files = [file for medium in (*read.videos, *read.images, *read.rejected.images) for file in files_of(medium)]
     assert [isinstance(file, Blob) and file.data for file in files] == [png(number) for number in range(4)]
 
 
@@ -285,9 +272,7 @@ def test_rows_held_out_are_the_others(processor: Processor, tmp_path: Path) -> N
 
 def recipe(**data: Any) -> Recipe:
     return Recipe(
-        packing=PackingConfig(budget=BUDGET),
-        train=TrainConfig(global_batch=2),
-        data=DataConfig(lookahead=8, **data),
+        packing=PackingConfig(budget=BUDGET), train=TrainConfig(global_batch=2), data=DataConfig(lookahead=8, **data)
     )
 
 
@@ -344,9 +329,7 @@ def test_a_mixture_is_drawn_and_resumed_to_the_sample(processor: Processor, fold
     assert head + drawn(second, 9) == whole
     shares = {"weights": 0.8, "text": 0.5, "stream and file": 0.7}
     if name in shares:
-        assert sum("/a.jsonl" in source for source in whole) / len(whole) == pytest.approx(
-            shares[name], abs=0.07
-        )
+        assert sum("/a.jsonl" in source for source in whole) / len(whole) == pytest.approx(shares[name], abs=0.07)
 
 
 def test_a_stream_holds_a_window_of_rows(processor: Processor, folder: Path) -> None:
@@ -373,9 +356,7 @@ def test_a_stream_of_bad_rows_ends_with_a_sentence(
     monkeypatch.setattr("zoo.data.loading.sample_source.BAD_IN_A_ROW", 50)
     path = write(tmp_path / "x.jsonl", [{"messages": []}])
     source = opened(processor, {"path": path, "stream": True}, data=DataConfig(on_error="skip"))
-    with pytest.raises(
-        UserError, match=r"50 rows one after the other are bad, the last: .*x.jsonl:1: 'messages' is"
-    ):
+    with pytest.raises(UserError, match=r"50 rows one after the other are bad, the last: .*x.jsonl:1: 'messages' is"):
         BatchLoader(source, recipe(), prefetch=False).next_step()
     write(tmp_path / "x.jsonl", [])
     with pytest.raises(UserError, match="the stream has no rows"):
@@ -423,11 +404,7 @@ def test_entries_that_are_none(entry: Any, words: str) -> None:
         (["a", {"path": "b", "weight": 1}], [], "data.train: a has no weight, and others have"),
         (["a", {"path": "b", "stream": True}], [], "a stream beside others needs weights"),
         (["a"], [{"path": "b", "weight": 1}], "data.eval: weight and epochs of b"),
-        (
-            ["a"],
-            [{"path": "a", "held_out": 0.1}],
-            "data.eval holds out 0.1 of a (seed 0), data.train 0 (seed 0)",
-        ),
+        (["a"], [{"path": "a", "held_out": 0.1}], "data.eval holds out 0.1 of a (seed 0), data.train 0 (seed 0)"),
         ([{"path": "a", "held_out": 0.1, "seed": 1}], [{"path": "a", "held_out": 0.1}], "give both the same"),
     ],
 )
@@ -446,9 +423,7 @@ def test_a_share_that_holds_out_nothing_is_said(processor, tmp_path) -> None:
     path = tmp_path / "few.jsonl"
     path.write_text(json.dumps({"text": "Once."}) + "\n")
     entry = {"path": str(path), "held_out": 0.001}
-    with pytest.raises(
-        UserError, match=r"few.jsonl is left by held_out; give a larger held_out, or data.eval=none"
-    ):
+    with pytest.raises(UserError, match=r"few.jsonl is left by held_out; give a larger held_out, or data.eval=none"):
         opened(processor, entry, evaluation=True)
     entry["held_out"] = 0.999
     with pytest.raises(UserError, match=r"few.jsonl is left by held_out; give a smaller held_out"):

@@ -29,9 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def made(messages: list[Any], folder: Path, *, literal: bool = False, **more: Any) -> Row:
-    turns = [
-        {"role": "user" if n % 2 == 0 else "assistant", "content": said} for n, said in enumerate(messages)
-    ]
+    turns = [{"role": "user" if n % 2 == 0 else "assistant", "content": said} for n, said in enumerate(messages)]
     return make_row({"messages": turns, **more}, "x:1", Access(folder), Form(literal_tags=literal))
 
 
@@ -48,29 +46,19 @@ def text(words: str) -> dict[str, str]:
 
 
 def test_a_tag_that_no_medium_stands_behind_is_refused_unless_tags_are_text(folder: Path) -> None:
-    with pytest.raises(
-        RowError, match=r"1 <video> in the messages but 0 in 'videos'.*data.literal_tags=true"
-    ):
+    with pytest.raises(RowError, match=r"1 <video> in the messages but 0 in 'videos'.*data.literal_tags=true"):
         made(["Which elements?", "<video>"], folder)
     assert said(made(["Which elements?", HTML], folder, literal=True)) == ["Which elements?", hidden(HTML)]
     row = made(
-        ["<image>Is <image> a tag?", "<image> is.", "And <video>?", HTML],
-        folder,
-        literal=True,
-        images=["a.png"],
+        ["<image>Is <image> a tag?", "<image> is.", "And <video>?", HTML], folder, literal=True, images=["a.png"]
     )
-    assert said(row) == [
-        "<image>" + hidden("Is <image> a tag?"),
-        *map(hidden, ("<image> is.", "And <video>?", HTML)),
-    ]
+    assert said(row) == ["<image>" + hidden("Is <image> a tag?"), *map(hidden, ("<image> is.", "And <video>?", HTML))]
     with pytest.raises(RowError, match="1 <image> in the messages but 2 in 'images'"):
         made(["<image>?", "x"], folder, literal=True, images=["a.png", "b.png"])
 
 
 def test_a_tag_in_an_answer_is_a_placeholder_only_where_the_questions_have_too_few(folder: Path) -> None:
-    row = made(
-        ["What?", "<image> or <image>", "<image>?", "x"], folder, literal=True, images=["a.png", "b.png"]
-    )
+    row = made(["What?", "<image> or <image>", "<image>?", "x"], folder, literal=True, images=["a.png", "b.png"])
     assert said(row) == ["What?", "<image> or " + hidden("<image>"), "<image>?", "x"]
 
 
@@ -106,8 +94,7 @@ def test_texts_with_tags_are_encoded_as_they_were_written(folder: Path) -> None:
         text=processor.hf.apply_chat_template(messages, tokenize=False), images=[Image.open(folder / "a.png")]
     )
     assert (
-        sample.input_ids.tolist() == list(wanted["input_ids"][0])
-        and ids.decode(sample.input_ids).count("<video>") == 1
+        sample.input_ids.tolist() == list(wanted["input_ids"][0]) and ids.decode(sample.input_ids).count("<video>") == 1
     )
 
 

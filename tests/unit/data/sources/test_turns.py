@@ -96,10 +96,7 @@ def test_an_answer_of_nothing_but_calls_is_no_empty_answer() -> None:
 
 
 OBJECTS = {"ref": ["sheep"], "bbox": [[0, 0.5, 0.25, 1.2]], "bbox_type": "norm1"}
-BOXED = [
-    {"role": "user", "content": "Find the <ref-object>."},
-    {"role": "assistant", "content": "Here: <bbox>"},
-]
+BOXED = [{"role": "user", "content": "Find the <ref-object>."}, {"role": "assistant", "content": "Here: <bbox>"}]
 
 
 def test_objects_of_ms_swift() -> None:
@@ -116,30 +113,20 @@ def tool_rows() -> list[dict[str, Any]]:
     for name, given in (("add", {"a": "1", "b": {"c": ["x"]}}), ("weather", {"city": "Oslo"})):
         schema = {"type": "object", "properties": {key: {"type": "string"} for key in given}}
         call = {"type": "function", "function": {"name": name, "arguments": given}}
-        messages = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         rows.append(
-            {
-                "messages": messages,
-                "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}],
-            }
+            {"messages": messages, "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}]}
         )
     return rows
 
 
-@pytest.mark.parametrize(
-    "source", ["dataset", "list", "jsonl", "parquet", "frame", "objects", "stream", "tar"]
-)
+@pytest.mark.parametrize("source", ["dataset", "list", "jsonl", "parquet", "frame", "objects", "stream", "tar"])
 def test_nulls_that_a_table_of_arrow_fills_in_are_no_part_of_a_row(source: str, tmp_path: Path) -> None:
     dataset, rows = datasets.Dataset.from_list(tool_rows()), tool_rows()
     filled = list(dataset)
     assert filled[1]["tools"][0]["function"]["parameters"]["properties"]["a"] is None
     entry = _written(source, dataset, filled, tmp_path)
-    opened = (open_stream if entry.stream else open_table_of)(
-        entry, Access, evaluation=False, key="data.train"
-    )
+    opened = (open_stream if entry.stream else open_table_of)(entry, Access, evaluation=False, key="data.train")
     for number, row in enumerate(rows):
         read, plain = opened[number], made(row)
         assert (read.messages, read.calls, read.tools) == (plain.messages, plain.calls, plain.tools)
@@ -188,12 +175,7 @@ def test_an_own_format_sees_a_row_with_its_nulls(tmp_path: Path) -> None:
         "def form(row):\n    assert row['x'] is None\n    return {**row['own'], 'x': row['x']}\n"
     )
     row = {
-        "own": {
-            "messages": [
-                {"role": "user", "content": "q", "name": None},
-                {"role": "assistant", "content": "a"},
-            ]
-        },
+        "own": {"messages": [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a"}]},
         "x": None,
     }
     assert len(make_row(row, "x:1", Access(Path()), f"{tmp_path}/forms.py:form").messages) == 2
@@ -224,13 +206,9 @@ def test_answers_in_a_row_are_one_turn(name: str) -> None:
 
 
 def test_answers_in_a_row_with_calls() -> None:
-    row = made(
-        {"messages": [USER, says("Let "), says("me see.", tool_calls=[CALL]), says("", tool_calls=[CALL])]}
-    )
+    row = made({"messages": [USER, says("Let "), says("me see.", tool_calls=[CALL]), says("", tool_calls=[CALL])]})
     assert row.messages[1:] == (("assistant", "Let me see."),) and row.calls == ("", json.dumps([CALL, CALL]))
-    with pytest.raises(
-        RowError, match=r"messages\[1\] and messages\[2\] are .* calls tools; put the results"
-    ):
+    with pytest.raises(RowError, match=r"messages\[1\] and messages\[2\] are .* calls tools; put the results"):
         made({"messages": [USER, says("", tool_calls=[CALL]), says("It is 3.")]})
     with pytest.raises(RowError, match="of weights 0 and 1; give them one weight"):
         made({"messages": [USER, says("<think>\n\n</think>\n\n", loss=False), says("hi!")]})

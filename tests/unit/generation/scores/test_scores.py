@@ -29,9 +29,7 @@ def plain_distance(a: str, b: str) -> int:
     def between(i: int, j: int) -> int:
         if not i or not j:
             return i + j
-        return min(
-            between(i - 1, j) + 1, between(i, j - 1) + 1, between(i - 1, j - 1) + (a[i - 1] != b[j - 1])
-        )
+        return min(between(i - 1, j) + 1, between(i, j - 1) + 1, between(i - 1, j - 1) + (a[i - 1] != b[j - 1]))
 
     return between(len(a), len(b))
 
@@ -128,11 +126,7 @@ def test_scores_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.chdir(tmp_path)
     scores = Scores.named(["mine.py:longer", "mine.py:words"]).of_row("abc", ["ab"], None, ())
-    assert {name: score.value for name, score in scores.items()} == {
-        "exact_match": 0.0,
-        "longer": 1.0,
-        "words": 0.25,
-    }
+    assert {name: score.value for name, score in scores.items()} == {"exact_match": 0.0, "longer": 1.0, "words": 0.25}
     with pytest.raises(UserError, match="broken: it failed"):
         Scores.named(["mine.py:broken"]).of_row("abc", ["ab"], None, ())
     point = EntryPoint("announced", "zoo.generation.scores.answer_scores:cer", choose.GROUP)

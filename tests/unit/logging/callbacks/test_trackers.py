@@ -182,9 +182,7 @@ def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("key", ["wandb", "mlflow", "trackio"])
-def test_one_that_is_not_installed_is_a_sentence(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_not_installed_is_a_sentence(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.config import validate as module
 
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)

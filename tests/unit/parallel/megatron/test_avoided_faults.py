@@ -20,9 +20,7 @@ REPO = Path(__file__).parents[4]
 
 def count(router_class: Any) -> torch.Tensor:
     """Tokens per expert of three tokens, the last of them padding, two experts."""
-    router = SimpleNamespace(
-        enable_expert_bias=True, frozen_expert_bias=False, local_tokens_per_expert=torch.zeros(2)
-    )
+    router = SimpleNamespace(enable_expert_bias=True, frozen_expert_bias=False, local_tokens_per_expert=torch.zeros(2))
     routing_map = torch.tensor([[True, False], [False, True], [True, True]])
     padding = torch.tensor([False, False, True])
     router_class._apply_expert_bias(router, routing_map, padding)
@@ -163,9 +161,7 @@ def test_ep_overlap_drops_the_mask() -> None:
     for folder in ("zoo", "models", "recipes"):
         for path in (REPO / folder).rglob("*.*"):
             if path.suffix in (".py", ".yaml"):
-                assert switch not in path.read_text(), (
-                    f"{path} reaches a schedule that drops the padding mask"
-                )
+                assert switch not in path.read_text(), f"{path} reaches a schedule that drops the padding mask"
 
 
 def test_cp_batch_slices_four_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +212,7 @@ def test_router_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_z_loss_averages_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import router
 
-    monkeypatch.setattr(
-        router, "get_moe_metrics_tracker", lambda: SimpleNamespace(record=lambda *args, **kwargs: None)
-    )
+    monkeypatch.setattr(router, "get_moe_metrics_tracker", lambda: SimpleNamespace(record=lambda *args, **kwargs: None))
     rank = SimpleNamespace(
         config=mcore_config(moe_z_loss_coeff=1.0),
         training=True,
@@ -301,9 +295,7 @@ def test_mixed_dtypes_swap_states() -> None:
             make = partial(get_megatron_optimizer, adam, [ddp], use_gloo_process_groups=False)
             optimizer = inner_optimizer.build(adam, AdamW, make) if zoo else make()
             (one,) = optimizer.chained_optimizers
-            return any(
-                held.part.numel() != held.parameter.numel() for held in inner_optimizer.held_ranges(one)
-            )
+            return any(held.part.numel() != held.parameter.numel() for held in inner_optimizer.held_ranges(one))
 
     if not swapped(zoo=False):
         remove_me("mixed-dtypes-swap-states")
@@ -320,9 +312,7 @@ def test_ddp_is_never_freed() -> None:
         with single_process_world():
             config, sharded = mcore_config(), DistributedDataParallelConfig(use_distributed_optimizer=True)
             ddp = DistributedDataParallel(config, sharded, torch.nn.Linear(2, 2))
-            adam = OptimizerConfig(
-                optimizer="adam", lr=0.1, use_distributed_optimizer=True, params_dtype=torch.float32
-            )
+            adam = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True, params_dtype=torch.float32)
             optimizer = get_megatron_optimizer(adam, [ddp], use_gloo_process_groups=False)
             config.grad_scale_func = optimizer.scale_loss
             gradients = weakref.ref(ddp.buffers[0].grad_data)

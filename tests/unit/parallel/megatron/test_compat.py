@@ -55,9 +55,7 @@ def broken() -> None:
     raise AttributeError("it has another shape")
 
 
-def test_a_shim_is_applied_once_a_process_whatever_the_version(
-    only: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shim_is_applied_once_a_process_whatever_the_version(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(compat, "version", lambda name: "0.19.99")
     only("norms-one-by-one", apply=lambda: calls.append("applied"))

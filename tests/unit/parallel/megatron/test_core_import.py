@@ -86,15 +86,7 @@ def test_a_run_that_plans_imports_nothing_that_it_does_not_call(tmp_path: Path) 
         "train.steps=1",
     ]
     given += ["data.eval=none", "export=false", f"run.dir={tmp_path / 'run'}"]
-    never = (
-        "torch._inductor.compile_fx",
-        "sklearn",
-        "pandas",
-        "scipy.optimize",
-        "datasets",
-        "peft",
-        "IPython",
-    )
+    never = ("torch._inductor.compile_fx", "sklearn", "pandas", "scipy.optimize", "datasets", "peft", "IPython")
     out = run(
         f"from zoo.cli.main import main\nmain(['train', *{given!r}])\nprint([name for name in {never!r} if name in sys.modules])"
     )
@@ -185,14 +177,8 @@ def test_the_backend_is_told_before_anything_is_imported(
 @pytest.mark.parametrize(
     ("package", "code"),
     [
-        (
-            "sklearn",
-            "transformers.generation.candidate_generator.roc_curve([0, 1], [0.2, 0.7])[1].tolist()[-1]",
-        ),
-        (
-            "scipy",
-            "transformers.loss.loss_for_object_detection.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist()[0]",
-        ),
+        ("sklearn", "transformers.generation.candidate_generator.roc_curve([0, 1], [0.2, 0.7])[1].tolist()[-1]"),
+        ("scipy", "transformers.loss.loss_for_object_detection.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist()[0]"),
     ],
 )
 def test_what_transformers_calls_later_is_imported_then(package: str, code: str) -> None:

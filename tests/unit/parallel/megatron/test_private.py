@@ -35,12 +35,7 @@ def private_of_megatron() -> frozenset[str]:
     defined = re.compile(r"^\s*def (_[a-z]\w+)\(", re.MULTILINE)
     root = Path(megatron.core.__path__[0])
     theirs = {name for path in root.rglob("*.py") for name in defined.findall(path.read_text())}
-    ours = {
-        name
-        for path in sources()
-        for name in defined.findall(path.read_text())
-        if "megatron" not in path.parts
-    }
+    ours = {name for path in sources() for name in defined.findall(path.read_text()) if "megatron" not in path.parts}
     return frozenset(theirs - ours)
 
 

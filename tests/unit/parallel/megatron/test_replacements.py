@@ -11,9 +11,7 @@ from zoo.parallel.megatron.replacements import reduce_scatter
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_parts_of_ranks_are_summed_in_fp32_and_rounded_once(
-    async_op: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_ranks_are_summed_in_fp32_and_rounded_once(async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = torch.tensor([[256.0, 1.0], [1.0, 2.0], [1.0, 3.0]], dtype=torch.bfloat16)
     waited = []
     handle = SimpleNamespace(wait=lambda: waited.append(1)) if async_op else None

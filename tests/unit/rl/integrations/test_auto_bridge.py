@@ -22,9 +22,7 @@ def test_weights_in_and_out(tmp_path: Path) -> None:
     bridge = AutoBridge.from_hf_pretrained(first, overrides=overrides, trust_remote_code=True)
     with bridge.open() as engine:
         bridge.load_hf_weights([engine], second)
-        found = dict(
-            bridge.export_hf_weights([engine], cpu=True, conversion_tasks=bridge.get_conversion_tasks(engine))
-        )
+        found = dict(bridge.export_hf_weights([engine], cpu=True, conversion_tasks=bridge.get_conversion_tasks(engine)))
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)

@@ -52,12 +52,8 @@ class Case:
         ends = [example.length for example in self.examples]
         width = max(end - start for start, end in zip(self.starts, ends, strict=True))
         found = values.new_zeros(len(ends), width)
-        rows = [
-            values[row, start:end] for row, (start, end) in enumerate(zip(self.starts, ends, strict=True))
-        ]
-        return torch.stack(
-            [torch.cat([row, blank[len(row) :]]) for row, blank in zip(rows, found, strict=True)]
-        )
+        rows = [values[row, start:end] for row, (start, end) in enumerate(zip(self.starts, ends, strict=True))]
+        return torch.stack([torch.cat([row, blank[len(row) :]]) for row, blank in zip(rows, found, strict=True)])
 
     def prompts(self, values: Tensor) -> Tensor:
         """(B, P) of (B, T): what stands before, padded on the left."""
@@ -101,10 +97,7 @@ class Case:
 
         budget = max(example.length for example in self.examples) + 8
         config = ZooEngineConfig(
-            dtype="float32",
-            max_token_len_per_gpu=budget,
-            overrides=["engine.threads=1", *overrides],
-            **settings,
+            dtype="float32", max_token_len_per_gpu=budget, overrides=["engine.threads=1", *overrides], **settings
         )
         engine = EngineRegistry.new(
             model_type="language_model",
@@ -152,18 +145,13 @@ def test_values_gradients_weights_and_checkpoints(tmp_path: Path) -> None:
             assert float((found - case.responses(values.detach()))[real].abs().max()) < 2e-5, name
 
         loss, _ = policy_loss(
-            {
-                "log_probs": nested(wanted.logprobs, case.examples),
-                "entropy": nested(wanted.entropy, case.examples),
-            },
+            {"log_probs": nested(wanted.logprobs, case.examples), "entropy": nested(wanted.entropy, case.examples)},
             tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(case.batch["loss_mask"].sum())),
         )
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm()
         weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-        assert all(
-            torch.equal(tensor, weights[name]) for name, tensor in hf.state_dict().items() if name in weights
-        )
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in hf.state_dict().items() if name in weights)
         with engine.train_mode():
             trained = engine.train_batch(data, policy_loss)
             rates = [engine.lr_scheduler_step() for _ in range(3)]
@@ -203,9 +191,7 @@ def test_an_actor_and_its_reference_share_the_ranks(tmp_path: Path) -> None:
             again = reference.infer_batch(data)["model_output"]["log_probs"].values()
         torch.testing.assert_close(before, again, rtol=0, atol=0)
         assert not torch.equal(before, after)
-        assert all(
-            p.untyped_storage().nbytes() == 0 for c in actor.engine._parts.chunks for p in c.parameters()
-        )
+        assert all(p.untyped_storage().nbytes() == 0 for c in actor.engine._parts.chunks for p in c.parameters())
     finally:
         actor.close()
         reference.close()

@@ -42,9 +42,7 @@ def test_every_token_is_in_one_span(name: str, mode: str) -> None:
 
 
 def test_labels_are_the_answers() -> None:
-    recipe = validate(
-        load_recipe("qwen3_vl_sft", ["hardware=cpu", "packing.budget=256", "data.blank_answers=0"]), 1
-    )
+    recipe = validate(load_recipe("qwen3_vl_sft", ["hardware=cpu", "packing.budget=256", "data.blank_answers=0"]), 1)
     assembly = assemble(recipe)
     for row in packed_rows(recipe, assembly, 2):
         for segment in row.segments:
@@ -107,10 +105,7 @@ def test_the_command_writes_a_picture_and_a_page(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [
-        ("rows=0", "rows=0: wanted a whole number above 0"),
-        ("budgets=a", "budgets=a: wanted a whole number above 0"),
-    ],
+    [("rows=0", "rows=0: wanted a whole number above 0"), ("budgets=a", "budgets=a: wanted a whole number above 0")],
 )
 def test_mistakes(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "recipe=qwen3_vl_sft", argument]) == 2

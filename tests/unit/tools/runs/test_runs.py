@@ -29,19 +29,11 @@ def write_run(folder: Path, steps: int = 40, overrides: tuple[str, ...] = (), **
     folder.mkdir(parents=True)
     records: list[dict[str, Any]] = [{"event": "start", "step": 0, "total_steps": 100, "time": 1e9}]
     for step in range(1, steps + 1):
-        metrics = {
-            "loss": 6 - step / steps,
-            "grad_norm": 1.0,
-            "lr": 1e-3,
-            "real_tokens": 100,
-            "step_ms": 50.0,
-        }
+        metrics = {"loss": 6 - step / steps, "grad_norm": 1.0, "lr": 1e-3, "real_tokens": 100, "step_ms": 50.0}
         metrics |= {"pad_fraction": 0.0, "data_wait": 0.01, "labels": 10, "moe_load_balancing_loss": 1.0}
         records.append({"step": step, **metrics, **more, "time": 1e9 + step})
     by_kind = {kind: {"exact_match": 0.25, "rows": 4, "loss": 2.0} for kind in ("image", "<b>odd</b>")}
-    records.append(
-        {"event": "eval", "step": steps, "loss": 2.5, "exact_match": 0.5, "by_kind": by_kind, "rows": 8}
-    )
+    records.append({"event": "eval", "step": steps, "loss": 2.5, "exact_match": 0.5, "by_kind": by_kind, "rows": 8})
     records.append({"event": "skip", "step": 7, "cause": "spike", "why": "loss <i>9</i>", "time": 1e9 + 7})
     lines = [json.dumps(record) for record in records]
     (folder / "train.jsonl").write_text("\n".join([*lines, '{"step": 41, "lo']))
@@ -98,9 +90,7 @@ def test_a_page_needs_nothing_else_and_shows_what_the_run_has(tmp_path: Path) ->
     ):
         assert title in page.texts
     assert "qwen3_vl_sft" in shown and "2,000" in shown  # real tokens a second
-    assert "loss of the last step 5.0000 mean loss of the last steps 5.4750 (39 steps)" in " ".join(
-        shown.split()
-    )
+    assert "loss of the last step 5.0000 mean loss of the last steps 5.4750 (39 steps)" in " ".join(shown.split())
 
 
 def test_several_runs_and_the_keys_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,13 +187,9 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["list", "runs", str(tmp_path / "runs")]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and len(lines) == 2
+    assert "loss, mean of 50 steps  held-out loss" in head and "5.4750 (39)" in lines[0]  # the first of 40 is left out
     assert (
-        "loss, mean of 50 steps  held-out loss" in head and "5.4750 (39)" in lines[0]
-    )  # the first of 40 is left out
-    assert (
-        lines[1].startswith(str(tmp_path / "runs" / "sweep" / "b"))
-        and "40 of 100" in lines[1]
-        and "50.0%" in lines[1]
+        lines[1].startswith(str(tmp_path / "runs" / "sweep" / "b")) and "40 of 100" in lines[1] and "50.0%" in lines[1]
     )
     assert main(["list", "runs", str(tmp_path / "runs"), "--json"]) == 0
     assert [run["step"] for run in json.loads(capsys.readouterr().out)] == [40, 40]
@@ -250,13 +236,7 @@ def odd_lines(rng: random.Random) -> list[str]:
     """Lines as zoo writes them, with some fields that are missing or anything, and lines that are no record."""
     lines = ["[" * 100_000, "NaN", "3", '{"step": NaN, "loss": 1}', "\x00", '{"step": 1, "loss": 1e999}']
     for step in range(1, 6):
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": 1.0,
-            "step_ms": 5.0,
-            "real_tokens": 8,
-            "time": 1e9 + step,
-        }
+        record: dict[str, Any] = {"step": step, "loss": 1.0, "step_ms": 5.0, "real_tokens": 8, "time": 1e9 + step}
         if rng.random() < 0.6:
             scores = {"image": {"exact_match": 0.5, "rows": 2, "loss": 1.0}}
             record |= {"event": rng.choice(EVENTS), "exact_match": 0.5, "by_kind": scores, "counts": {"x": 1}}

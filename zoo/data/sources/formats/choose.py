@@ -144,11 +144,7 @@ def _with_common(made: Item, row: Item, name: str, source: str) -> Item:
     common = {key: row[key] for key in COMMON if key in row and key not in own}
     if "system" in common and isinstance(made["messages"], list) and isinstance(made["messages"][0], dict):
         with_system(made["messages"], row, source)
-    made = {
-        "answers": common.get("answers"),
-        **made,
-        **{key: common[key] for key in common if key != "answers"},
-    }
+    made = {"answers": common.get("answers"), **made, **{key: common[key] for key in common if key != "answers"}}
     return {key: value for key, value in made.items() if key != "system" and value is not None}
 
 
@@ -165,9 +161,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def fits(
-    item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str | None] | None = None
-) -> bool:
+def fits(item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str | None] | None = None) -> bool:
     """Whether a row can be of a form, and is not of another that its own keys tell."""
     if columns:
         return all(column in item for name, column in columns.items() if column and name not in OPTIONAL)
@@ -215,9 +209,7 @@ def detect(item: Item, source: str) -> str:
     there = {key for key, value in item.items() if value is not None}
     fitting = {name: keys for name, keys in BY_KEYS if there.issuperset(keys)}
     rejected = there & {*REJECTED, *REJECTED_OWN}
-    if {"chosen", "rejected"} <= there or (
-        rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)
-    ):
+    if {"chosen", "rejected"} <= there or (rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)):
         return PREFERENCE
     if len(fitting) > 1:
         text = (

@@ -104,17 +104,13 @@ def _spare(item: dict[str, Any], messages: list[Any]) -> dict[str, int]:
         for kind in PLACEHOLDER.findall(content) if isinstance(content, str) else ():
             spare[kind] -= 1
         for part in content if isinstance(content, list) else ():
-            kind, keys = (
-                MEDIA_PARTS.get(str(part.get("type")), ("", ())) if isinstance(part, dict) else ("", ())
-            )
+            kind, keys = MEDIA_PARTS.get(str(part.get("type")), ("", ())) if isinstance(part, dict) else ("", ())
             if kind and all(part.get(key) is None for key in keys):
                 spare[kind] -= 1
     return spare
 
 
-def _medium(
-    part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: deque[Any]
-) -> Any:
+def _medium(part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: deque[Any]) -> Any:
     given = {str(key): value for key, value in part.items() if value is not None and key != "type"}
     named = [key for key in keys if key in given]
     if len(named) > 1:
@@ -137,9 +133,7 @@ def _medium(
 
 def _refuse_others(part: dict[str, Any], known: tuple[str, ...], where: str, source: str) -> None:
     """RowError for a key that would change nothing; one with the value None is none."""
-    other = next(
-        (key for key, value in part.items() if value is not None and key not in ("type", *known)), None
-    )
+    other = next((key for key, value in part.items() if value is not None and key not in ("type", *known)), None)
     if other is not None:
         text = f"{where} has the key {shown(repr(other))}, which zoo does not read there; known: {', '.join(known)}."
         raise RowError(source, "bad_row", text)

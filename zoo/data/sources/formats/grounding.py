@@ -40,9 +40,7 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
         raise RowError(source, "bad_row", text)
     other = next((key for key, value in objects.items() if value is not None and key not in KEYS), None)
     if other is not None:
-        text = (
-            f"'objects' has the key {shown(repr(other))}, which zoo does not read; known: {', '.join(KEYS)}."
-        )
+        text = f"'objects' has the key {shown(repr(other))}, which zoo does not read; known: {', '.join(KEYS)}."
         raise RowError(source, "bad_row", text)
     names, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
     kind = objects.get("bbox_type") or "real"

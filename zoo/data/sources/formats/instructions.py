@@ -15,14 +15,7 @@ from zoo.data.sources.formats.row_keys import KINDS, QUESTIONS, REJECTED, REJECT
 from zoo.data.sources.formats.turns import TAKEN, own_messages, with_system
 from zoo.data.sources.references import shown
 
-CHOSEN_FORMATS = (
-    "messages",
-    "conversations",
-    "alpaca",
-    "query_response",
-    "prompt_completion",
-    "question_answer",
-)
+CHOSEN_FORMATS = ("messages", "conversations", "alpaca", "query_response", "prompt_completion", "question_answer")
 
 
 def from_alpaca(item: dict[str, Any], source: str) -> dict[str, Any]:
@@ -58,9 +51,7 @@ def _accepted(answers: Any, key: str, source: str) -> list[str]:
     """The texts of a list of answers, each a text or `{"answer"}`; [] for a single text, and for none."""
     if not isinstance(answers, list):
         if answers is not None and not isinstance(answers, str):
-            raise RowError(
-                source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted."
-            )
+            raise RowError(source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted.")
         return []
     said = [one.get("answer") if isinstance(one, dict) else one for one in answers]
     found = [one for one in said if isinstance(one, str) and one.strip()]
@@ -239,12 +230,7 @@ COLUMN_PAIRS = {
     ("question", "answer"): from_question_answer,
     ("question", "answers"): from_question_answer,
 }
-SPENT = (
-    "input",
-    "history",
-    "system",
-    *KINDS,
-)  # which `COLUMN_PAIRS` have written into messages, and lists of media
+SPENT = ("input", "history", "system", *KINDS)  # which `COLUMN_PAIRS` have written into messages, and lists of media
 
 
 def _with_input(instruction: str, item: dict[str, Any], source: str) -> str:

@@ -81,9 +81,7 @@ def settings_of(
     known = (*KEYS[kind], *(OF_FRAMES if frames else ()))
     for key in given:
         if key not in known:
-            text = (
-                f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
-            )
+            text = f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
             raise RowError(source, "bad_row", text)
     values = {key: _number(key, value, where, source) for key, value in given.items()}
     _check(values, where, source)
@@ -123,9 +121,7 @@ def _check(values: Mapping[str, float], where: str, source: str) -> None:
             raise RowError(source, "bad_row", text)
     for low, high in WINDOWS.values():
         if high in values and values[high] == values.get(low, 0.0):
-            raise RowError(
-                source, "bad_row", f"{low} and {high} of {where} are the same: nothing is left of it."
-            )
+            raise RowError(source, "bad_row", f"{low} and {high} of {where} are the same: nothing is left of it.")
     alone = [key for key in ("resized_height", "resized_width") if key in values]
     clashes = {
         "nframes": ("fps", "min_frames", "max_frames"),

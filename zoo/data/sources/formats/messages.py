@@ -70,9 +70,7 @@ def _joined_turns(turns: list[Turn], source: str) -> list[Turn]:
         first = groups[-1][0]
         both = f"{first.where} and {turn.where} are turns of the assistant in a row"
         if first.weight != turn.weight:
-            text = (
-                f"{both} of weights {first.weight:g} and {turn.weight:g}; give them one weight, or join them."
-            )
+            text = f"{both} of weights {first.weight:g} and {turn.weight:g}; give them one weight, or join them."
             raise RowError(source, "bad_row", text)
         if called and turn.message.content.strip():
             text = f"{both}, and the first calls tools; put the results, of role 'tool', between them."
@@ -99,9 +97,7 @@ def _message(message: Any, where: str, source: str) -> Turn:
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
-        raise RowError(
-            source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}."
-        )
+        raise RowError(source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}.")
     if not isinstance(content, str):
         text = f"{where} has content of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)

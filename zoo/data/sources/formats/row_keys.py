@@ -126,9 +126,7 @@ def no_value(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
-def check_keys(
-    row: Mapping[str, Any], name: str, source: str, *, named: bool, strict: bool
-) -> tuple[str, ...]:
+def check_keys(row: Mapping[str, Any], name: str, source: str, *, named: bool, strict: bool) -> tuple[str, ...]:
     """The columns of a row that say nothing of its sample.
 
     Args:

@@ -178,9 +178,7 @@ def _unknown(key: str, role: str, where: str, names: tuple[str, str]) -> str:
     known = sorted({*names, *PASSED} - {key})
     near = get_close_matches(str(key), known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
-    return (
-        f"{where} has the key {shown(repr(key))}, which zoo does not read of a message of the {role}; {hint}"
-    )
+    return f"{where} has the key {shown(repr(key))}, which zoo does not read of a message of the {role}; {hint}"
 
 
 def _weight(turn: dict[str, Any], role: str, where: str, source: str) -> dict[str, Any]:
@@ -193,9 +191,7 @@ def _weight(turn: dict[str, Any], role: str, where: str, source: str) -> dict[st
     values = list(given.values())
     if any(value != values[0] for value in values):
         said = " and ".join(f"{name} {shown(value)}" for name, value in given.items())
-        raise RowError(
-            source, "bad_row", f"{where} has {said}, which say different things; keep one of them."
-        )
+        raise RowError(source, "bad_row", f"{where} has {said}, which say different things; keep one of them.")
     if not values and turn.get("loss") is True:
         return {"weight": 1.0}
     return {"weight": values[0]} if values else {}
@@ -212,9 +208,7 @@ def _reasoning(turn: dict[str, Any], role: str, where: str, source: str) -> str:
     if role != "assistant":
         raise RowError(source, "bad_row", f"{where} has {name}, but only an assistant's turn has reasoning.")
     if any(other != text for other in given.values()):
-        raise RowError(
-            source, "bad_row", f"{where} has {' and '.join(given)}, which differ; keep one of them."
-        )
+        raise RowError(source, "bad_row", f"{where} has {' and '.join(given)}, which differ; keep one of them.")
     if "<think>" in text or "</think>" in text:
         said = f"{where}.{name} has a tag of a thinking block in it; give the text between the tags alone."
         raise RowError(source, "bad_row", said)

@@ -92,9 +92,7 @@ class DecodeCache:
             mask = mask & (tokens > place - window)
         # The heads that share a key are queries of one head: no key is repeated.
         heads = query[:count].unflatten(1, (keys.shape[1], -1))
-        out = F.scaled_dot_product_attention(
-            heads, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
-        )
+        out = F.scaled_dot_product_attention(heads, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale)
         return F.pad(out.flatten(1, 2), (0, 0, 0, 0, 0, len(query) - count))
 
     def keep_inputs(self, layer: int, inputs: Tensor, taps: int, layout: PackedLayout) -> None:

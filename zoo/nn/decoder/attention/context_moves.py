@@ -45,9 +45,7 @@ def side_by_side(x: Tensor, size: int) -> Tensor:
 
 def _rank_order(layout: PackedLayout, size: int) -> Tensor:
     """(T,) int64, the inverse of `layout.cp_restore_index`."""
-    return layout.kept(
-        ("cp order", size), lambda: torch.cat([layout.cp_index(rank, size) for rank in range(size)])
-    )
+    return layout.kept(("cp order", size), lambda: torch.cat([layout.cp_index(rank, size) for rank in range(size)]))
 
 
 def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

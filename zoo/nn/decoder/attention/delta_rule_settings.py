@@ -74,9 +74,7 @@ def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
     fitting = [config for config in getattr(tuner, "configs", ()) if _is(config, setting)]
     if fitting:
         tuner.configs = fitting[:1]
-        if (
-            fitting[0].pre_hook is None
-        ):  # a launch has nothing to look up, which would take as long as it does
+        if fitting[0].pre_hook is None:  # a launch has nothing to look up, which would take as long as it does
             tuner.run = partial(_run, tuner.fn, fitting[0].all_kwargs())
     return bool(fitting)
 

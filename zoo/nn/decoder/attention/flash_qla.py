@@ -58,15 +58,7 @@ class _Rule(torch.autograd.Function):
 
         query, of_query, key, of_key, value, decay, beta, solved = ctx.saved_tensors
         of_rule = chunk_gated_delta_rule_bwd(
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            solved,
-            grads[0].contiguous(),
-            cu_seqlens=ctx.segments,
-            auto_cp=False,
+            query, key, value, decay, beta, solved, grads[0].contiguous(), cu_seqlens=ctx.segments, auto_cp=False
         )
         d_query, d_key, d_value, d_beta, d_decay, _ = of_rule
         norm = import_fla("fla.modules.norm.l2norm")

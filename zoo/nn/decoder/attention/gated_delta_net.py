@@ -29,12 +29,7 @@ from torch import Tensor
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import flash_qla
 from zoo.nn.decoder.attention.cache import DecodeCache
-from zoo.nn.decoder.attention.context_moves import (
-    channels_by_rank,
-    in_rank_order,
-    in_row_order,
-    side_by_side,
-)
+from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order, side_by_side
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule_inputs, gates
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.fla_import import import_fla
@@ -139,19 +134,11 @@ class GatedDeltaNet(McoreGatedDeltaNet):
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(N, width) each -> query, key (N, H, K), value (N, G, V)."""
         widths = (self.key_head_dim, self.key_head_dim, self.value_head_dim)
-        query, key, value = (
-            x.unflatten(-1, (-1, width)) for x, width in zip((query, key, value), widths, strict=True)
-        )
+        query, key, value = (x.unflatten(-1, (-1, width)) for x, width in zip((query, key, value), widths, strict=True))
         return query, key, value
 
     def _mix_cached(
-        self,
-        qkv: Tensor,
-        taps: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        layout: PackedLayout,
-        cache: DecodeCache,
+        self, qkv: Tensor, taps: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout, cache: DecodeCache
     ) -> Tensor:
         """(N, G, V) of the packed prompts, whose end the cache keeps, or of the next token of each of its sequences."""
         layer, widths = self.layer_number, [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
@@ -261,13 +248,7 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
 
 
 def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    layout: PackedLayout,
-    wanted: str = "auto",
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout, wanted: str = "auto"
 ) -> Tensor:
     """The gated delta rule over every segment, from a state of zeros at its start.
 
@@ -334,9 +315,7 @@ def chunked_delta_rule(
 
     def in_chunks(x: Tensor) -> Tensor:
         """(T, G, ...) -> (chunks, G, CHUNK, ...) fp32, zeros behind a segment's end."""
-        filled = x.new_zeros(sum(active) * CHUNK, *x.shape[1:], dtype=torch.float32).index_copy(
-            0, slots, x.float()
-        )
+        filled = x.new_zeros(sum(active) * CHUNK, *x.shape[1:], dtype=torch.float32).index_copy(0, slots, x.float())
         return filled.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
     query, key = (
@@ -368,9 +347,7 @@ def chunked_delta_rule(
         outputs.append(read @ state + score @ update)
         state = state * keep + write.mT @ update
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    by_length = sorted(
-        range(len(lengths)), key=lambda segment: -lengths[segment] // CHUNK
-    )  # as `_chunk_slots`
+    by_length = sorted(range(len(lengths)), key=lambda segment: -lengths[segment] // CHUNK)  # as `_chunk_slots`
     place = host_to_device(int64(by_length).argsort(), value.device)
     states = torch.cat((state, *reversed(ends))).index_select(0, place)
     return out.index_select(0, slots).to(dtype), states

@@ -270,9 +270,7 @@ class VarlenCoreAttention(torch.nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return sdpa(q, k, v, self.scale, causal=True).permute(2, 0, 1, 3)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, reach: Reach
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, reach: Reach) -> Tensor:
         if self.cp_size > 1:
             return gathered_attention(query, key, value, layout, self.scale, self.cp_group, reach)
         return segment_attention(query, key, value, layout, self.scale, reach)
@@ -288,9 +286,7 @@ class VarlenCoreAttention(torch.nn.Module):
 
 def _other_than_causal(kind: Any) -> dict[str, Any]:
     """What asks for another mask than a causal one."""
-    return (
-        {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
-    )
+    return {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
 
 
 @lru_cache(maxsize=8)

@@ -64,9 +64,7 @@ class Reach:
 CAUSAL = Reach()
 
 
-def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None = None
-) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None = None) -> Tensor:
     """Scaled dot product attention on (B, H, T, D) with key and value (B, G, T', D), H a multiple of G."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -201,9 +199,7 @@ def _side_by_side_mask(layout: PackedLayout, reach: Reach, like: Tensor) -> Tens
     """(S, 1, L, L) in the dtype and on the device of `like`: 0 where a query sees a key, else minus infinity."""
 
     def make() -> Tensor:
-        ahead = reach.blocks.horizon(layout.total, like.device) - torch.arange(
-            layout.total, device=like.device
-        )
+        ahead = reach.blocks.horizon(layout.total, like.device) - torch.arange(layout.total, device=like.device)
         own = torch.arange(max(layout.lengths), device=like.device)
         last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
         return _additive(own, last[:, None], own, reach, like)
@@ -211,9 +207,7 @@ def _side_by_side_mask(layout: PackedLayout, reach: Reach, like: Tensor) -> Tens
     return reach.blocks.kept(("rows", reach.window, like.dtype, like.device), make)
 
 
-def _mask(
-    layout: PackedLayout, reach: Reach, span: tuple[int, int, int], length: int, like: Tensor
-) -> Tensor | None:
+def _mask(layout: PackedLayout, reach: Reach, span: tuple[int, int, int], length: int, like: Tensor) -> Tensor | None:
     """(L, L') of `length` queries from token span[0] on against the keys [span[1], span[2]) of the row; None: causal."""
     if reach.plain:
         return None
@@ -326,9 +320,7 @@ class _Chunk:
             found.append(_Run(place, stop - first, end - stop, key, end))
         return found
 
-    def masked(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach
-    ) -> Tensor:
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach) -> Tensor:
         """Its queries against the keys and values of the row."""
         length = self.stop - self.first
         start = reach.first_key(self.start, self.first)

@@ -95,12 +95,7 @@ class Permutation:
 
     @classmethod
     def begin(
-        cls,
-        chosen: Tensor,
-        experts: int,
-        count: int | None,
-        first: int = 0,
-        ahead: bool = False,
+        cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, ahead: bool = False
     ) -> Callable[[], Permutation]:
         """Sort choices by expert. The function that is returned waits for the number of rows, and gives the permutation.
 
@@ -285,13 +280,7 @@ class ExchangeWithAll(Exchange):
 
     @classmethod
     def of(
-        cls,
-        count: int,
-        experts: int,
-        group: Any,
-        shares: int,
-        device: torch.device,
-        most: int | None = None,
+        cls, count: int, experts: int, group: Any, shares: int, device: torch.device, most: int | None = None
     ) -> ExchangeWithAll:
         """Plan the exchange of this rank's `count` tokens.
 

@@ -34,36 +34,19 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        *,
-        pg_collection: Any,
-        name: str | None = None,
+        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, name: str | None = None
     ) -> None:
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
         self.num_local_experts = num_local_experts
         self.accumulates = False  # whether weight gradients are accumulated in DDP's buffers here
-        self.ep_group, self.tp_group, self.dp_group = (
-            pg_collection.ep,
-            pg_collection.expt_tp,
-            pg_collection.expt_dp,
-        )
+        self.ep_group, self.tp_group, self.dp_group = (pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp)
         width = config.moe_ffn_hidden_size // self.tp_group.size()
         factory: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight1 = torch.nn.Parameter(
-            torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory)
-        )
-        self.weight2 = torch.nn.Parameter(
-            torch.empty(num_local_experts, config.hidden_size, width, **factory)
-        )
-        self.lora = (
-            torch.nn.ModuleDict()
-        )  # by a weight's name, its zoo.nn.decoder.lora.ExpertAdapter where it has one
-        same_groups = (
-            config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
-        )
+        self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory))
+        self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **factory))
+        self.lora = torch.nn.ModuleDict()  # by a weight's name, its zoo.nn.decoder.lora.ExpertAdapter where it has one
+        same_groups = config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
         for weight, axis, init in (
             (self.weight1, 1, config.init_method),
             (self.weight2, 2, config.output_layer_init_method),
@@ -94,9 +77,7 @@ class GroupedExperts(MegatronModule):
                 are the permutation's.
             free_sms: as of `zoo.nn.decoder.experts.products.multiply`, for the first product.
         """
-        inner = self._project(
-            "weight1", hidden, Rows(bounds, taken=permutation, free_sms=free_sms), later=later
-        )
+        inner = self._project("weight1", hidden, Rows(bounds, taken=permutation, free_sms=free_sms), later=later)
         end = None if permutation is None else permutation.end
         inner = glu(inner, self.config.activation_func, probs, end)
         return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only, later), None
@@ -142,9 +123,7 @@ class GroupedExperts(MegatronModule):
                 prepend_axis_num=lead,
             )
 
-        def halves(
-            key: str, tensor: Tensor, replica: Any, flattened_range: slice | None
-        ) -> list[ShardedTensor]:
+        def halves(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None) -> list[ShardedTensor]:
             gate, up = tensor.chunk(2, dim=1)
             return [shard(f"{key}_gate", gate, 1, replica), shard(f"{key}_up", up, 1, replica)]
 
@@ -219,13 +198,7 @@ def grouped_product(
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        rows: Rows,
-        gradient_only: bool,
-        total: Tensor | None,
-        later: Later | None,
+        ctx: Any, x: Tensor, weight: Tensor, rows: Rows, gradient_only: bool, total: Tensor | None, later: Later | None
     ) -> Tensor:
         ctx.rows, ctx.total, ctx.later = rows, total, later
         ctx.parameter = weight if total is not None or later is not None else None
@@ -245,9 +218,7 @@ class _GroupedProduct(torch.autograd.Function):
             to_x = rows.input_gradient(multiply(grad, weight.transpose(1, 2), rows.bounds, of_grad))
 
         def of_weight(free_sms: int = 0) -> Tensor:
-            to_weight = products.weight_gradient(
-                grad, x, weight, rows.bounds, ctx.total, of_grad, ctx.of_x, free_sms
-            )
+            to_weight = products.weight_gradient(grad, x, weight, rows.bounds, ctx.total, of_grad, ctx.of_x, free_sms)
             if ctx.total is not None:
                 ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
             return to_weight
@@ -279,14 +250,7 @@ def lora_product(
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale: float,
-        rows: Rows,
-        gradient_only: bool,
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: Rows, gradient_only: bool
     ) -> Tensor:
         assert not weight.requires_grad
         placeholder = rows.placeholder(x, weight)

@@ -30,10 +30,7 @@ _plans: dict[tuple[Any, ...], Any] = {}  # compiled kernels, which take any numb
 @lru_cache(maxsize=8)
 def is_there(device: torch.device) -> bool:
     """Whether this version of QuACK is installed, and the GPU is one that it was checked on."""
-    return installed_version("quack-kernels") == VERSION and torch.cuda.get_device_capability(device) == (
-        9,
-        0,
-    )
+    return installed_version("quack-kernels") == VERSION and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def takes(x: Tensor, weight: Tensor, rows: int) -> bool:
@@ -77,14 +74,7 @@ def weight_gradient(
 
 
 def _launch(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    rows: Tensor | None,
-    over: dict[str, Tensor],
-    *,
-    add: bool,
-    free_sms: int,
+    a: Tensor, b: Tensor, out: Tensor, rows: Tensor | None, over: dict[str, Tensor], *, add: bool, free_sms: int
 ) -> None:
     """out = a b^T, or += if `add`, of a (M, K) and b (E, N, K) for rows in groups, or a (M, K), b (N, K) and out (E, M, N) for K in groups."""
     from quack.gemm import gemm, run_gemm_plan
@@ -95,9 +85,7 @@ def _launch(
     if plan is not None:
         run_gemm_plan(plan, a, b, out, None, A_idx=rows, **over)
         return
-    plan = gemm(
-        a, b, out, None, None, TILE_ROWS, TILE_COLUMNS, CLUSTER, 1, A_idx=rows, add_to_output=add, **over
-    )
+    plan = gemm(a, b, out, None, None, TILE_ROWS, TILE_COLUMNS, CLUSTER, 1, A_idx=rows, add_to_output=add, **over)
     _plans[key] = _leaving_free(plan, free_sms) if free_sms else plan
 
 

@@ -20,14 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import pad
 
 from zoo.errors import UserError
-from zoo.nn.decoder.experts.exchange import (
-    Exchange,
-    ExchangeByChoice,
-    ExchangeWithAll,
-    Permutation,
-    room,
-    take,
-)
+from zoo.nn.decoder.experts.exchange import Exchange, ExchangeByChoice, ExchangeWithAll, Permutation, room, take
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
 from zoo.packing.cost import ranks_sent_to
 
@@ -45,9 +38,7 @@ class MixtureOfExperts(MoELayer):
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        except (
-            ImportError
-        ) as error:  # the flex dispatcher's: HybridEP is a branch of DeepEP, which may be there
+        except ImportError as error:  # the flex dispatcher's: HybridEP is a branch of DeepEP, which may be there
             raise UserError(f"parallel.dispatch: {error} (parallel.dispatch=alltoall needs none)") from error
         self.flex = self.config.moe_token_dispatcher_type == "flex"
         if not self.flex:
@@ -57,10 +48,7 @@ class MixtureOfExperts(MoELayer):
         self.exchange: Exchange | None = None
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        intermediate_tensors: None = None,
-        padding_mask: Tensor | None = None,
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """hidden_states (T, B, hidden), padding_mask (B, T) bool, True on padding -> (T, B, hidden), and no bias."""
         assert intermediate_tensors is None
@@ -190,9 +178,7 @@ class Dispatch:
         return cls(exchange, wait)
 
 
-def routed(
-    experts: GroupedExperts, hidden: Tensor, weights: Tensor, dispatch: Dispatch, recompute: bool
-) -> Tensor:
+def routed(experts: GroupedExperts, hidden: Tensor, weights: Tensor, dispatch: Dispatch, recompute: bool) -> Tensor:
     """The weighted sum of each token's experts.
 
     Args:
@@ -261,9 +247,7 @@ class _Routed(torch.autograd.Function):
         return None, to_hidden, to_weights, *to_trained
 
 
-def _dispatch_choices(
-    exchange: Exchange, weights: Tensor, chosen: Tensor
-) -> Callable[[], tuple[Tensor, Tensor]]:
+def _dispatch_choices(exchange: Exchange, weights: Tensor, chosen: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
     It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other; the experts of rows that are no token's are -1.
@@ -303,9 +287,7 @@ def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = Fa
     later: Later = {}
     exchange, bounds = ctx.exchange, ctx.permutation.bounds
     beside = None if exchange is None else later
-    free_sms = (
-        exchange.send_sms if exchange is not None and gradient_only else 0
-    )  # gradients are on their way
+    free_sms = exchange.send_sms if exchange is not None and gradient_only else 0  # gradients are on their way
     with torch.enable_grad():
         given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation, free_sms)
     every = (hidden, factors, *ctx.trained)

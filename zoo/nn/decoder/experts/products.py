@@ -30,9 +30,7 @@ def gathered(x: Tensor, rows: Tensor | None, weight: Tensor) -> tuple[Tensor, Te
     return gather_rows(x, rows), None
 
 
-def multiply(
-    x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None = None, free_sms: int = 0
-) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None = None, free_sms: int = 0) -> Tensor:
     """The grouped product of x (M, in) and weight (E, out, in) -> (N, out).
 
     Args:

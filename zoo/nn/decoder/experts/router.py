@@ -36,9 +36,7 @@ class _Tracker(MoEMetricsTracker):
         for entry in self.metrics.values():
             entry.values = F.pad(entry.values, (0, max(0, self.layers - len(entry.values))))
 
-    def record(
-        self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any
-    ) -> None:
+    def record(self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any) -> None:
         """As megatron-core's."""
         super().record(name, value, layer_number, max(num_layers, self.layers), *args, **kwargs)
 
@@ -91,9 +89,7 @@ class Router(TopKRouter):
             bias.data = before.to(bias.device)
         return self
 
-    def choose(
-        self, hidden: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    def choose(self, hidden: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens, and a function
         that attaches the auxiliary loss to the gradient of these weights. The caller sends tokens first, and computes the loss while they travel.
 
@@ -178,12 +174,7 @@ class Router(TopKRouter):
         """
         coefficient, group = self.config.moe_z_loss_coeff, self.tp_cp_group
         alone = group.size() == 1 or self.config.calculate_per_token_loss
-        if (
-            padding_mask is None
-            or coefficient is None
-            or alone
-            or not (self.training and torch.is_grad_enabled())
-        ):
+        if padding_mask is None or coefficient is None or alone or not (self.training and torch.is_grad_enabled()):
             return super().apply_z_loss(logits, padding_mask)
         real = ~padding_mask
         count = real.sum().to(logits.dtype)
