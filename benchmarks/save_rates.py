@@ -45,7 +45,7 @@ from zoo.errors import size as in_words
 from zoo.launch.launcher import run_task
 from zoo.logging.startup_time import Startup
 from zoo.parallel.signals import interrupts
-from zoo.parallel.world import world
+from zoo.parallel.world import open_world
 
 BLOCK = 2**24  # bytes of one call of dd
 MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them
@@ -139,7 +139,7 @@ def _timed(commands: Sequence[Sequence[str]], direct: str) -> float:
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     """On every rank: train, save, load."""
     startup = Startup("imports")
-    with interrupts() as stop, world(recipe) as here:
+    with interrupts() as stop, open_world(recipe) as here:
         return SavesRun(recipe, here, stop, startup, given).measure()
 
 

@@ -186,11 +186,11 @@ def test_groups_of_somebody_else_are_left_alone(tmp_path: Path, monkeypatch: pyt
     program = """
         import torch.distributed as dist
         from zoo.config.schema import Recipe
-        from zoo.parallel.world import world
+        from zoo.parallel.world import open_world
         from zoo.errors import UserError
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            with world(Recipe()):
+            with open_world(Recipe()):
                 raise SystemExit("it went on")
         except UserError as error:
             assert "torch.distributed is in use" in str(error)

@@ -22,7 +22,7 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     from zoo.checkpoint import initial_weights
     from zoo.data.loading.batches import make_batch
     from zoo.model import build
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
     from zoo.training.evaluation import segment_logprobs
     from zoo.training.trainer import train
 
@@ -33,7 +33,7 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     again = recipe_for(Path(made.run.dir) / "export", *given, recipe=recipe)
     if size > 1:
         return {"metrics": result.metrics}
-    with world(again) as here:
+    with open_world(again) as here:
         assembly = build.assemble(again)
         chunks = build.build_model(assembly, again, here)
         initial_weights.init_weights(chunks, assembly, again, here)

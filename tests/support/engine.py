@@ -28,12 +28,12 @@ def recipe_for(folder: Path | str, *overrides: str, recipe: str = RECIPE, ranks:
 def single_process_world() -> Iterator[Any]:
     """zoo's world of one rank under gloo, whatever launcher variables the environment holds."""
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
-        with world(Recipe(engine=EngineConfig(threads=1))) as here:
+        with open_world(Recipe(engine=EngineConfig(threads=1))) as here:
             yield here
 
 

@@ -24,11 +24,11 @@ def run_foreign(rank: int, size: int, plan: Plan, how: str) -> Held:
     from megatron.core.distributed import finalize_model_grads
 
     from zoo.model import build
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
     (layout,) = plan.layouts
     recipe = _recipe(plan, layout, size)
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         built = _Built(recipe, here)
         step, batches = build.build_step(built.assembly, recipe, here), _read(layout.batches)
         mine = batches[here.dp_rank :: here.dp_size]

@@ -75,12 +75,12 @@ def _running(
     from zoo.config.validate import validate
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
     from zoo.training.run import Run
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
     recipe = validate(load_effective(recipe_name, [*fixed, *overrides]), size)
-    with interrupts() as stop, world(recipe) as here, build_in or nullcontext():
+    with interrupts() as stop, open_world(recipe) as here, build_in or nullcontext():
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
         yield run

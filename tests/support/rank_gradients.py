@@ -70,9 +70,9 @@ def run_step(rank: int, size: int, plan: Plan) -> Held:
 
 def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
     """`run_step` for each of the plan's layouts, one after the other on one model."""
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
-    with world(_recipe(plan, plan.layouts[0], size)) as here:
+    with open_world(_recipe(plan, plan.layouts[0], size)) as here:
         with _more_settings(dict(plan.transformer)):
             built = _Built(_recipe(plan, plan.layouts[0], size), here)
         return [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
@@ -88,9 +88,9 @@ def run_captured(rank: int, size: int, plan: Plan) -> tuple[list[Held], list[int
     """`run_layouts` with the layers of decoders captured, recorded work done again; and how much was recorded by each."""
     from support.recorded_again import RecordedAgain, go_by_lengths
     from zoo.model.graphs import use_graphs
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
-    with world(_recipe(plan, plan.layouts[0], size)) as here, pytest.MonkeyPatch.context() as patch:
+    with open_world(_recipe(plan, plan.layouts[0], size)) as here, pytest.MonkeyPatch.context() as patch:
         go_by_lengths(patch)
         built = _Built(_recipe(plan, plan.layouts[0], size), here)
         use_graphs(built.wrapped)

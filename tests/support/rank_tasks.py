@@ -121,10 +121,10 @@ def place(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Enter a world and say what it is; for tests of the pool itself."""
     from support.recipes import load_effective
     from zoo.config.validate import validate
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
     recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
-    with world(validate(recipe, size)) as here:
+    with open_world(validate(recipe, size)) as here:
         total = here.sum([float(here.rank)])[0]
         return {
             "rank": here.rank,
@@ -144,9 +144,9 @@ def misbehave(rank: int, size: int, how: str, culprit: int) -> int:
     import torch.distributed as dist
 
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
 
-    with world(Recipe(engine=EngineConfig(threads=1))):
+    with open_world(Recipe(engine=EngineConfig(threads=1))):
         if rank == culprit:
             if how == "raise":
                 raise ValueError("the culprit's own words")
@@ -213,14 +213,14 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.logging.startup_time import Startup
     from zoo.optim.adamw import optimizers
     from zoo.parallel.signals import interrupts
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
     from zoo.planner.activations import Row
     from zoo.training.distillation.teacher import Teacher
     from zoo.training.run import Run
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
     recipe = validate(load_effective(name, [*fixed, *overrides]), size)
-    with interrupts() as stop, world(recipe) as here:
+    with interrupts() as stop, open_world(recipe) as here:
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
         fetched = run.train_step.fetch()
@@ -264,11 +264,11 @@ def one_step(rank: int, size: int, overrides: Sequence[str], recipe_name: str, m
     from zoo.config.validate import validate
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
-    from zoo.parallel.world import world
+    from zoo.parallel.world import open_world
     from zoo.training.run import Run
 
     recipe = load_effective(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
-    with interrupts() as stop, world(validate(recipe, size)) as here:
+    with interrupts() as stop, open_world(validate(recipe, size)) as here:
         run = Run(validate(recipe, size), here, stop, Startup("imports"))
         run._build()
         assert run.adapters is not None

@@ -30,7 +30,7 @@ from zoo.model import build, lora
 from zoo.model.merged_tensors import MergedTensors
 from zoo.model.meta_model import family_of, on_meta
 from zoo.model.run_settings import settings_of
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 
 
 def export(
@@ -113,7 +113,7 @@ def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
     settings = settings_of(run)
     recipe = recipe_for_weights(str(run.folder), family, keys, settings.layer)
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
         yield replace(build.assemble(recipe, run), settings=settings), recipe, here
 

@@ -20,7 +20,7 @@ from zoo.generation.decoding import Decoding
 from zoo.generation.prompts import Prompt, make_prompt, most_positions
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.model import build
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Answering:
 @contextmanager
 def loaded(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Answering]:
     """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)

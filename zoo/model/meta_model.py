@@ -24,7 +24,7 @@ from zoo.nn.family import refusal
 from zoo.nn.kernels import has_triton
 from zoo.parallel.megatron import private
 from zoo.parallel.megatron.replaced import replaced
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 from zoo.registry import ModelFamily, families
 
 
@@ -94,7 +94,7 @@ def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None)
         recipe = recipe.replace({"train.loss": "reward"})
     assembly = build.assembly_of_arch(recipe)
     _refuse_ranks()
-    with world(recipe) as here, on_meta(here) as nowhere:
+    with open_world(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
     parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
     return MetaModel(family, assembly.config, bridge, build.model_dims(assembly), parameters)

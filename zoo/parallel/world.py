@@ -71,7 +71,7 @@ class World:
 
 
 @contextmanager
-def world(recipe: Recipe) -> Iterator[World]:
+def open_world(recipe: Recipe) -> Iterator[World]:
     """Initialise torch.distributed and megatron-core's parallel state for the block, and take both down after it.
 
     Raises UserError where torch.distributed is in use already: its groups belong to the caller.
@@ -199,7 +199,7 @@ def alone(recipe: Recipe) -> Iterator[World]:
     with untouched():
         for name in _LAUNCHED:
             os.environ.pop(name, None)
-        with world(on_one_rank(recipe)) as here:
+        with open_world(on_one_rank(recipe)) as here:
             yield here
 
 

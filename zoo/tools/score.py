@@ -28,7 +28,7 @@ from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import untouched
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked, check_counts
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import recipe_batches, smallest_count
@@ -77,7 +77,7 @@ def score(
 @torch.no_grad()
 def score_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`score` on this rank, for the rows of data.eval; returns all results on every rank."""
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)

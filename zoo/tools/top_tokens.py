@@ -27,7 +27,7 @@ from zoo.model import build
 from zoo.nn.head.distillation import TopK
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import untouched
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked
 from zoo.training.distillation.teacher import top_of
 from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
@@ -88,7 +88,7 @@ def top_tokens(
 @torch.no_grad()
 def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
     """`top_tokens` on this rank, for the rows of data.eval."""
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         source = SampleSource.open(

@@ -16,7 +16,7 @@ from zoo.logging.startup_time import Startup
 from zoo.parallel.determinism import refusal
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
-from zoo.parallel.world import world
+from zoo.parallel.world import open_world
 from zoo.planner.plan import refuse_misfit
 from zoo.training.kernel_check.before_training import check_kernels
 from zoo.training.run import Run
@@ -50,7 +50,7 @@ def _refuse_misfit(recipe: Recipe) -> None:
 
 
 def _train(recipe: Recipe, stop: Interrupts, startup: Startup, given: Sequence[Any]) -> TrainResult:
-    with world(recipe) as here:
+    with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
         refuse_different(recipe)
         callbacks = open_callbacks(recipe, given, here.is_main)

@@ -12,7 +12,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.nn.graphs.recorder import Recorder
 from zoo.parallel import world as place
-from zoo.parallel.world import world
+from zoo.parallel.world import open_world
 
 
 @pytest.mark.parametrize(("overrides", "in_steps", "on_weights"), [((), 1, 12), (("engine.threads=3",), 3, 3)])
@@ -38,7 +38,7 @@ def test_one_thread_beside_a_gpu(
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with world(recipe) as here:
+        with open_world(recipe) as here:
             assert torch.get_num_threads() == in_steps
             initial_weights.init_weights([], assembly, recipe, here)
             assert loaded_with == [on_weights]
@@ -57,7 +57,7 @@ def test_graphs_are_given_up_before_process_groups_end() -> None:
             there.append(torch.distributed.is_initialized())
 
     recipe = validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
-    with world(recipe):
+    with open_world(recipe):
         held = Noted()
         assert not there
     assert there == [True] and isinstance(held, Recorder)

@@ -31,7 +31,7 @@ from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
 from zoo.parallel.object_group import object_group
 from zoo.parallel.signals import Interrupts, interrupts
-from zoo.parallel.world import World, world
+from zoo.parallel.world import World, open_world
 from zoo.planner.sample_costs import training_cost
 from zoo.training.resume import Rows
 from zoo.training.run import Run
@@ -41,7 +41,7 @@ from zoo.training.train_step import StepResult
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     """Metrics of a setting on this rank's world; {"oom": True} where one GPU's memory doesn't suffice."""
     startup = Startup("imports")
-    with interrupts() as stop, world(recipe) as here:
+    with interrupts() as stop, open_world(recipe) as here:
         try:
             kind = LoadedRun if given["data"] else BenchRun
             run = kind(recipe, here, stop, startup, given)
