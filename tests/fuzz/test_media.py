@@ -19,7 +19,7 @@ from PIL import Image
 from support.fuzz import CASE_SECONDS, fuzzed, mutated, within
 
 from zoo.data.errors import RowError
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import Row
 
@@ -81,12 +81,12 @@ SOUNDS = [
 
 @pytest.fixture(scope="module")
 def workers() -> Any:
-    found = Workers(1, SECONDS, ROW_MB)
+    found = DecodingWorkers(1, SECONDS, ROW_MB)
     yield found
     found.close()
 
 
-def check(workers: Workers, kind: str, data: bytes) -> None:
+def check(workers: DecodingWorkers, kind: str, data: bytes) -> None:
     """That a file is decoded or refused in time, by a worker that lasts."""
     row = Row(messages=(), source=f"x:{os.urandom(4).hex()}", root=Path())
     started = max(workers.started, 1)
@@ -111,19 +111,19 @@ def check(workers: Workers, kind: str, data: bytes) -> None:
 
 @fuzzed()
 @given(data=mutated(IMAGES))
-def test_images(data: bytes, workers: Workers) -> None:
+def test_images(data: bytes, workers: DecodingWorkers) -> None:
     check(workers, "image", data)
 
 
 @fuzzed()
 @given(data=mutated(VIDEOS))
-def test_videos(data: bytes, workers: Workers) -> None:
+def test_videos(data: bytes, workers: DecodingWorkers) -> None:
     check(workers, "video", data)
 
 
 @fuzzed()
 @given(data=mutated(SOUNDS))
-def test_sounds(data: bytes, workers: Workers) -> None:
+def test_sounds(data: bytes, workers: DecodingWorkers) -> None:
     check(workers, "audio", data)
 
 
@@ -131,10 +131,10 @@ def test_sounds(data: bytes, workers: Workers) -> None:
 @given(kind=st.sampled_from(["image", "video", "audio"]), data=st.data())
 def test_in_the_rank_itself(kind: str, data: Any) -> None:
     """With data.workers=0, and headers with any number of workers: no other error than a RowError."""
-    from zoo.data.media.decoder import Here
+    from zoo.data.media.decoder import InProcessDecoder
     from zoo.data.media.sizes import image_size
 
-    here = Here()
+    here = InProcessDecoder()
     medium = Blob(data.draw(mutated({"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind])), f"x.{kind}")
     row = Row(messages=(), source="x:1", root=Path())
     with within():

@@ -127,7 +127,7 @@ def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
 def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> dict[str, Any]:
     """What the tokens follow from."""
     vocabulary = assembly.config.text.vocab_size
-    known = [identity.of_part("", part) for part in source.rows.parts if not isinstance(part, RowStream)]
+    known = [identity.digests_of_rows("", part) for part in source.rows.parts if not isinstance(part, RowStream)]
     rows = [(one.rows, one.digests) for one in known]
     data: dict[str, Any] = {name: getattr(recipe.data, name) for name in DATA}
     return {

@@ -17,7 +17,7 @@ from zoo.config.resume import Change, changes_from, refuse, refuse_unwanted
 from zoo.config.schema import Recipe
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.sources.identity import FORM, Known, difference, of_part
+from zoo.data.sources.identity import DIGEST_VERSION, RowDigests, difference, digests_of_rows
 from zoo.data.sources.streams import RowStream
 from zoo.errors import ConfigError
 from zoo.logging.messages import at_change
@@ -109,7 +109,7 @@ def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]
 
 def known_rows(data: RunData) -> dict[str, Any]:
     """How the rows of a run are recognised, as plain values."""
-    return {"form": FORM} | {
+    return {"form": DIGEST_VERSION} | {
         key: [_known(name, part).as_dict() for name, part in zip(source.rows.names, source.rows.parts, strict=True)]
         for key, source in _sources(data)
     }
@@ -174,21 +174,21 @@ def _sources(data: RunData) -> list[tuple[str, SampleSource]]:
     return [("data.train", data.source), *held_out]
 
 
-def _known(name: str, part: Any) -> Known:
-    return Known(name, None) if isinstance(part, RowStream) else of_part(name, part)
+def _known(name: str, part: Any) -> RowDigests:
+    return RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)
 
 
 def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool) -> Rows:
     saved, others = state.get("known_rows", {}), False
-    if saved.get("form") != FORM:
+    if saved.get("form") != DIGEST_VERSION:
         raise ConfigError(
-            f"{checkpoint} does not say, in the form that is compared here ({FORM}), which rows it knew; start from its "
+            f"{checkpoint} does not say, in the form that is compared here ({DIGEST_VERSION}), which rows it knew; start from its "
             f"weights with model.init={checkpoint} in another run.dir"
         )
     messages: list[str] = []
     sizes: list[int | None] | None = None
     for key, source in _sources(data):
-        before = [Known(**{**one, "digests": tuple(one["digests"])}) for one in saved.get(key, [])]
+        before = [RowDigests(**{**one, "digests": tuple(one["digests"])}) for one in saved.get(key, [])]
         why = _difference(key, before, source, state, recipe)
         if why is not None:
             change = Change(key, None, None)
@@ -212,7 +212,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe:
 
 
 def _difference(
-    key: str, before: Sequence[Known], source: SampleSource, state: Mapping[str, Any], recipe: Recipe
+    key: str, before: Sequence[RowDigests], source: SampleSource, state: Mapping[str, Any], recipe: Recipe
 ) -> str | None:
     """Why a source does not begin with the rows that were known, part by part."""
     rows = source.rows
@@ -233,7 +233,7 @@ def _difference(
     return None
 
 
-def _grown(before: Sequence[Known], source: SampleSource) -> Iterator[str]:
+def _grown(before: Sequence[RowDigests], source: SampleSource) -> Iterator[str]:
     rows = source.rows
     for known, name, size in zip(before, rows.names, rows.sizes, strict=False):
         if known.rows is not None and size is not None and size > known.rows:

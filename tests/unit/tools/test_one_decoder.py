@@ -23,7 +23,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.row_encoder import RowEncoder
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.media.decoding_workers import Workers, decoder_for
+from zoo.data.media.decoding_workers import DecodingWorkers, decoder_for
 from zoo.data.processors.processor import Processor
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import make_row
@@ -42,7 +42,7 @@ LIBRARIES = {
     "transformers.image_utils.load_image", "transformers.video_utils", "transformers.audio_utils",
 }  # fmt: skip
 # Modules of zoo.data.media whose functions decode in the process that calls them; and a picture that zoo has drawn.
-IN_THIS_PROCESS = {"decode", "decoder.Here", "images.rgb_of", "sound_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
+IN_THIS_PROCESS = {"decode", "decoder.InProcessDecoder", "images.rgb_of", "sound_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
 OWN_PICTURES = {"zoo/logging/callbacks/trackers.py": {"PIL.Image.open"}}
 
 
@@ -97,7 +97,7 @@ def test_no_module_calls_a_decoder_but_those_of_the_workers() -> None:
         "from transformers.image_utils import load_image",
         "from zoo.data.media.decode import load_audio",
         "from zoo.data.media import decode",
-        "from zoo.data.media.decoder import Decoder, Here",
+        "from zoo.data.media.decoder import Decoder, InProcessDecoder",
         "from zoo.data.media.sizes import Headers, video_size",
     ],
 )
@@ -217,7 +217,7 @@ def test_a_prompt_has_the_limits_of_its_recipe(tmp_path: Path) -> None:
 
 def test_a_decoder_that_nobody_gave_has_limits() -> None:
     default = decoder_for(DataConfig())
-    assert isinstance(default, Workers)
+    assert isinstance(default, DecodingWorkers)
     assert (default.seconds, default.megabytes) == (DataConfig().row_seconds, DataConfig().row_mb)
     signatures = [
         inspect.signature(function)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zoo.bench.training.receipts import PROMPT, SEED, Sizes, draw_sizes, marks, receipts
 from zoo.data.sample import IGNORE, Sample
-from zoo.data.sources.references import Picture, Sound
+from zoo.data.sources.references import AudioSamples, OpenImage
 from zoo.data.sources.rows import Message, Row
 from zoo.errors import UserError
 
@@ -71,10 +71,10 @@ def _row(modalities: Sequence[str], place: int, sizes: Sizes) -> Row:
         from PIL import Image
 
         pixels = draw.integers(0, 256, (SQUARE * sizes.height, SQUARE * sizes.width, 3), dtype=np.uint8)
-        asked, media = f"<image>{asked}", {"images": (Picture(Image.fromarray(pixels), f"receipt {place}"),)}
+        asked, media = f"<image>{asked}", {"images": (OpenImage(Image.fromarray(pixels), f"receipt {place}"),)}
     elif "audio" in modalities:  # their templates may write nothing beside a clip
         heard = draw.normal(0.0, 0.1, sizes.height * sizes.width * RATE // TOKENS_A_SECOND)
-        asked, media = "<audio>", {"audios": (Sound(heard.astype(np.float32), RATE, f"receipt {place}"),)}
+        asked, media = "<audio>", {"audios": (AudioSamples(heard.astype(np.float32), RATE, f"receipt {place}"),)}
     else:
         asked = _digits(draw, PROMPT + sizes.height * sizes.width)
     messages = (Message("user", asked), Message("assistant", _digits(draw, sizes.answer)))

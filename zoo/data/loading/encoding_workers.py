@@ -304,10 +304,10 @@ def serve(ends: list[int]) -> None:
 
 def _work(rank: socket.socket, encoder: RowEncoder) -> None:
     """Encode rows until the rank closes its end."""
-    from zoo.data.media.decoding_workers import Workers
+    from zoo.data.media.decoding_workers import DecodingWorkers
 
     data = encoder.data
-    encoder = replace(encoder, decoder=Workers(1, data.row_seconds, data.row_mb))
+    encoder = replace(encoder, decoder=DecodingWorkers(1, data.row_seconds, data.row_mb))
     with contextlib.suppress(OSError):
         _send(rank, "ready")
         while head := rank.recv(HEAD.size, socket.MSG_WAITALL):

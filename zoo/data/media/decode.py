@@ -26,7 +26,7 @@ from zoo.data.media.images import IMAGE_TYPES, MAX_PIXELS, rgb_of
 from zoo.data.media.opening import open_binary
 from zoo.data.media.sampling import WHOLE, Clip, frames_taken
 from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
-from zoo.data.sources.references import Blob, Frames, MediaFile, Picture, Sound, missing_text
+from zoo.data.sources.references import AudioSamples, Blob, FrameList, MediaFile, OpenImage, missing_text
 from zoo.files import why_no_file
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ CONTAINERS = (
 )  # demuxers of FFmpeg: no playlist, no list of other files
 
 type File = str | Path | Blob | MediaFile
-type Source = File | Picture | Sound | Frames
+type Source = File | OpenImage | AudioSamples | FrameList
 
 
 def load_image(source: Source) -> Image.Image:
@@ -57,7 +57,7 @@ def load_image(source: Source) -> Image.Image:
         RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS, or 16 bits a channel of which the upper
             four are never in use.
     """
-    if isinstance(source, Picture):
+    if isinstance(source, OpenImage):
         return rgb_of(source.image, source)
     place = _existing(source)
     try:
@@ -100,7 +100,7 @@ def video_frames(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE
     Raises:
         RowError: no such file, no picture track, no frame that can be decoded, or more pixels than MAX_VIDEO_MB holds.
     """
-    if isinstance(source, Frames):
+    if isinstance(source, FrameList):
         return _listed_frames(source, fps, max_frames, clip)
     place = _existing(source)
     with _opened(place, "video") as container:
@@ -120,7 +120,7 @@ def video_frames(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE
     return frames.pixels, fps
 
 
-def _listed_frames(video: Frames, fps: float, max_frames: int, clip: Clip) -> tuple[np.ndarray, float]:
+def _listed_frames(video: FrameList, fps: float, max_frames: int, clip: Clip) -> tuple[np.ndarray, float]:
     """The same of a video as a list of its frames."""
     last = len(video.images) - 1
     count, rate = frames_taken(len(video.images) / fps, fps, max_frames, clip)
@@ -155,7 +155,7 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
         RowError: no such file, no sound track, no sample that can be decoded, samples that are no numbers, more than
             MAX_SOUND_SECONDS, or less than a file's header says.
     """
-    place = source if isinstance(source, Sound) else _existing(source)
+    place = source if isinstance(source, AudioSamples) else _existing(source)
     try:
         return _checked(_at_rate(place, rate), place, rate)
     except RowError:
@@ -164,9 +164,9 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
         raise corrupt_media(place, "audio", _reason(error, place)) from error
 
 
-def _at_rate(place: File | Sound, rate: int) -> np.ndarray:
+def _at_rate(place: File | AudioSamples, rate: int) -> np.ndarray:
     """Sound of any kind, resampled."""
-    if isinstance(place, Sound):
+    if isinstance(place, AudioSamples):
         sound, given = _mono(place), place.rate
         if len(sound) > MAX_SOUND_SECONDS * given:
             raise corrupt_media(place, "audio", _too_long())
@@ -225,7 +225,7 @@ def _frame_of(sound: np.ndarray, rate: int) -> Any:
     return frame
 
 
-def _mono(sound: Sound) -> np.ndarray:
+def _mono(sound: AudioSamples) -> np.ndarray:
     samples = np.asarray(sound.samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu" or samples.dtype in (np.int64, np.uint64):
         shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
@@ -236,7 +236,7 @@ def _mono(sound: Sound) -> np.ndarray:
     return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
 
 
-def _checked(sound: np.ndarray, place: File | Sound, rate: int) -> np.ndarray:
+def _checked(sound: np.ndarray, place: File | AudioSamples, rate: int) -> np.ndarray:
     if not len(sound):
         raise corrupt_media(place, "audio", "its audio track is empty")
     if len(sound) < MIN_SOUND_SECONDS * rate:
@@ -258,7 +258,7 @@ def _too_long() -> str:
 def _existing(source: Source) -> Blob | MediaFile:
     if isinstance(source, Blob):
         return source
-    if isinstance(source, Frames):
+    if isinstance(source, FrameList):
         raise NoSoundTrackError(*corrupt_media(source, "audio", "a list of frames has no audio track").args)
     path = Path(str(source))
     if why_no_file(path) is not None:

@@ -1,4 +1,4 @@
-"""`Decoder`: decodes the media of rows; `Room`: the memory that the media of one row may take."""
+"""`Decoder`: decodes the media of rows; `MediaMemory`: the memory that the media of one row may take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Decoder(Protocol):
         """See `zoo.data.media.sizes.sound_samples`."""
 
 
-class Here:
+class InProcessDecoder:
     """Decodes in this process, without a limit of time; `Decoder`."""
 
     decodes_ahead = False
@@ -104,7 +104,7 @@ class Here:
         return sound_samples(row.opened(medium))
 
 
-class Room:
+class MediaMemory:
     """Counts the memory that the media of one row take."""
 
     def __init__(self, megabytes: int) -> None:

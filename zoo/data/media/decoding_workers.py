@@ -30,7 +30,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.media.decoding_process import HEAD, decoded
 from zoo.data.media.sampling import WHOLE, Clip, how_taken
-from zoo.data.sources.references import Medium, Picture, bare, files_of, is_url, settings_of_medium, shown
+from zoo.data.sources.references import Medium, OpenImage, bare, files_of, is_url, settings_of_medium, shown
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -45,7 +45,7 @@ GRACE = 5.0  # seconds after its limit at which a worker ends itself, should nob
 START_SECONDS = 120.0  # longest time that a worker may take to start
 
 
-class Workers:
+class DecodingWorkers:
     """Decodes in worker processes; `zoo.data.media.decoder.Decoder`.
 
     Args:
@@ -201,7 +201,7 @@ class AtWork(threading.local):
 
 def _is_in_memory(medium: Medium) -> bool:
     """Whether a medium has pixels that no decoder is needed for: their EXIF data would not come along to a worker."""
-    return all(isinstance(file, Picture) for file in files_of(medium))
+    return all(isinstance(file, OpenImage) for file in files_of(medium))
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def decoder_for(data: DataConfig) -> Decoder:
     count = worker_count(data, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1))
     key = (os.getpid(), count, data.row_seconds, data.row_mb)
     if key not in _decoders:
-        from zoo.data.media.decoder import Here
+        from zoo.data.media.decoder import InProcessDecoder
 
-        _decoders[key] = Workers(*key[1:]) if count else Here(data.row_mb)
+        _decoders[key] = DecodingWorkers(*key[1:]) if count else InProcessDecoder(data.row_mb)
     return _decoders[key]

@@ -11,13 +11,13 @@ import numpy as np
 from zoo.config.schema import DataConfig
 from zoo.data.errors import NoSoundTrackError, RowError
 from zoo.data.media.decode import MIN_SOUND_SECONDS
-from zoo.data.media.decoder import Decoder, Room
+from zoo.data.media.decoder import Decoder, MediaMemory
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.sampling import Pace, how_taken
 from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, clip_of
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.sources.formats.tags import PLACEHOLDER
-from zoo.data.sources.references import Frames, Medium, bare, is_url, settings_of_medium
+from zoo.data.sources.references import FrameList, Medium, bare, is_url, settings_of_medium
 from zoo.data.sources.rows import Row
 
 
@@ -53,7 +53,7 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
     media = LoadedMedia()
     decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
-    room = Room(decoder.megabytes)
+    room = MediaMemory(decoder.megabytes)
     if row.images:
         media.arguments["images"] = [room.take(decoder.image(bare(image), row)) for image in row.images]
     clips = []
@@ -106,7 +106,7 @@ def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | Non
     clips, paces = [], []
     for video, length in zip(row.videos, lengths, strict=True):
         if length is not None:
-            listed = isinstance(bare(video), Frames)
+            listed = isinstance(bare(video), FrameList)
             clip, pace = clip_of(length, settings_of_medium(video), fps, max_frames, frames=listed)
             clips.append(clip)
             paces.append(pace)

@@ -29,7 +29,7 @@ class Pace(NamedTuple):
     start: float = 0.0  # seconds
 
 
-class Taken(NamedTuple):
+class SampledFrames(NamedTuple):
     """The frames that are taken of a video."""
 
     frames: int
@@ -46,7 +46,7 @@ def how_taken(settings: MediaSettings | None, fps: float, max_frames: int) -> tu
     return settings.fps or fps, max(most, settings.min_frames or 0), clip
 
 
-def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE) -> Taken:
+def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE) -> SampledFrames:
     """How many frames are taken of a video of so many seconds, and at which rate.
 
     Raises:
@@ -60,5 +60,5 @@ def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE
     wanted = max(clip.exactly or min(max(count, clip.least), most), MIN_FRAMES)
     # A whole video that is too short is held on its last frame; a clip's frames lie within it.
     if length <= 0 or wanted == count or (clip == WHOLE and wanted == MIN_FRAMES > count):
-        return Taken(wanted, fps)
-    return Taken(wanted, wanted / length)
+        return SampledFrames(wanted, fps)
+    return SampledFrames(wanted, wanted / length)

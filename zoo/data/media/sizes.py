@@ -19,7 +19,7 @@ from zoo.data.media.images import IMAGE_TYPES
 from zoo.data.media.opening import open_binary
 from zoo.data.media.sampling import Pace, frames_taken, how_taken
 from zoo.data.sources.formats.media_settings import MediaSettings
-from zoo.data.sources.references import Blob, Frames, MediaFile, Picture, Sound
+from zoo.data.sources.references import AudioSamples, Blob, FrameList, MediaFile, OpenImage
 
 ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
 SOUND_RATE = 16_000  # Hz that sound is resampled to
@@ -138,7 +138,7 @@ def clip_of(
 
 def image_size(source: Any) -> ImageSize | None:
     """The size of an image; None where its header does not hold it."""
-    if isinstance(source, Picture):
+    if isinstance(source, OpenImage):
         return _upright(source.image)
     if not isinstance(source, str | Path | Blob | MediaFile):
         return None
@@ -154,7 +154,7 @@ def plain_size(source: Any) -> ImageSize | None:
 
     So it needs no worker: no decoder is called, and time and memory are bounded.
     """
-    if isinstance(source, Picture):
+    if isinstance(source, OpenImage):
         return _upright(source.image)
     try:
         with (
@@ -192,7 +192,7 @@ def _upright(image: Any) -> ImageSize:
 
 def video_size(source: Any) -> VideoSize | None:
     """The size of a video; None where its header does not hold it (outside of mp4 and mov)."""
-    if isinstance(source, Frames):
+    if isinstance(source, FrameList):
         first = image_size(source.images[0])
         return None if first is None else VideoSize(len(source.images), *first)
     if not isinstance(source, str | Path | Blob | MediaFile):
@@ -209,7 +209,7 @@ def video_size(source: Any) -> VideoSize | None:
 
 def sound_samples(source: Any) -> int | None:
     """Samples at SOUND_RATE of a sound; None where its header does not hold them (of compressed sound)."""
-    if isinstance(source, Sound):
+    if isinstance(source, AudioSamples):
         return round(max(np.shape(source.samples)) / source.rate * SOUND_RATE)
     if not isinstance(source, str | Path | Blob | MediaFile):
         return None

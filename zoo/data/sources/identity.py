@@ -24,16 +24,25 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
-from zoo.data.sources.references import Adjusted, Blob, Frames, Medium, Picture, Sound, files_of, is_url
+from zoo.data.sources.references import (
+    AudioSamples,
+    Blob,
+    FrameList,
+    Medium,
+    MediumWithSettings,
+    OpenImage,
+    files_of,
+    is_url,
+)
 from zoo.data.sources.rows import Row
 
-FORM = 1  # version of the digests and of their places; digests of other versions can't be compared
+DIGEST_VERSION = 1  # version of the digests and of their places; digests of other versions can't be compared
 DIGESTS = 1024  # of a source's part, at most
 READ_MB = 128  # MiB of media that are read for the digests of a table
 
 
 @dataclass(frozen=True)
-class Known:
+class RowDigests:
     """The rows of one entry of data.train or data.eval.
 
     Attributes:
@@ -53,13 +62,13 @@ class Known:
         return asdict(self)
 
 
-def of_part(name: str, part: Sequence[Row]) -> Known:
+def digests_of_rows(name: str, part: Sequence[Row]) -> RowDigests:
     """The digests of a part's rows."""
     spread = not isinstance(part, list)
-    return Known(name, len(part), spread, tuple(_digests(part, len(part), spread)))
+    return RowDigests(name, len(part), spread, tuple(_digests(part, len(part), spread)))
 
 
-def difference(known: Known, part: Sequence[Row], fewer: bool = False) -> str | None:
+def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> str | None:
     """Why a part does not begin with known rows; None where it does, whether or not rows follow them.
 
     Args:
@@ -118,7 +127,7 @@ def key_of(row: Row, *tokens: np.ndarray) -> bytes:
     """16 bytes that tell a row from all others, wherever it stands: its content, sizes of its files of media, and its tokens."""
     found = hashlib.blake2b(_content(row), digest_size=16)
     for medium in (file for one in (*row.images, *row.videos, *row.audios) for file in files_of(one)):
-        if isinstance(medium, Picture):
+        if isinstance(medium, OpenImage):
             found.update(medium.image.tobytes())
         elif isinstance(medium, str) and not is_url(medium) and not medium.startswith("data:"):
             with contextlib.suppress(OSError):
@@ -148,26 +157,26 @@ def _content(row: Row) -> bytes:
 
 def content_of(medium: Medium) -> Any:
     """What tells a medium from others of a row: a plain value, of a picture all its pixels."""
-    if isinstance(medium, Adjusted):
+    if isinstance(medium, MediumWithSettings):
         return content_of(medium.medium), medium.settings.given()
-    if isinstance(medium, Frames):
+    if isinstance(medium, FrameList):
         return list(map(content_of, medium.images))
-    if isinstance(medium, Picture):
+    if isinstance(medium, OpenImage):
         return medium.image.size, medium.image.mode, medium.image.tobytes()
     return _medium(medium)
 
 
 def _medium(medium: Medium) -> Any:
-    if isinstance(medium, Adjusted):
+    if isinstance(medium, MediumWithSettings):
         return _medium(medium.medium), medium.settings.given()
-    if isinstance(medium, Frames):
+    if isinstance(medium, FrameList):
         return list(map(_medium, medium.images))
     if isinstance(medium, Blob):
         return hashlib.blake2b(medium.data, digest_size=8).hexdigest()
-    if isinstance(medium, Sound):
+    if isinstance(medium, AudioSamples):
         samples = np.ascontiguousarray(medium.samples)
         return medium.rate, samples.shape, hashlib.blake2b(samples.tobytes(), digest_size=8).hexdigest()
-    if isinstance(medium, Picture):
+    if isinstance(medium, OpenImage):
         return medium.image.size, medium.image.mode
     if is_url(medium) or medium.startswith("data:"):
         return medium

@@ -39,7 +39,7 @@ class RowPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceShare:
     """One source of a mixture."""
 
     rows: int | None  # None: a stream
@@ -57,7 +57,7 @@ class Mixture:
             evenly spread.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int, shuffle: bool) -> None:
+    def __init__(self, parts: Sequence[SourceShare], seed: int, shuffle: bool) -> None:
         self.parts = list(parts)
         self.seed, self.shuffle = seed, shuffle
         self.sizes = [STREAM_ROWS if part.rows is None else part.rows for part in self.parts]

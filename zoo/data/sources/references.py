@@ -43,7 +43,7 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Sound:
+class AudioSamples:
     """Decoded sound: (N,) or (channels, N) samples, and how many there are a second."""
 
     samples: np.ndarray = field(repr=False)
@@ -55,7 +55,7 @@ class Sound:
 
 
 @dataclass(frozen=True)
-class Picture:
+class OpenImage:
     """An open PIL image."""
 
     image: Any = field(repr=False)
@@ -66,10 +66,10 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Frames:
+class FrameList:
     """A video as its frames, which are images, in order."""
 
-    images: tuple[str | Blob | Picture, ...]
+    images: tuple[str | Blob | OpenImage, ...]
     name: str
 
     def __str__(self) -> str:
@@ -77,17 +77,19 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Adjusted:
+class MediumWithSettings:
     """A medium that is taken in its own way."""
 
-    medium: str | Blob | Sound | Picture | Frames
+    medium: str | Blob | AudioSamples | OpenImage | FrameList
     settings: MediaSettings
 
     def __str__(self) -> str:
         return str(self.medium)
 
 
-type Medium = str | Blob | Sound | Picture | Frames | Adjusted  # a str is a path, a URL or a data: URI
+type Medium = (
+    str | Blob | AudioSamples | OpenImage | FrameList | MediumWithSettings
+)  # a str is a path, a URL or a data: URI
 
 
 @dataclass(frozen=True)
@@ -102,27 +104,27 @@ class MediaFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class MediumWithKeys:
     """A medium of a content part, not checked, and the keys beside it."""
 
     value: Any
     keys: Mapping[str, Any]
 
 
-def bare(medium: Medium) -> str | Blob | Sound | Picture | Frames:
+def bare(medium: Medium) -> str | Blob | AudioSamples | OpenImage | FrameList:
     """A medium without its settings."""
-    return medium.medium if isinstance(medium, Adjusted) else medium
+    return medium.medium if isinstance(medium, MediumWithSettings) else medium
 
 
 def settings_of_medium(medium: Medium) -> MediaSettings | None:
     """How a medium is taken, where that is its own."""
-    return medium.settings if isinstance(medium, Adjusted) else None
+    return medium.settings if isinstance(medium, MediumWithSettings) else None
 
 
 def files_of(medium: Medium) -> tuple[Medium, ...]:
     """What a medium is made of: itself, or the frames of a video."""
     medium = bare(medium)
-    return medium.images if isinstance(medium, Frames) else (medium,)
+    return medium.images if isinstance(medium, FrameList) else (medium,)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Access:
     closed: bool = False
 
 
-def checked(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
+def check_medium(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
     """A medium as a row may name it.
 
     Args:
@@ -160,9 +162,9 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
         RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path out of the root ("outside_root"), no
             such file ("missing_file").
     """
-    if isinstance(value, Blob | Sound | Picture | Frames | Adjusted):
+    if isinstance(value, Blob | AudioSamples | OpenImage | FrameList | MediumWithSettings):
         return value
-    if isinstance(value, Part):
+    if isinstance(value, MediumWithKeys):
         return _adjusted(value.value, value.keys, kind, where, access, source)
     if isinstance(value, Mapping):
         value, keys = _of_mapping(value, kind, where, source)
@@ -174,18 +176,18 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
         value = str(value)
     if isinstance(value, str) and value.startswith("file://"):
         value = _of_file_uri(value)
-    if isinstance(value, Blob | Sound):
+    if isinstance(value, Blob | AudioSamples):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         return Blob(bytes(value), where)
     if isinstance(value, np.ndarray) and kind == "audio":
-        return Sound(value, 16_000, where)
+        return AudioSamples(value, 16_000, where)
     if kind == "image" and hasattr(value, "convert") and hasattr(value, "getbands"):
         try:
             data = undecoded(value)
         except ValueError as error:
             raise RowError(source, "bad_row", f"{where} is {error}.") from error
-        return Picture(value, where) if data is None else Blob(data, where)
+        return OpenImage(value, where) if data is None else Blob(data, where)
     if not isinstance(value, str) or not value:
         raise RowError(source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted.")
     if value.startswith("data:"):
@@ -204,25 +206,25 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
 
 def _adjusted(value: Any, keys: Mapping[str, Any], kind: str, where: str, access: Access, source: str) -> Medium:
     """A medium with the keys beside it."""
-    medium = checked(value, kind, where, access, source)
+    medium = check_medium(value, kind, where, access, source)
     inner, own = bare(medium), settings_of_medium(medium)
-    settings = settings_of(keys, kind, where, source, frames=isinstance(inner, Frames))
+    settings = settings_of(keys, kind, where, source, frames=isinstance(inner, FrameList))
     if own is not None and settings is not None:
         raise RowError(source, "bad_row", f"{where} has settings within settings; give them once.")
-    return medium if settings is None else Adjusted(inner, settings)
+    return medium if settings is None else MediumWithSettings(inner, settings)
 
 
-def _frames(value: Sequence[Any], where: str, access: Access, source: str) -> Frames:
+def _frames(value: Sequence[Any], where: str, access: Access, source: str) -> FrameList:
     """A video as a list of its frames."""
     if not value or len(value) > MAX_FRAMES:
         text = f"{where} is a video of {len(value)} frames; 1 to {MAX_FRAMES} are wanted."
         raise RowError(source, "bad_row", text)
-    images = [checked(one, "image", f"{where}[{n}]", access, source) for n, one in enumerate(value)]
-    plain = tuple(one for one in images if isinstance(one, str | Blob | Picture))
+    images = [check_medium(one, "image", f"{where}[{n}]", access, source) for n, one in enumerate(value)]
+    plain = tuple(one for one in images if isinstance(one, str | Blob | OpenImage))
     if len(plain) < len(images):
         text = f"{where} has a frame with settings of its own; give them of the video as a whole."
         raise RowError(source, "bad_row", text)
-    return Frames(plain, where)
+    return FrameList(plain, where)
 
 
 def undecoded(picture: Any) -> bytes | None:
@@ -250,15 +252,15 @@ def is_url(medium: Medium) -> bool:
     return any(isinstance(one, str) and one.startswith(("http://", "https://")) for one in files_of(medium))
 
 
-def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | Sound | Picture | Frames:
+def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | AudioSamples | OpenImage | FrameList:
     """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root, or `outside` of it.
 
     Raises:
         RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
     """
     medium = bare(medium)
-    if isinstance(medium, Frames):
-        return Frames(tuple(opened(one, root, outside) for one in medium.images), medium.name)  # type: ignore[misc]
+    if isinstance(medium, FrameList):
+        return FrameList(tuple(opened(one, root, outside) for one in medium.images), medium.name)  # type: ignore[misc]
     if not isinstance(medium, str):
         return medium
     if medium.startswith("data:"):
@@ -341,7 +343,7 @@ def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) ->
     if data is None and left.get("array") is not None and kind == "audio":
         rate, array = left.pop("sampling_rate", None), left.pop("array")
         if isinstance(rate, int) and 0 < rate <= MAX_RATE:
-            return Sound(_samples(array, where, source), rate, where), left
+            return AudioSamples(_samples(array, where, source), rate, where), left
     keys = ", ".join(map(str, value))
     text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
     raise RowError(source, "bad_row", text)

@@ -20,7 +20,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError, raised
 from zoo.data.sources.formats.choose import PREFERENCE
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
-from zoo.data.sources.mixture import Mixture, Part, SampleId
+from zoo.data.sources.mixture import Mixture, SampleId, SourceShare
 from zoo.data.sources.references import Access, shown
 from zoo.data.sources.rows import Row, make_row, no_rows
 from zoo.data.sources.streams import RowStream, is_stream, open_stream
@@ -48,13 +48,13 @@ class RowSet(Sequence[Row]):
         self,
         parts: Sequence[Sequence[Row] | RowStream],
         names: Sequence[str],
-        shares: Sequence[Part] | None = None,
+        shares: Sequence[SourceShare] | None = None,
         limits: Sequence[MediaLimits | None] | None = None,
     ) -> None:
         self.parts, self.names = list(parts), list(names)
         self.shares = [
             replace(share, rows=None if isinstance(part, RowStream) else len(part))
-            for part, share in zip(parts, shares or [Part(None)] * len(parts), strict=True)
+            for part, share in zip(parts, shares or [SourceShare(None)] * len(parts), strict=True)
         ]
         self.limits = list(limits or [None] * len(self.parts))
         self._mixture = Mixture(self.shares, 0, False)  # numbers rows; orders come with the seed of `order`
@@ -246,7 +246,7 @@ def open_rows(
     return RowSet(
         parts,
         list(map(str, entries)),
-        [Part(None, entry.weight, entry.epochs) for entry in entries],
+        [SourceShare(None, entry.weight, entry.epochs) for entry in entries],
         [_own_limits(data, entry) for entry in entries],
     )
 

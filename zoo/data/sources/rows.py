@@ -25,13 +25,13 @@ from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import (
     Access,
+    AudioSamples,
     Blob,
-    Frames,
+    FrameList,
     MediaFile,
     Medium,
-    Picture,
-    Sound,
-    checked,
+    OpenImage,
+    check_medium,
     missing_text,
     opened,
     shown,
@@ -92,7 +92,7 @@ class Row:
         """A media file's path."""
         return self.root / name
 
-    def opened(self, medium: Medium) -> MediaFile | Blob | Sound | Picture | Frames:
+    def opened(self, medium: Medium) -> MediaFile | Blob | AudioSamples | OpenImage | FrameList:
         """One of its media at hand; see `zoo.data.sources.references.opened`."""
         return opened(medium, self.root, self.outside)
 
@@ -206,7 +206,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         messages = tuple(map(Message, (role for role, _ in messages), contents))
     _check_placeholders(messages, counts, source)
     media = {
-        name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
+        name: tuple(check_medium(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
         for name, (key, found) in named.items()
     }
     use_sound = typed(item, "use_audio_in_video", bool, False, source)

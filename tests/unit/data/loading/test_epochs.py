@@ -18,7 +18,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import IGNORE, Sample
-from zoo.data.sources.mixture import Part
+from zoo.data.sources.mixture import SourceShare
 from zoo.data.sources.row_set import RowSet
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
@@ -249,7 +249,7 @@ def test_an_epoch_of_a_mixture() -> None:
     """Entries come as often as they say; by weights, an epoch is over when an entry has come as often as it says."""
     a, b = (rows_of(texts_of(random_lengths(count, count)), name) for name, count in (("a", 10), ("b", 30)))
 
-    def run(first: Part, second: Part, epochs: float) -> dict[str, set[int]]:
+    def run(first: SourceShare, second: SourceShare, epochs: float) -> dict[str, set[int]]:
         loader = loader_of(RowSet([a, b], ["a", "b"], [first, second]), recipe())
         steps = loader.steps_for_epochs(epochs)
         found = drawn(loader)
@@ -257,10 +257,10 @@ def test_an_epoch_of_a_mixture() -> None:
         seen = times(found)
         return {name: {seen[row.source] for row in rows} for name, rows in (("a", a), ("b", b))}
 
-    assert run(Part(None, None, 2), Part(None), 2) == {"a": {4}, "b": {2}}
-    assert run(Part(None, None, 0.5), Part(None), 2) == {"a": {1}, "b": {2}}
-    assert run(Part(None, 0.5, 3), Part(None, 0.5), 1) == {"a": {3}, "b": {1}}
-    assert run(Part(None, 0.25), Part(None, 0.75), 2) == {"a": {2}, "b": {2}}
+    assert run(SourceShare(None, None, 2), SourceShare(None), 2) == {"a": {4}, "b": {2}}
+    assert run(SourceShare(None, None, 0.5), SourceShare(None), 2) == {"a": {1}, "b": {2}}
+    assert run(SourceShare(None, 0.5, 3), SourceShare(None, 0.5), 1) == {"a": {3}, "b": {1}}
+    assert run(SourceShare(None, 0.25), SourceShare(None, 0.75), 2) == {"a": {2}, "b": {2}}
 
 
 def test_ranks_of_an_interleaved_pipeline_have_a_multiple_of_its_stages() -> None:

@@ -20,8 +20,8 @@ from support.fuzz import memory_below, peak_mb
 from zoo.data.errors import RowError
 from zoo.data.media import decode as media
 from zoo.data.media import sizes
-from zoo.data.media.decoder import Here
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoder import InProcessDecoder
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.sources.lines import LINE_MB
 from zoo.data.sources.references import Access, Blob
 from zoo.data.sources.rows import TEXT_MB, Row, make_row, read_rows
@@ -141,7 +141,7 @@ CASES = [(kind, name) for kind, found in (("image", IMAGES), ("video", VIDEOS), 
 
 
 @contextlib.contextmanager
-def peak_of(workers: Workers) -> Iterator[list[float]]:
+def peak_of(workers: DecodingWorkers) -> Iterator[list[float]]:
     """The most memory, in MiB, that workers have had, looked at while they are busy."""
     peaks, over = [0.0], threading.Event()
 
@@ -161,15 +161,15 @@ def peak_of(workers: Workers) -> Iterator[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    found = Workers(1, SECONDS, ROW_MB)
+def workers() -> Iterator[DecodingWorkers]:
+    found = DecodingWorkers(1, SECONDS, ROW_MB)
     found.sound_samples(Blob(wav(), "x"), Row((), source="first"))  # started
     yield found
     found.close()
 
 
 @pytest.fixture(scope="module")
-def empty_mb(workers: Workers) -> float:
+def empty_mb(workers: DecodingWorkers) -> float:
     """What a worker has before it decodes."""
     with peak_of(workers) as peaks:
         time.sleep(0.1)
@@ -178,7 +178,7 @@ def empty_mb(workers: Workers) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at /proc")
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_worker_keeps_its_bounds(kind: str, name: str, workers: Workers, empty_mb: float) -> None:
+def test_a_worker_keeps_its_bounds(kind: str, name: str, workers: DecodingWorkers, empty_mb: float) -> None:
     make, wanted = {"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind][name]
     blob, row = Blob(make(), "x"), Row((), source=name)
     decode = {
@@ -204,7 +204,7 @@ def test_media_of_a_row_are_bounded_together(processor: Any, tmp_path: Path) -> 
     talk = [{"role": "user", "content": "<image>" * 60}, {"role": "assistant", "content": "7"}]
     row = make_row({"messages": talk, "images": ["a.png"] * 60}, "x:1", Access(tmp_path))
     with memory_below(2 * 256), pytest.raises(RowError, match=r"take over 256 MiB together.*data\.row_mb") as caught:
-        processor.encode(row, video_fps=1.0, max_frames=2, decoder=Here(256))
+        processor.encode(row, video_fps=1.0, max_frames=2, decoder=InProcessDecoder(256))
     assert caught.value.cause == "memory"
 
 

@@ -350,12 +350,12 @@ def test_bytes_in_the_place_of_files(media):
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100])
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int16])
 def test_sound_as_an_array(make, rate, kind):
-    from zoo.data.sources.references import Sound
+    from zoo.data.sources.references import AudioSamples
 
     wave_ = make.tone(0.5, rate)
     samples = wave_ if kind is not np.int16 else np.round(wave_ * 32767).astype(np.int16)
     for array in (samples.astype(kind), np.stack([samples] * 2).astype(kind)):
-        found = load_audio(Sound(array, rate, "x"))
+        found = load_audio(AudioSamples(array, rate, "x"))
         assert found.dtype == np.float32 and abs(len(found) - 8000) < 50
         assert np.abs(np.fft.rfft(found[2000:6000])).argmax() == pytest.approx(110, abs=1)
 

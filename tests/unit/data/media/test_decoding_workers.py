@@ -16,18 +16,18 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media import decoding_workers
-from zoo.data.media.decoder import Here
-from zoo.data.media.decoding_workers import Workers, decoder_for
+from zoo.data.media.decoder import InProcessDecoder
+from zoo.data.media.decoding_workers import DecodingWorkers, decoder_for
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import Row, read_rows
 from zoo.errors import UserError
 
-HERE = Here()
+HERE = InProcessDecoder()
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    made = Workers(2, 30.0, 2048)
+def workers() -> Iterator[DecodingWorkers]:
+    made = DecodingWorkers(2, 30.0, 2048)
     yield made
     made.close()
 
@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_media_are_those_of_this_process(workers: Workers, media: Path, begun: bool) -> None:
+def test_media_are_those_of_this_process(workers: DecodingWorkers, media: Path, begun: bool) -> None:
     rows = read_rows(media / "rows.jsonl")
     if begun:
         workers.begin(rows, 2.0, 16)
@@ -57,7 +57,7 @@ def test_media_are_those_of_this_process(workers: Workers, media: Path, begun: b
     assert workers.started == (2 if begun else 1)
 
 
-def test_bytes_are_decoded_too_and_errors_are_the_same(workers: Workers, media: Path) -> None:
+def test_bytes_are_decoded_too_and_errors_are_the_same(workers: DecodingWorkers, media: Path) -> None:
     row = Row((), source="x:1", root=media)
     blob = Blob((media / "a.png").read_bytes(), "images[0]")
     assert workers.image(blob, row).tobytes() == HERE.image("a.png", row).tobytes()
@@ -74,7 +74,7 @@ def test_bytes_are_decoded_too_and_errors_are_the_same(workers: Workers, media: 
 def test_a_medium_that_takes_too_long_is_given_up_and_its_worker_with_it(media: Path, tmp_path: Path) -> None:
     """A pipe that nobody writes to: reading it never ends."""
     os.mkfifo(tmp_path / "x.png")
-    workers = Workers(1, 1.0, 2048)
+    workers = DecodingWorkers(1, 1.0, 2048)
     row = Row((), source="x:1", root=tmp_path)
     workers.image(Blob((media / "a.png").read_bytes(), "warm"), row)
     began = time.monotonic()
@@ -104,7 +104,7 @@ class Crash(Blob):
         return os.abort, ()
 
 
-def test_a_decoder_that_crashes_is_a_bad_row(workers: Workers, media: Path) -> None:
+def test_a_decoder_that_crashes_is_a_bad_row(workers: DecodingWorkers, media: Path) -> None:
     row = Row((), source="x:1", root=media)
     with pytest.raises(RowError, match=r"has ended its decoder \(signal 6\)") as caught:
         workers.image(Crash(b"", "x"), row)
@@ -113,7 +113,7 @@ def test_a_decoder_that_crashes_is_a_bad_row(workers: Workers, media: Path) -> N
 
 
 def test_a_process_that_can_not_start_is_no_bad_row(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = Workers(1, 30.0, 2048)
+    workers = DecodingWorkers(1, 30.0, 2048)
     monkeypatch.setattr(decoding_workers, "module_command", lambda *_: [sys.executable, "-c", "exit(3)"])
     with pytest.raises(UserError, match=r"at its start \(exit code 3\); run `.* -c 'exit\(3\)'` to see") as caught:
         workers.image("a.png", Row((), source="x:1", root=media))
@@ -125,7 +125,7 @@ def test_a_medium_that_needs_too_much_memory(tmp_path: Path) -> None:
     """An image within the limit of pixels, but not within this one of memory."""
     file = io.BytesIO()
     Image.new("RGB", (9000, 9000)).save(file, "png", compress_level=1)
-    workers = Workers(1, 60.0, 64)
+    workers = DecodingWorkers(1, 60.0, 64)
     row = Row((), source="x:1", root=tmp_path)
     with pytest.raises(RowError, match="over 64 MiB") as caught:
         workers.image(Blob(file.getvalue(), "big"), row)
@@ -134,7 +134,7 @@ def test_a_medium_that_needs_too_much_memory(tmp_path: Path) -> None:
 
 
 def test_the_media_of_a_row_share_its_time(media: Path) -> None:
-    workers = Workers(1, 30.0, 2048)
+    workers = DecodingWorkers(1, 30.0, 2048)
     row = Row((), source="x:1", root=media)
     workers.image("a.png", row)
     workers._at_work.seconds = 31.0
@@ -145,7 +145,7 @@ def test_the_media_of_a_row_share_its_time(media: Path) -> None:
     workers.close()
 
 
-def test_workers_end_when_they_are_closed_and_with_their_parent(workers: Workers, media: Path) -> None:
+def test_workers_end_when_they_are_closed_and_with_their_parent(workers: DecodingWorkers, media: Path) -> None:
     import subprocess
     import sys
 
@@ -155,8 +155,8 @@ def test_workers_end_when_they_are_closed_and_with_their_parent(workers: Workers
     workers.close()
     assert not alive(pid)
     code = (
-        "import os, sys; from pathlib import Path; from zoo.data.media.decoding_workers import Workers; from zoo.data.sources.rows import Row\n"
-        f"w = Workers(1, 5.0, 2048); w.image('a.png', Row((), root=Path({str(media)!r})))\n"
+        "import os, sys; from pathlib import Path; from zoo.data.media.decoding_workers import DecodingWorkers; from zoo.data.sources.rows import Row\n"
+        f"w = DecodingWorkers(1, 5.0, 2048); w.image('a.png', Row((), root=Path({str(media)!r})))\n"
         "print(w._idle[0].process.pid, flush=True); os._exit(1)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -169,7 +169,7 @@ def test_workers_end_when_they_are_closed_and_with_their_parent(workers: Workers
 
 def test_a_source_with_workers_gives_the_same_samples(processor, media: Path) -> None:  # type: ignore[no-untyped-def]
     data = DataConfig(cache_mb=0)
-    workers = Workers(2, 30.0, 2048)
+    workers = DecodingWorkers(2, 30.0, 2048)
     path = str(media / "rows.jsonl")
     plain = SampleSource.open([path], processor, data, budget=4096)
     other = SampleSource.open([path], processor, data, budget=4096, decoder=workers)
@@ -186,9 +186,9 @@ def test_a_source_with_workers_gives_the_same_samples(processor, media: Path) ->
 
 def test_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    assert isinstance(decoder_for(DataConfig(workers=0)), Here)
+    assert isinstance(decoder_for(DataConfig(workers=0)), InProcessDecoder)
     made = decoder_for(DataConfig(workers=3, row_seconds=7.0))
-    assert isinstance(made, Workers) and (made.count, made.seconds, made.started) == (3, 7.0, 0)
+    assert isinstance(made, DecodingWorkers) and (made.count, made.seconds, made.started) == (3, 7.0, 0)
     assert decoder_for(DataConfig(workers=3, row_seconds=7.0)) is made, "whoever asks shares the processes"
     default = decoder_for(DataConfig())
-    assert isinstance(default, Workers) and default.count == 1
+    assert isinstance(default, DecodingWorkers) and default.count == 1

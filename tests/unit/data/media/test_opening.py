@@ -14,13 +14,13 @@ from PIL import Image
 
 from zoo.data.errors import RowError
 from zoo.data.loading.pairs import rows_of
-from zoo.data.media.decoder import Decoder, Here
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoder import Decoder, InProcessDecoder
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.media.opening import open_binary
 from zoo.data.media.sizes import plain_size
 from zoo.data.sources import references
 from zoo.data.sources.objects import write_objects
-from zoo.data.sources.references import Access, Blob, Picture, undecoded
+from zoo.data.sources.references import Access, Blob, OpenImage, undecoded
 from zoo.data.sources.rows import Row, make_row
 
 KINDS = {"image": "x.png", "audio": "x.wav", "video": "x.mp4"}
@@ -59,7 +59,7 @@ def files(media: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["rank", "worker"])
 def decoder(request: pytest.FixtureRequest) -> Iterator[Decoder]:
-    made: Decoder = Here() if request.param == "rank" else Workers(1, 30.0, 2048)
+    made: Decoder = InProcessDecoder() if request.param == "rank" else DecodingWorkers(1, 30.0, 2048)
     yield made
     made.close()
 
@@ -133,7 +133,7 @@ def test_the_media_of_a_rejected_answer_too(files: Path) -> None:
         if not link.is_symlink():
             link_to_secret(link, files / "secret" / "x.png")
         with pytest.raises(RowError, match="leads out of the data root"):
-            Here().image(row.images[0], row)
+            InProcessDecoder().image(row.images[0], row)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
@@ -142,20 +142,20 @@ def test_an_opened_picture_is_decoded_by_whoever_decodes_files(kind: str, tmp_pa
     file = io.BytesIO()
     Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(file, kind)
     picture = Image.open(io.BytesIO(file.getvalue()))
-    made = references.checked(picture, "image", "images[0]", Access(tmp_path), "x:1")
+    made = references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
     assert isinstance(made, Blob) and made.data == file.getvalue()
     messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "7"}]
     write_objects([{"messages": messages, "images": [picture]}], tmp_path / "x.rows.arrow", "data.train")
     assert undecoded(picture) == file.getvalue(), "it is still not decoded"
     picture.load()
-    loaded = references.checked(picture, "image", "images[0]", Access(tmp_path), "x:1")
-    assert isinstance(loaded, Picture), "pixels in memory are what the program made of them"
-    assert Here().image(made, Row(())).tobytes() == Here().image(loaded, Row(())).tobytes()
+    loaded = references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
+    assert isinstance(loaded, OpenImage), "pixels in memory are what the program made of them"
+    assert InProcessDecoder().image(made, Row(())).tobytes() == InProcessDecoder().image(loaded, Row(())).tobytes()
 
 
 def test_a_picture_that_can_not_be_read_any_more_says_so(media: Path, tmp_path: Path) -> None:
     with Image.open(media / "a.png") as picture:
         pass
     with pytest.raises(RowError, match=r"images\[0\] is a PIL image whose file was closed") as caught:
-        references.checked(picture, "image", "images[0]", Access(tmp_path), "x:1")
+        references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
     assert caught.value.cause == "bad_row"

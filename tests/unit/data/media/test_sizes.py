@@ -11,7 +11,7 @@ from support.tile_rows import draw
 
 from zoo.data.media import sizes
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
@@ -124,7 +124,7 @@ def test_a_special_token_in_the_texts_is_found_without_encoding(family: Processo
 
 
 def test_workers_read_the_same_headers(media: Path) -> None:
-    workers = Workers(1, seconds=60.0, megabytes=512)
+    workers = DecodingWorkers(1, seconds=60.0, megabytes=512)
     row = Row((("user", "hi"), ("assistant", "ho")), root=media)
     try:
         for name in ("silent.mp4", "a.wav", "b.flac", "spoken.mp4", "a.png"):

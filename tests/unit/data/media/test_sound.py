@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from zoo.data.media.decode import load_audio
-from zoo.data.sources.references import Access, Blob, Sound, checked
+from zoo.data.sources.references import Access, AudioSamples, Blob, check_medium
 from zoo.data.sources.rows import make_row
 from zoo.errors import UserError
 
@@ -164,8 +164,8 @@ def test_arrays(kind: Any, channels: int) -> None:
         return np.round(sound * (int(whole.max) + 1 - middle) + middle).astype(kind)
 
     for array in (as_kind(same(16000, channels)), as_kind(same(16000, channels)).T):
-        assert rms(load_audio(Sound(array, 16000, "x"))) == pytest.approx(0.5 / np.sqrt(2), rel=0.01)
-    mixed = load_audio(Sound(as_kind(tones(16000, channels)), 16000, "x"))
+        assert rms(load_audio(AudioSamples(array, 16000, "x"))) == pytest.approx(0.5 / np.sqrt(2), rel=0.01)
+    mixed = load_audio(AudioSamples(as_kind(tones(16000, channels)), 16000, "x"))
     assert amplitudes(mixed, channels) == pytest.approx([0.5 / channels] * channels, rel=0.02)
     assert abs(mixed.mean()) < 0.01
 
@@ -191,7 +191,7 @@ def test_whole_numbers_of_unknown_range_are_refused(array: Any) -> None:
 
 
 def test_a_plain_array_is_checked_alike() -> None:
-    medium = checked(np.arange(1500), "audio", "audios[0]", Access(Path()), "x:1")
+    medium = check_medium(np.arange(1500), "audio", "audios[0]", Access(Path()), "x:1")
     with pytest.raises(UserError, match="int64"):
         load_audio(medium)
 

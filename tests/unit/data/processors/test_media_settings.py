@@ -16,7 +16,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.media.sampling import Clip
 from zoo.data.processors.fitting import Overlong
 from zoo.data.processors.processor import Processor
@@ -159,7 +159,7 @@ def greys(processor: Processor, folder: Path, part: dict[str, Any]) -> list[floa
     """The grey level of each frame that is decoded of a row's video."""
     seen: list[float] = []
 
-    class Spy(Workers):
+    class Spy(DecodingWorkers):
         def video(self, *args: Any) -> Any:
             frames, rate = super().video(*args)
             seen.extend(frames.float().mean((1, 2, 3)).tolist())
@@ -235,7 +235,7 @@ def test_workers_and_the_sample_cache_tell_settings_apart(timestamped: Processor
         for part in (video(), video(fps=4), video(video_start=2), image(), image(max_pixels=4096))
     ]
     rows = [make_row(item, "x:1", Access(folder)) for item in items]  # of one place, as a bad source may have them
-    workers = Workers(2, 60.0, 2000)
+    workers = DecodingWorkers(2, 60.0, 2000)
     try:
         source = SampleSource.of_rows(rows, timestamped, DataConfig(), budget=4096, decoder=workers)
         ids = [SampleId(number) for number in range(len(rows))]

@@ -11,7 +11,7 @@ from support.broken_rows import Broken, broken_rows
 
 from zoo.config.schema import DataConfig
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.media.decoding_workers import Workers
+from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.processors.processor import Processor
 from zoo.data.sources.rows import RowError
 
@@ -70,7 +70,7 @@ def test_none_stops_a_run_that_skips_and_none_is_uncounted(
     """With and without decoding workers; good rows stand between the bad ones."""
     path = folder / "all.jsonl"
     path.write_bytes(b"".join(row.line + b"\n" + GOOD + b"\n" for row in rows.values()))
-    decoder = {"decoder": Workers(count, 60.0, 4096)} if count else {}
+    decoder = {"decoder": DecodingWorkers(count, 60.0, 4096)} if count else {}
     data = DataConfig(on_error="skip")
     bad = tmp_path / "bad.jsonl"
     with warnings.catch_warnings():

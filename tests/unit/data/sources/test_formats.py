@@ -12,7 +12,7 @@ from PIL import Image
 
 from zoo.data.sources.formats.choose import FORMATS
 from zoo.data.sources.formats.published_sets import SET_FORMATS
-from zoo.data.sources.references import Access, Blob, Picture, Sound
+from zoo.data.sources.references import Access, AudioSamples, Blob, OpenImage
 from zoo.data.sources.rows import Row, RowError, make_row, read_rows
 
 ANSWERED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -206,7 +206,7 @@ def test_the_format_is_asked_for_where_keys_do_not_show_it(folder: Path) -> None
         ({"bytes": png(), "path": "x.png"}, Blob),
         ({"bytes": None, "path": "a.png"}, str),
         (Path("a.png"), str),
-        (Image.new("RGB", (2, 2)), Picture),
+        (Image.new("RGB", (2, 2)), OpenImage),
         (uri(png()), str),
     ],
 )
@@ -221,7 +221,7 @@ def test_sounds_of_every_kind(folder: Path) -> None:
     wave = np.zeros(160, np.float32)
     messages = [{"role": "user", "content": "<audio><audio>"}, ANSWERED[1]]
     row = made({"messages": messages, "audios": [wave, {"array": wave, "sampling_rate": 8000, "path": None}]}, folder)
-    assert [sound.rate for sound in row.audios if isinstance(sound, Sound)] == [16000, 8000]
+    assert [sound.rate for sound in row.audios if isinstance(sound, AudioSamples)] == [16000, 8000]
 
 
 def with_image(value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zoo.config.entries import DataEntry, parse_entry
-from zoo.data.sources.identity import DIGESTS, difference, of_part
+from zoo.data.sources.identity import DIGESTS, difference, digests_of_rows
 from zoo.data.sources.references import Access
 from zoo.data.sources.streams import open_stream
 from zoo.data.sources.tables import open_table
@@ -71,7 +71,7 @@ def opened(path: str) -> Any:
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
 def test_what_changed_is_found_and_named(write: Write, tmp_path: Path) -> None:
     items = [item(number) for number in range(20)]
-    known = of_part("rows", opened(write(tmp_path / "a", items)))
+    known = digests_of_rows("rows", opened(write(tmp_path / "a", items)))
     assert difference(known, opened(write(tmp_path / "moved", items))) is None
     assert difference(known, opened(write(tmp_path / "grown", [*items, item(20)]))) is None
     for name, changed, row in (
@@ -91,7 +91,7 @@ def test_what_changed_is_found_and_named(write: Write, tmp_path: Path) -> None:
 def test_every_row_of_a_large_file_counts(tmp_path: Path) -> None:
     count = 5 * DIGESTS + 3
     items = [item(number) for number in range(count)]
-    known = of_part("rows", opened(jsonl(tmp_path / "a", items)))
+    known = digests_of_rows("rows", opened(jsonl(tmp_path / "a", items)))
     assert len(known.digests) == DIGESTS
     assert difference(known, opened(jsonl(tmp_path / "b", [*items, *items]))) is None
     for place in (0, 1, 1234, 2 * DIGESTS + 1, count - 1):
@@ -101,7 +101,7 @@ def test_every_row_of_a_large_file_counts(tmp_path: Path) -> None:
 
 def test_a_large_table_is_known_by_some_of_its_rows(tmp_path: Path) -> None:
     items = [item(number) for number in range(3 * DIGESTS)]
-    known = of_part("rows", opened(parquet(tmp_path / "a", items)))
+    known = digests_of_rows("rows", opened(parquet(tmp_path / "a", items)))
     assert known.spread and len(known.digests) == DIGESTS
     assert difference(known, opened(parquet(tmp_path / "b", [*items, item(-1)]))) is None
     assert difference(known, opened(parquet(tmp_path / "c", [item(-1), *items]))) is not None
@@ -115,12 +115,12 @@ def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path)
     for folder in ("a", "b"):
         path = jsonl(tmp_path / folder, [row])
         (tmp_path / folder / "one.png").write_bytes(PIXEL)
-    known = of_part("rows", opened(str(tmp_path / "a" / "rows.jsonl")))
+    known = digests_of_rows("rows", opened(str(tmp_path / "a" / "rows.jsonl")))
     assert difference(known, opened(path)) is None
     (tmp_path / "b" / "two.png").write_bytes(PIXEL)
     assert difference(known, opened(jsonl(tmp_path / "b", [{**row, "images": ["two.png"]}]))) is not None
     away = str(tmp_path / "b" / "one.png")
-    absolute = of_part("rows", opened(jsonl(tmp_path / "c", [{**row, "images": [away]}])))
+    absolute = digests_of_rows("rows", opened(jsonl(tmp_path / "c", [{**row, "images": [away]}])))
     assert (
         difference(absolute, opened(jsonl(tmp_path / "d", [{**row, "images": [str(tmp_path / "a" / "one.png")]}])))
         is None
@@ -129,7 +129,7 @@ def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path)
     def rows(data: bytes) -> Any:
         return opened_entry(DataEntry(rows=[{**row, "images": [{"bytes": data, "path": None}]}]))
 
-    known = of_part("rows", rows(PIXEL))
+    known = digests_of_rows("rows", rows(PIXEL))
     assert difference(known, rows(PIXEL)) is None and difference(known, rows(PIXEL[:-1] + b"f")) is not None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.tags import PLACEHOLDER, take_marks
-from zoo.data.sources.references import Part, shown
+from zoo.data.sources.references import MediumWithKeys, shown
 
 KINDS = ("image", "video", "audio")
 LISTS = {kind: f"{kind}s" for kind in KINDS}
@@ -128,7 +128,7 @@ def _medium(part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, 
     elif isinstance(value, dict) and isinstance(value.get("data"), str):
         _refuse_others(value, ("data", "format"), f"{where}.{named[0]}" if named else where, source)
         value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
-    return Part(value, given) if given else value
+    return MediumWithKeys(value, given) if given else value
 
 
 def _refuse_others(part: dict[str, Any], known: tuple[str, ...], where: str, source: str) -> None:
