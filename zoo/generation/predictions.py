@@ -17,8 +17,8 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
-from zoo.generation.answering import Answering
 from zoo.generation.decoding import Decoding
+from zoo.generation.generator import Generator
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.generation.scores.answer_scores import exact_match
 from zoo.logging.predictions_plot import Prediction
@@ -45,7 +45,7 @@ def predict(
     if not recipe.log.predictions:
         return []
     ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
-    finder = Answering(Decoding(assembly, chunks, recipe, world, Sampling(), ends), 1, BadRows(recipe.data))
+    finder = Generator(Decoding(assembly, chunks, recipe, world, Sampling(), ends), 1, BadRows(recipe.data))
     refused = _refused(held_out, world)
     # Whether a medium is decoded in time may differ between ranks.
     chosen = agreed(lambda: _chosen(finder, held_out, recipe.log.predictions, refused))
@@ -58,7 +58,7 @@ def predict(
     share = -(-len(chosen) // world.dp_size)
     for chunk in chunks:
         chunk.eval()
-    found = Answering(decoding, share, BadRows(recipe.data)).all(held_out.rows, list(chosen))
+    found = Generator(decoding, share, BadRows(recipe.data)).all(held_out.rows, list(chosen))
     for chunk in chunks:
         chunk.train()
     predictions = []
@@ -80,7 +80,7 @@ def _refused(held_out: SampleSource, world: World) -> set[int]:
     return set().union(*everyone)
 
 
-def _chosen(finder: Answering, held_out: SampleSource, most: int, refused: Collection[int] = ()) -> dict[int, str]:
+def _chosen(finder: Generator, held_out: SampleSource, most: int, refused: Collection[int] = ()) -> dict[int, str]:
     """Number and answer of the rows to show, in the order of the rows: as many of each kind, spread over its rows."""
     kinds: dict[str, list[int]] = {}
     for number in spread(len(held_out), SEARCHED):

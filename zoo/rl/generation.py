@@ -16,8 +16,8 @@ from zoo.data.loading.bad_rows import BadRows
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
-from zoo.generation.answering import Answering
 from zoo.generation.decoding import Decoding
+from zoo.generation.generator import Generator
 from zoo.generation.prompts import Prompt, ends_with_question, with_stand_in
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.parallel.world import World
@@ -41,7 +41,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class _Sampled(Answering):
+class _Sampled(Generator):
     """Answers rows of which several are the same object, whose prompt is made once."""
 
     made: dict[int, Prompt] = field(default_factory=dict)
@@ -69,13 +69,13 @@ def generate(
         chunk.eval()
     ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
     decoding = Decoding(assembly, parts.chunks, recipe, world, sampling, ends)
-    answering = _Sampled(decoding, batch, BadRows(recipe.data))
+    generator = _Sampled(decoding, batch, BadRows(recipe.data))
     every = [row for row in asked for _ in range(samples)]
     open_ones = {at for at, row in enumerate(rows) if not isinstance(row, Row) and ends_with_question(row)}
     unanswered = frozenset(number for number in range(len(every)) if number // samples in open_ones)
-    found = answering.all(every, range(len(every)), unanswered)
+    found = generator.all(every, range(len(every)), unanswered)
     mine = [number for number in found if number // samples % world.dp_size == world.dp_rank]
-    prompts = [answering.prompt(every[number]) for number in mine]
+    prompts = [generator.prompt(every[number]) for number in mine]
     answers = [found[number] for number in mine]
     said = [_spoken(one["token_ids"], assembly.processor.media_ids) for one in answers]
     return Generated(_batch(prompts, said, assembly.processor.pad_id), answers)

@@ -18,7 +18,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.generation.answering import Answering, loaded
+from zoo.generation.generator import Generator, load_generator
 from zoo.generation.sampling import Sampling
 from zoo.generation.scores.answer_scores import Score
 from zoo.generation.scores.choose import Scores
@@ -101,8 +101,8 @@ def evaluate(
 
 def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`evaluate` on this rank, without scores: each row's sums and answer, on every rank."""
-    with loaded(recipe, Sampling(options["max_new_tokens"]), options["batch"]) as answering:
-        recipe, assembly = answering.decoding.recipe, answering.decoding.assembly
+    with load_generator(recipe, Sampling(options["max_new_tokens"]), options["batch"]) as generator:
+        recipe, assembly = generator.decoding.recipe, generator.decoding.assembly
         source = SampleSource.open(
             recipe.data.eval,
             assembly.processor,
@@ -112,19 +112,19 @@ def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,
         )
-        sums = _losses(answering, source)
+        sums = _losses(generator, source)
         rows = {number: source.rows.row(SampleId(number)) for number in sums}
         asked = [number for number, row in rows.items() if row.text is None]
-        kept = KeptRows(options.get("kept"), answering.decoding.here)
-        said = answering.all(source.rows, asked, keep=kept.add) if asked else {}
-        if source.counts and answering.decoding.here.is_main:
+        kept = KeptRows(options.get("kept"), generator.decoding.here)
+        said = generator.all(source.rows, asked, keep=kept.add) if asked else {}
+        if source.counts and generator.decoding.here.is_main:
             print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
         return [_of_row(rows[number], sums[number], said.get(number)) for number in sums]
 
 
-def _losses(answering: Answering, source: SampleSource) -> dict[int, list[float]]:
+def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]]:
     """Row number -> its negative log likelihood, weight, labels and right labels, of all ranks."""
-    decoding = answering.decoding
+    decoding = generator.decoding
     recipe, here = decoding.recipe, decoding.here
     batches = recipe_batches(recipe, source, here)
     step = build.build_step(decoding.assembly, recipe, here)

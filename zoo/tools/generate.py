@@ -25,7 +25,7 @@ from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
 from zoo.errors import UserError
-from zoo.generation.answering import Answering, loaded
+from zoo.generation.generator import Generator, load_generator
 from zoo.generation.prompts import STAND_IN, ends_with_question, with_stand_in
 from zoo.generation.sampling import Sampling
 from zoo.launch.launcher import run_task
@@ -108,13 +108,13 @@ def generate(
 
 def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`generate` on this rank, for the rows of data.eval; returns all results on every rank."""
-    with loaded(recipe, Sampling(**options["sampling"]), options["batch"]) as answering:
+    with load_generator(recipe, Sampling(**options["sampling"]), options["batch"]) as generator:
         entries = [parse_entry(spec, "data.eval") for spec in recipe.data.eval]
-        modalities, bad = answering.decoding.assembly.processor.modalities, answering.bad_rows
+        modalities, bad = generator.decoding.assembly.processor.modalities, generator.bad_rows
         given = open_rows(entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True)
-        kept = KeptRows(options.get("kept"), answering.decoding.here)
-        found = answering.all(given, range(len(given)), frozenset(options["unanswered"]), kept.add)
-        if bad.counts and answering.decoding.here.is_main:
+        kept = KeptRows(options.get("kept"), generator.decoding.here)
+        found = generator.all(given, range(len(given)), frozenset(options["unanswered"]), kept.add)
+        if bad.counts and generator.decoding.here.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
         return list(found.values())
 
@@ -122,8 +122,8 @@ def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, 
 class Chat:
     """A conversation with a loaded model; a failed question leaves it as it was."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
         self._row: dict[str, Any] = {"messages": []}
 
     def ask(self, text: str, files: Mapping[str, Media]) -> str:
@@ -136,9 +136,9 @@ class Chat:
         row = {name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())}
         form = Form(literal_tags=True)  # placeholders of the files stand before the text
         whole = make_row(with_stand_in(row), "", Access(Path(), outside=True), form)
-        prompt = self._answering.prompt(whole, answered=False)
-        (tokens,) = self._answering.decoding.answer([prompt.sample], [len(row["messages"])])
-        answer: str = self._answering.result(prompt, tokens)["text"]
+        prompt = self._generator.prompt(whole, answered=False)
+        (tokens,) = self._generator.decoding.answer([prompt.sample], [len(row["messages"])])
+        answer: str = self._generator.result(prompt, tokens)["text"]
         said = {"role": "assistant", "content": answer or STAND_IN}
         self._row = row | {"messages": [*row["messages"], said]}
         return answer
@@ -151,8 +151,8 @@ def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iter
     recipe = recipe_of(place, overrides)
     if (ranks := world_size(recipe)) != 1:
         raise UserError(f"a chat runs on one rank, and the recipe asks for {ranks}; set nproc=1")
-    with loaded(validate(for_rows(recipe, []), 1), sampling, 1) as answering:
-        yield Chat(answering)
+    with load_generator(validate(for_rows(recipe, []), 1), sampling, 1) as generator:
+        yield Chat(generator)
 
 
 def prompt_row(text: str, files: Mapping[str, Media]) -> dict[str, Any]:

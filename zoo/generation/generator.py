@@ -1,4 +1,4 @@
-"""`Answering`: a loaded model on this rank that answers rows, dealt out over data-parallel ranks."""
+"""`Generator`: a loaded model on this rank that answers rows, dealt out over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zoo.parallel.world import World, open_world
 
 
 @dataclass(frozen=True)
-class Answering:
+class Generator:
     """Answers rows with a model on this rank.
 
     Attributes:
@@ -129,7 +129,7 @@ class Answering:
 
 
 @contextmanager
-def loaded(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Answering]:
+def load_generator(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Generator]:
     """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
     with open_world(recipe) as here:
         recipe = validate(recipe, here.size)
@@ -140,7 +140,7 @@ def loaded(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None =
             chunk.eval()
         ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
         decoding = Decoding(assembly, chunks, recipe, here, sampling, ends, cached)
-        yield Answering(decoding, batch, BadRows(recipe.data))
+        yield Generator(decoding, batch, BadRows(recipe.data))
 
 
 def _gathered(mine: Mapping[int, dict[str, Any]], here: World) -> dict[int, dict[str, Any]]:
