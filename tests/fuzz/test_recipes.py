@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzzed, memory_below, mutated, within
 
-from zoo.config.checks.arch import LISTS, REAL, WHOLE, WHOLES
+from zoo.config.architecture import LISTS, REAL, WHOLE, WHOLES
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from zoo.bridge.files.headers import read_header, read_index
-from zoo.config.checks.arch import check_arch
+from zoo.config.architecture import check_arch
 from zoo.config.entries import DataEntry
 from zoo.config.layers.reader import read_yaml
 from zoo.config.locate import check_side_files, read_arch

@@ -53,10 +53,9 @@ ROOMS = {
 INNER = {
     "config": {
         "layers": "",
-        "facts": "layers entries",
-        "recipes": "layers files hub locate",
+        "recipes": "layers files hub locate entries schema",
         "foreign": "layers recipes files locate schema entries",
-        "checks": "layers facts schema derived devices gpus locate",
+        "checks": "layers schema derived devices gpus locate architecture",
     },
     "bridge": {"mapping": "errors", "files": "errors parallel"},
     "bench": {"training": "options"},
@@ -174,8 +173,8 @@ def test_imports_point_one_way() -> None:
         ("zoo.models.llava.step", "zoo.models.qwen3_omni", "another family"),
         ("zoo.models.qwen3_omni.step", "zoo.models.qwen3_omni.config", None),
         ("zoo.bridges.qwen3_omni", "zoo.models.qwen3_omni.config", None),
-        ("zoo.cli.training.train", "zoo.launch", None),
-        ("zoo.cli.training.train", "zoo.models.qwen3_omni", "a family"),
+        ("zoo.cli.runs.train", "zoo.launch", None),
+        ("zoo.cli.runs.train", "zoo.models.qwen3_omni", "a family"),
     ],
 )
 def test_the_rule_itself(module: str, imported: str, wrong: str | None) -> None:

@@ -14,16 +14,16 @@ from support.doc_blocks import PAGES, REPO, Block, blocks_of, commands_of, why_n
 
 import zoo
 from zoo.bench.options import read_options
-from zoo.cli.answers.eval import split as split_eval
-from zoo.cli.answers.generate import split as split_generate
 from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
-from zoo.cli.machine.bench import BENCHES, train_options
+from zoo.cli.checkpoints.eval import split as split_eval
+from zoo.cli.checkpoints.generate import split as split_generate
 from zoo.cli.main import VERBS
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
-from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
+from zoo.cli.runs.bench import BENCHES, train_options
+from zoo.cli.runs.inspect import KEYS as INSPECT_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe

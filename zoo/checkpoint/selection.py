@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zoo.checkpoint import integrity
 from zoo.checkpoint.storage.disk import Damaged
-from zoo.config.checks.metrics import flat, parse_metric
+from zoo.config.checks.training import flat, parse_metric
 from zoo.config.compose import load_recipe
 from zoo.config.locate import BASE, HF_PART, LONGEST_STATE, STATE, Place, checkpoints, locate, look, read_arch, step_of
 from zoo.config.schema import Recipe

@@ -18,8 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from zoo.config.recipes.matrix import folder, matrix, names_in, recipe_names
-from zoo.config.recipes.size_order import size_order
+from zoo.config.recipes.matrix import folder, matrix, names_in, recipe_names, size_order
 from zoo.errors import UserError
 
 # The shells ask `zoo completion answer LINE [BREAKS]`: the command up to the cursor and, for bash, the characters at which

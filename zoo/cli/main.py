@@ -20,20 +20,20 @@ from zoo.errors import UserError, file_error, printable_lines
 
 # verb -> module with run(arguments) -> exit code, and what the verb does
 VERBS: dict[str, tuple[str, str]] = {
-    "train": ("zoo.cli.training.train", "train a model from a recipe"),
+    "train": ("zoo.cli.runs.train", "train a model from a recipe"),
     "init": ("zoo.cli.recipes.init", "write a recipe for your data and model, asking for both"),
     "list": ("zoo.cli.recipes.list", "show model families, recipes, sizes and hardware overlays"),
     "show": ("zoo.cli.recipes.show", "show a resolved recipe, or every key there is"),
     "plan": ("zoo.cli.recipes.plan", "parameters, memory and FLOPs of a run before it is launched"),
-    "report": ("zoo.cli.training.report", "a page about a run, or several compared"),
-    "inspect": ("zoo.cli.training.inspect", "real packed rows as a picture and a page; lengths and padding"),
+    "report": ("zoo.cli.runs.report", "a page about a run, or several compared"),
+    "inspect": ("zoo.cli.runs.inspect", "real packed rows as a picture and a page; lengths and padding"),
     "convert": ("zoo.cli.checkpoints.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.checkpoints.verify", "compare two checkpoints, tensors and log-probabilities"),
-    "generate": ("zoo.cli.answers.generate", "a model's answers: to a prompt with files, to rows, in a chat"),
-    "eval": ("zoo.cli.answers.eval", "scores of a model's answers to held-out rows"),
-    "score": ("zoo.cli.answers.score", "log-probabilities of the answers of a file's rows"),
-    "doctor": ("zoo.cli.machine.doctor", "check the kernels that training would use on this machine"),
-    "bench": ("zoo.cli.machine.bench", "measure parts of zoo on this machine"),
+    "generate": ("zoo.cli.checkpoints.generate", "a model's answers: to a prompt with files, to rows, in a chat"),
+    "eval": ("zoo.cli.checkpoints.eval", "scores of a model's answers to held-out rows"),
+    "score": ("zoo.cli.checkpoints.score", "log-probabilities of the answers of a file's rows"),
+    "doctor": ("zoo.cli.runs.doctor", "check the kernels that training would use on this machine"),
+    "bench": ("zoo.cli.runs.bench", "measure parts of zoo on this machine"),
     "new-family": ("zoo.cli.recipes.new_family", "lay out a model family, with tests that say what to fill in"),
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }

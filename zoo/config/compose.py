@@ -22,17 +22,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from zoo.config.checks.arch_places import refuse_misplaced
+from zoo.config.architecture import refuse_misplaced
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
 from zoo.config.foreign.refusals import refuse_foreign_file, refuse_unknown
-from zoo.config.hand_built import BY_HAND, hand_built_chain, split_overrides, with_objects
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, Overrides, escaped
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import Place, is_hub_id, look, read_arch, read_state
 from zoo.config.recipes.chain import CHOICES, base_chain, is_shipped, refuse_file_keys, without_file_keys
+from zoo.config.recipes.hand_built import BY_HAND, hand_built_chain, split_overrides, with_objects
 from zoo.config.recipes.published import KnownArch, arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable

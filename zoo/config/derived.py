@@ -6,7 +6,7 @@ import hashlib
 from math import lcm
 from pathlib import Path
 
-from zoo.config.facts.architecture import num_experts
+from zoo.config.architecture import num_experts
 from zoo.config.schema import Recipe
 from zoo.files import expanded
 

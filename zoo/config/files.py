@@ -18,8 +18,7 @@ from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.layers.keys import nearest
 from zoo.config.layers.layer import Layer, filled
 from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
-from zoo.config.recipes.matrix import RecipeParts, names_in, recipe_names
-from zoo.config.recipes.size_order import size_order
+from zoo.config.recipes.matrix import RecipeParts, names_in, recipe_names, size_order
 from zoo.errors import ConfigError
 from zoo.files import expanded
 

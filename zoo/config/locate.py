@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from zoo.config.checks.arch import check_arch
+from zoo.config.architecture import check_arch
 from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError, printable
@@ -77,7 +77,7 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
     """The config.json of a folder; `given` is how the user named it, for messages.
 
     Raises:
-        ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.checks.arch`).
+        ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.architecture`).
     """
     path, where = folder / "config.json", f"{given}: " if given else ""
     if not path.is_file():

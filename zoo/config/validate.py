@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from zoo.config.checks.arch import check_arch
+from zoo.config.architecture import check_arch
 from zoo.config.checks.engine import check_engine, check_gpus, check_packages
 from zoo.config.checks.layout import check_layout, check_packing
-from zoo.config.checks.metrics import parse_metric
 from zoo.config.checks.model import check_lora, check_model
-from zoo.config.checks.optimizer import check_optimizer
-from zoo.config.checks.preference import check_preference
-from zoo.config.checks.schedule import check_schedule
+from zoo.config.checks.training import check_optimizer, check_preference, check_schedule, parse_metric
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries

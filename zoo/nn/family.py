@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from zoo.config.checks.arch import check_arch, refuse_unbuilt
+from zoo.config.architecture import check_arch, refuse_unbuilt
 from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable

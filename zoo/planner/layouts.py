@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from zoo.config.architecture import num_experts, text_config
 from zoo.config.checks.engine import not_captured
 from zoo.config.checks.layout import check_layout
 from zoo.config.derived import data_parallel, stage_layers
-from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute
 from zoo.config.schema.train import StateDtype

@@ -18,11 +18,11 @@ from zoo.checkpoint.selection import language_model
 from zoo.config.compose import recipe_for_weights
 from zoo.config.derived import data_parallel
 from zoo.config.entries import AUTO, DataEntry, check_entries, entries_of, parse_entry
-from zoo.config.hand_built import split_overrides
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Overrides, parse_value
 from zoo.config.layers.tree import leaves_of
 from zoo.config.locate import Place, read_arch
+from zoo.config.recipes.hand_built import split_overrides
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on, with_defaults
 from zoo.data.sources.formats.choose import fits

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
+from zoo.config.architecture import num_experts
 from zoo.config.compose import about, load_recipe
-from zoo.config.facts.architecture import num_experts
 from zoo.config.files import read_size, size_names
 from zoo.config.gpus import find_gpu, near_gpus
 from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in

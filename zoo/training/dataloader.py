@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zoo.config.checks.schedule import check_schedule
+from zoo.config.checks.training import check_schedule
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import DataConfig, Recipe, TrainConfig
 from zoo.data.errors import RowError

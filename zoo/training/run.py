@@ -17,7 +17,7 @@ from zoo.checkpoint.selection import repaired_source
 from zoo.checkpoint.staging.exports import export_trained
 from zoo.checkpoint.staging.leftovers import open_and_finish
 from zoo.checkpoint.storage.disk import Damaged
-from zoo.config.checks.metrics import flat
+from zoo.config.checks.training import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on

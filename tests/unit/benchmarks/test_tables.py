@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import tables
 from zoo.bench.training.train import bench_recipe
-from zoo.cli.machine.bench import train_options
+from zoo.cli.runs.bench import train_options
 
 NAMES = sorted(path.stem.removeprefix("h200-") for path in tables.RESULTS.glob("*.json"))
 

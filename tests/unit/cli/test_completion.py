@@ -18,7 +18,7 @@ from zoo.cli.main import VERBS, main
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
-from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
+from zoo.cli.runs.inspect import KEYS as INSPECT_KEYS
 from zoo.config.files import size_names
 from zoo.config.gpus import GPUS
 from zoo.config.layers.keys import keys, sections

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.cli.answers.eval import run, split, table, wrong
+from zoo.cli.checkpoints.eval import run, split, table, wrong
 from zoo.errors import UserError
 from zoo.generation.scores.choose import Scores
 from zoo.tools.evaluate import summed

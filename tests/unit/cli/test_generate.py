@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.cli.answers.generate import run, split
+from zoo.cli.checkpoints.generate import run, split
 from zoo.errors import UserError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import zoo
-from zoo.cli.answers.generate import _for_terminal
+from zoo.cli.checkpoints.generate import _for_terminal
 from zoo.cli.main import VERBS, main
 from zoo.config import compose, validate
 from zoo.config.checks import engine
@@ -160,7 +160,7 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
     ],
 )
 def test_the_first_line_of_a_run_is_short(overrides: list[str], wanted: str) -> None:
-    from zoo.cli.training.train import _first_line
+    from zoo.cli.runs.train import _first_line
 
     recipe = compose.load_recipe("demo", [text for text in overrides if "model.init" not in text])
     for text in overrides:

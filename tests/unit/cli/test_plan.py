@@ -16,8 +16,7 @@ from zoo.config.checks import engine
 from zoo.config.compose import about
 from zoo.config.files import CPU, size_names
 from zoo.config.gpus import GPUS
-from zoo.config.recipes.matrix import recipe_names
-from zoo.config.recipes.size_order import size_order
+from zoo.config.recipes.matrix import recipe_names, size_order
 from zoo.errors import UserError
 from zoo.registry import families
 

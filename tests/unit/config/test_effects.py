@@ -11,9 +11,8 @@ import zoo
 from zoo.config import compose
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.config.facts import conditions
 from zoo.config.layers.keys import ALWAYS, Key, When, keys, show_value
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, conditions
 from zoo.errors import ConfigError
 from zoo.launch.prepare import prepare
 
@@ -116,7 +115,7 @@ def sides(key: Key, lacking: When | None) -> list[str]:
 def test_a_key_is_taken_where_it_has_an_effect_and_refused_where_not(key: Key) -> None:
     assert key.when, (
         f"{key.key}: state when it has an effect in zoo/config/schema.py: when=ALWAYS, or when=given.CONDITION with one of "
-        "zoo/config/facts/conditions.py (a new one gets its two sides in SIDES here)"
+        "zoo/config/schema/conditions.py (a new one gets its two sides in SIDES here)"
     )
     typed = f"{key.key}={value_of(key)}"
     with_effect = loaded([*sides(key, None), typed])

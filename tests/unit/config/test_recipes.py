@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from zoo.config.architecture import text_config
 from zoo.config.compose import about, load_recipe
-from zoo.config.facts.architecture import text_config
 from zoo.config.files import size_names
 from zoo.config.recipes.matrix import SFT, matrix, recipe_names
 from zoo.config.validate import validate

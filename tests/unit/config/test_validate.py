@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from support.refusals import DENSE, MOE, TEXT, error_of, gpus
 
+from zoo.config.architecture import num_experts, text_config
 from zoo.config.compose import load_recipe
 from zoo.config.derived import run_folder
-from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.schema import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from zoo.config.validate import validate
 from zoo.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.cli.machine import doctor as verb
+from zoo.cli.runs import doctor as verb
 from zoo.doctor import expert_checks, inputs, machine, references
 from zoo.doctor.measure import Check, Trial, run_check
 from zoo.errors import UserError

@@ -22,7 +22,7 @@ from support.config_keys import (
     tiny_arch,
 )
 
-from zoo.config.checks.arch import check_arch
+from zoo.config.architecture import check_arch
 from zoo.errors import UserError
 from zoo.registry import get_family
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from zoo.cli.machine.doctor import KERNELS
+from zoo.cli.runs.doctor import KERNELS
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.doctor import run_checks

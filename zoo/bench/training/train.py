@@ -20,10 +20,10 @@ from typing import Any
 from zoo.bench.options import Bounded
 from zoo.bench.training import profile as bench_profile
 from zoo.bench.training.setting import LEAST_WARM, Setting, as_dict, missing
+from zoo.config.architecture import num_experts, text_config
 from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.devices import gpu_count
-from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
 from zoo.errors import UserError

@@ -1,1 +1,1 @@
-"""The verbs about checkpoints."""
+"""The subcommands that convert, compare and ask checkpoints."""

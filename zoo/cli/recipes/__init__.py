@@ -1,1 +1,1 @@
-"""The verbs about recipes."""
+"""The subcommands about recipes and families."""

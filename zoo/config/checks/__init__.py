@@ -1,1 +1,1 @@
-"""Checks of a recipe: architecture, model, layout and engine. Each refusal is one sentence with what would work."""
+"""Checks of a recipe: model, layout, engine and training. Each refusal is one sentence with what would work."""

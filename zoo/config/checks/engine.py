@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from zoo.config.architecture import text_config
 from zoo.config.checks.layout import all_sparse
 from zoo.config.derived import sequence_parallel
 from zoo.config.devices import gpu_capabilities, gpu_count
-from zoo.config.facts.architecture import text_config
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError

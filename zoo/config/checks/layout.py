@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
+from zoo.config.architecture import num_experts, text_config
 from zoo.config.derived import alignment, data_parallel
-from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.layers.keys import show_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from functools import cache
+from typing import Any, NamedTuple
 
-from zoo.config.foreign import models
+from zoo.config.files import read_part, read_size, size_names
 from zoo.config.foreign.programs import leaf
 from zoo.config.foreign.reader import Reader, number
 from zoo.config.layers.foreign import foreign_name
+from zoo.config.locate import look, read_arch
+from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
+from zoo.config.recipes.published import published_size
+from zoo.errors import UserError
+from zoo.registry import ModelFamily, families
 
 _KINDS = (
     "finetuning_type", "train_type", "tuner_type", "sft_type", "adapter", "peft_type", "use_peft", "use_lora", "full_finetuning",
@@ -45,7 +52,7 @@ def read_model(reader: Reader) -> None:
         reader.decide("quantised weights", text)
     if init is not None:
         reader.set("model.init", init)
-    model = models.model_of(names)
+    model = model_of(names)
     _choose_recipe(reader, model, names, adapters)
     _adapters(reader, adapters)
     _parts(reader, model, adapters)
@@ -72,10 +79,10 @@ def _has_adapters(reader: Reader, kind: Any, method: str, architecture: str) -> 
     return kind is None and reader.program in _WITH_ADAPTERS and not megatron
 
 
-def _choose_recipe(reader: Reader, model: models.Model | None, names: list[str], adapters: bool) -> None:
+def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapters: bool) -> None:
     trial = str(reader.take("adv_estimator") or "").lower()
     stage = str(reader.take("stage", "rlhf_type", "rl", "task_type") or trial or "sft").lower()
-    method, found = models.method_of(stage), reader.found
+    method, found = method_of(stage), reader.found
     if method is None:
         more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
         reader.decide("stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers")
@@ -86,13 +93,13 @@ def _choose_recipe(reader: Reader, model: models.Model | None, names: list[str],
         said = ", ".join(names) or "no model is named"
         reader.decide("RECIPE", f"{said}: no family of zoo is called so; `zoo list families` shows what there is")
     else:
-        fitting = models.recipe_of(model, None if method is None else method.task, adapters)
+        fitting = recipe_of(model, None if method is None else method.task, adapters)
         if fitting is None:
             reader.decide(
                 "stage",
                 f"{stage}: no recipe of {model.family.name} does this; the command fine-tunes on the rows' answers",
             )
-            fitting = models.recipe_of(model, None, adapters)
+            fitting = recipe_of(model, None, adapters)
         elif method is not None and method.loss is not None:
             reader.set("train.loss", method.loss)
         found.recipe = fitting or found.recipe
@@ -124,7 +131,7 @@ def _adapters(reader: Reader, adapters: bool) -> None:
         reader.found.done.append("lora_target")
 
 
-def _parts(reader: Reader, model: models.Model | None, adapters: bool) -> None:
+def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
     """Parts that stay as they are, and the rates of others."""
     tower = reader.take("freeze_vision_tower", "freeze_vit", "freeze_vision")
     aligner = reader.take("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_mlp_adapter", "freeze_projector")
@@ -183,3 +190,95 @@ def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> N
             continue
         for part in ones:
             reader.found.settings[f"train.lr_scale.{part}"] = float(f"{rate / whole:.6g}")
+
+
+_EXPERTS = re.compile(r"a\d+b|moe", re.IGNORECASE)  # in names of models that have them
+
+
+class Model(NamedTuple):
+    """A family, and the size that is meant; None where none that comes with zoo is."""
+
+    family: ModelFamily
+    size: str | None
+    experts: bool  # whether its name says that it has experts
+
+
+class Method(NamedTuple):
+    """What is learnt: a task of recipes, None for supervised fine-tuning, and a loss other than the task's."""
+
+    task: str | None
+    loss: str | None = None
+
+
+_METHODS = {
+    **dict.fromkeys(("sft", "pt", "pretrain", "causal_lm"), Method(None)),
+    "dpo": Method("dpo"),
+    "rm": Method("reward"),
+    "reward": Method("reward"),
+    **{name: Method("dpo", name) for name in ("kto", "orpo", "simpo", "ipo")},
+}
+
+
+def method_of(stage: str) -> Method | None:
+    """The method that another trainer calls so; None for one that zoo does not have."""
+    return _METHODS.get(stage)
+
+
+def model_of(names: list[str]) -> Model | None:
+    """The model that hub ids, folders or templates name; None where no family's title is in them."""
+    for name in names:
+        if (published := published_size(name)) is not None:
+            return Model(families()[published[0]], published[1], bool(_EXPERTS.search(published[1])))
+    for name in names:
+        if (kind := _model_type(name)) is not None:
+            for name_of_recipes, family_name, size in _published():
+                if _arch(family_name, size).get("model_type") == kind:
+                    return Model(families()[family_name], size, "moe" in name_of_recipes)
+    plain = [(_plain(title), family) for family in families().values() for title in (family.title, family.name)]
+    for name in names:
+        last = _plain(name.rstrip("/").rpartition("/")[2])
+        within = [(title, family) for title, family in plain if title in last]
+        if within:
+            family = max(within, key=lambda one: len(one[0]))[1]
+            sizes = [size for size in size_names(family.name) if last.endswith(_plain(size)) and "tiny" not in size]
+            return Model(family, sizes[-1] if sizes else None, bool(_EXPERTS.search(name)))
+    return None
+
+
+def recipe_of(model: Model, task: str | None, adapters: bool) -> str | None:
+    """The recipe that comes with zoo for a family and method; None where there is none."""
+    fitting = {name: size for name, family, size in _published() if family == model.family.name}
+    same = [name for name, size in fitting.items() if size == model.size]
+    kind = [name for name, size in fitting.items() if bool(_EXPERTS.search(size)) == model.experts]
+    name = next(iter(same or kind or fitting), None)
+    return None if name is None else RecipeParts(name, task or SFT, LORA if adapters else None).name
+
+
+def size_of(init: str) -> str | None:
+    """The size that was published under a hub id."""
+    published = published_size(init)
+    return None if published is None else published[1]
+
+
+@cache
+def _published() -> list[tuple[str, str, str]]:
+    """Each family of recipes, the family of its model, and its published size."""
+    trees = {name: read_part("families", name).tree for name in names_in("families")}
+    return [(name, tree["model"]["family"], str(tree.get("published_size"))) for name, tree in trees.items()]
+
+
+def _arch(family: str, size: str) -> dict[str, Any]:
+    return (read_size(family, size).tree.get("model") or {}).get("arch") or {}
+
+
+def _model_type(name: str) -> str | None:
+    """The model_type of a folder's config.json."""
+    try:
+        place = look(name)
+        return None if place is None else read_arch(place.files).get("model_type")
+    except UserError:
+        return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.partition("(")[0].lower())

@@ -6,11 +6,10 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zoo.config.foreign import data_sets, models
-from zoo.config.foreign.answer import Translation, takes, typed
-from zoo.config.foreign.model_settings import read_model
+from zoo.config.foreign import data_sets
+from zoo.config.foreign.model_settings import read_model, size_of
 from zoo.config.foreign.programs import leaf
-from zoo.config.foreign.reader import Reader
+from zoo.config.foreign.reader import Reader, Translation, accepts, typed
 from zoo.config.foreign.training_settings import read_batch, read_choices, read_schedule
 from zoo.config.layers.foreign import NAMES, foreign_name
 from zoo.config.layers.keys import keys, shown_value
@@ -129,7 +128,7 @@ def _read_other(found: Translation, key: str, value: Any) -> None:
     last, meaning = leaf(key), NAMES.get(foreign_name(key) or "")
     if key in keys(Recipe) or key == "task":  # of the command line
         found.settings[key] = value
-    elif last in _SAME and takes(_SAME[last], value):
+    elif last in _SAME and accepts(_SAME[last], value):
         found.settings.setdefault(_SAME[last], value)
     elif (
         last in _BY_ITSELF
@@ -144,7 +143,7 @@ def _read_other(found: Translation, key: str, value: Any) -> None:
         target = meaning.keys[0]
         if target in found.settings or target.startswith(("data.train", "parallel.plan", "run.resume")):
             found.done.append(key)
-        elif (not meaning.note or target in _NOTED) and takes(target, value):
+        elif (not meaning.note or target in _NOTED) and accepts(target, value):
             found.settings[target] = value
         else:
             found.open[key] = f"{shown_value(value)}: {meaning}"
@@ -158,7 +157,7 @@ def _keep_those_with_effect(found: Translation, load: Load) -> None:
     """Leave out what the recipe would refuse, as it says itself."""
     if found.recipe == "RECIPE":
         return
-    size = models.size_of(str(found.settings.get("model.init", "")))
+    size = size_of(str(found.settings.get("model.init", "")))
     while True:
         given = {key: value for key, value in found.settings.items() if key != "model.init"}
         texts = [f"{key}={typed(value)}" for key, value in given.items()]

@@ -96,7 +96,7 @@ def setting(default: Any, *, when: When | tuple[When, ...] | None = None, off: A
     Args:
         default: its value, or a function that makes it.
         when: when the key has an effect, all of several; every key of a recipe states it, `ALWAYS` or the fitting one of
-            `zoo.config.facts.conditions`.
+            `zoo.config.schema.conditions`.
         off: a value, beside an empty default, that asks for nothing, and so may stand where the key has no effect.
         metadata: `bounds`.
     """

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,3 +62,13 @@ def matrix() -> dict[str, RecipeParts]:
 def recipe_names() -> list[str]:
     """Names of the recipes that come with zoo."""
     return sorted({*names_in(), *matrix()})
+
+
+_COUNT = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # not the a3b of 30b-a3b
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def size_order(name: str) -> tuple[float, str]:
+    """A key to sort sizes by: their parameters, then their name. One that names no number (tiny) comes first."""
+    count = _COUNT.search(name)
+    return (float(count[1]) * _UNITS[count[2]] if count else 0.0), name

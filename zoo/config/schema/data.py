@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zoo.config.facts import conditions as given
 from zoo.config.layers.keys import ALWAYS, Bounds, number, setting
 from zoo.config.layers.section import section
+from zoo.config.schema import conditions
 
 # A key and its default with the bounds of a number stay on one line.
 # fmt: off
@@ -37,17 +37,17 @@ class DataConfig:
     """files, sets, mappings (docs/data.md)"""
     eval: list[Any] = setting(lambda: ["auto"], when=ALWAYS)
     """the same for evaluation | none | auto: the rows that entries of data.train hold out; digits:heldout where digits alone are trained on"""
-    root: str | None = setting(None, when=given.MEDIA)
+    root: str | None = setting(None, when=conditions.MEDIA)
     """folder that media lie in; default: the folder of the file that names them"""
-    outside_root: bool = setting(False, when=given.MEDIA)
+    outside_root: bool = setting(False, when=conditions.MEDIA)
     """whether rows may name media outside of that folder"""
-    urls: bool = setting(False, when=given.MEDIA)
+    urls: bool = setting(False, when=conditions.MEDIA)
     """whether media at http(s) URLs are downloaded"""
     labels: Literal["assistant", "last", "all"] = setting("assistant", when=ALWAYS)
     """assistant (all answers) | last (the last one) | all (every token of text)"""
     template: dict[str, Any] = setting(dict, when=ALWAYS)
     """arguments of the chat template: {reasoning_effort: low, preserve_thinking: false}"""
-    literal_tags: bool = setting(False, when=given.MEDIA)
+    literal_tags: bool = setting(False, when=conditions.MEDIA)
     """whether <image>, <video> and <audio> in texts are text, beyond as many as the row has media; a family of text alone takes them so anyway"""
     special_tokens: list[str] = setting(list, when=ALWAYS)
     """special tokens of the tokenizer that rows' texts may hold, such as <|box_start|>"""
@@ -57,37 +57,37 @@ class DataConfig:
     """error | drop | truncate_text | shrink (images and videos are made smaller), for a sample over packing.budget"""
     shuffle: bool = setting(True, when=ALWAYS)
     """a new order every epoch, from run.seed"""
-    lookahead: int = number(256, 1, 10**6, when=given.PACKED)
+    lookahead: int = number(256, 1, 10**6, when=conditions.PACKED)
     """samples the packer may choose from"""
-    augment: float | None = number(None, 0, 1, when=given.MEDIA)
+    augment: float | None = number(None, 0, 1, when=conditions.MEDIA)
     """strength, 0 to 1, of random changes to training media; default: 0"""
-    augment_variants: int | None = number(None, 1, 10**6, when=(given.MEDIA, given.AUGMENTED))
+    augment_variants: int | None = number(None, 1, 10**6, when=(conditions.MEDIA, conditions.AUGMENTED))
     """different changes of a row, each kept in the cache and used again; default: 8"""
     blank_answers: float | None = number(None, 0, 1, when=ALWAYS)
     """share of answer tokens that are blanked in the model's input; default: 0"""
-    bundled: dict[str, float] = setting(dict, when=given.ONLY_BUNDLED, bounds=Bounds(least=0, most=1e6))
+    bundled: dict[str, float] = setting(dict, when=conditions.ONLY_BUNDLED, bounds=Bounds(least=0, most=1e6))
     """defaults of augment, augment_variants and blank_answers where only bundled sets are trained on; tiny sizes set it"""
     cache_mb: int = number(512, 0, 10**8, when=ALWAYS)
     """memory for processed samples, per rank, in MiB"""
-    video_fps: float = number(2.0, above=0, most=1000, when=given.VIDEOS)
+    video_fps: float = number(2.0, above=0, most=1000, when=conditions.VIDEOS)
     """frames taken per second of video"""
-    max_frames: int = number(768, 1, 10**6, when=given.VIDEOS)
+    max_frames: int = number(768, 1, 10**6, when=conditions.VIDEOS)
     """most frames taken of one video"""
-    min_pixels: int | None = number(None, 1, 10**9, when=given.IMAGES)
+    min_pixels: int | None = number(None, 1, 10**9, when=conditions.IMAGES)
     """an image of fewer pixels is enlarged; default: the processor's own"""
-    max_pixels: int | None = number(None, 1, 10**9, when=given.IMAGES)
+    max_pixels: int | None = number(None, 1, 10**9, when=conditions.IMAGES)
     """an image of more pixels is made smaller; default: the processor's own"""
-    video_max_pixels: int | None = number(None, 1, 10**10, when=given.VIDEOS)
+    video_max_pixels: int | None = number(None, 1, 10**10, when=conditions.VIDEOS)
     """the same of a video, as the family's processor counts: of a frame, or of all frames together"""
-    workers: int | None = number(None, 0, 1024, when=given.MEDIA)
+    workers: int | None = number(None, 0, 1024, when=conditions.MEDIA)
     """processes that decode media, a rank; 0: none; default: by the cores"""
-    encode_in_workers: bool | None = setting(None, when=(given.MEDIA, given.WORKERS))
+    encode_in_workers: bool | None = setting(None, when=(conditions.MEDIA, conditions.WORKERS))
     """whether as many processes make whole samples of rows with media; default: where there is a GPU"""
-    ahead_mb: int = number(4096, 1, 10**8, when=(given.MEDIA, given.WORKERS, given.ENCODING))
+    ahead_mb: int = number(4096, 1, 10**8, when=(conditions.MEDIA, conditions.WORKERS, conditions.ENCODING))
     """most MiB of samples, a rank, that such processes make ahead of the step that needs them"""
-    row_seconds: float = number(60.0, above=0, most=1e6, when=(given.MEDIA, given.WORKERS))
+    row_seconds: float = number(60.0, above=0, most=1e6, when=(conditions.MEDIA, conditions.WORKERS))
     """longest time that decoding the media of a row may take in a worker"""
-    row_mb: int = number(8192, 1, 10**8, when=given.MEDIA)
+    row_mb: int = number(8192, 1, 10**8, when=conditions.MEDIA)
     """most MiB that decoding a medium takes in a worker, or a row's media once decoded"""
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace as with_parts
 from typing import Any, ClassVar
 
 from zoo.config.entries import object_entries, split_objects
-from zoo.config.facts import conditions as given
 from zoo.config.layers.keys import ALWAYS, number, setting, shown_value, unknown_hint
 from zoo.config.layers.section import given as given_names
 from zoo.config.layers.section import is_whole, section
 from zoo.config.layers.tree import changed_keys, replaced
+from zoo.config.schema import conditions
 from zoo.config.schema.data import DataConfig, PackingConfig
 from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
 from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
@@ -36,7 +36,7 @@ class Recipe:
     """8xh200, 2x8xh100, 4xa100-40, 8x80gb, cpu, auto, a path; default: auto on a GPU"""
     nproc: int | None = number(None, 1, 4096, when=ALWAYS)
     """ranks started on this machine; default: one a GPU, or nproc_cpu without"""
-    nproc_cpu: int = number(1, 1, 4096, when=given.OPEN_RANKS)
+    nproc_cpu: int = number(1, 1, 4096, when=conditions.OPEN_RANKS)
     """ranks started where there is no GPU, at most one a core"""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zoo.config.facts import conditions as given
 from zoo.config.layers.keys import ALWAYS, Bounds, number, setting
 from zoo.config.layers.section import section
+from zoo.config.schema import conditions
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -66,23 +66,23 @@ class ParallelConfig:
     """tensor parallel ranks"""
     pp: int = number(1, 1, 10**5, when=ALWAYS)
     """pipeline stages"""
-    vpp: int = number(1, 1, 10**5, when=given.PIPELINE, off=1)
+    vpp: int = number(1, 1, 10**5, when=conditions.PIPELINE, off=1)
     """model chunks per pipeline stage (interleaved schedule when > 1)"""
     cp: int = number(1, 1, 10**5, when=ALWAYS)
     """context parallel ranks"""
-    cp_split: Literal["auto", "zigzag"] = setting("auto", when=given.CONTEXT_PARALLEL, off="auto")
+    cp_split: Literal["auto", "zigzag"] = setting("auto", when=conditions.CONTEXT_PARALLEL, off="auto")
     """what context-parallel ranks hold. auto: whole samples, in rows where each rank then has as much work, else chunks of each | zigzag: chunks of each"""
-    ep: int = number(1, 1, 10**5, when=given.EXPERTS, off=1)
+    ep: int = number(1, 1, 10**5, when=conditions.EXPERTS, off=1)
     """expert parallel ranks"""
-    etp: int = number(1, 1, 10**5, when=given.EXPERTS, off=1)
+    etp: int = number(1, 1, 10**5, when=conditions.EXPERTS, off=1)
     """tensor parallel ranks inside an expert"""
-    stage_layers: list[int] = setting(list, when=given.PIPELINE, bounds=Bounds(least=1, most=1e5))
+    stage_layers: list[int] = setting(list, when=conditions.PIPELINE, bounds=Bounds(least=1, most=1e5))
     """decoder layers of each pipeline stage, pp * vpp numbers in the model's order; default: even, one fewer at the ends"""
-    dispatch: Literal["alltoall", "deepep", "hybridep"] = setting("alltoall", when=given.EXPERT_EXCHANGE, off="alltoall")
+    dispatch: Literal["alltoall", "deepep", "hybridep"] = setting("alltoall", when=conditions.EXPERT_EXCHANGE, off="alltoall")
     """how tokens come to the ranks of their experts. alltoall: zoo's exchange | deepep, hybridep: megatron-core's flex dispatcher with the package deep_ep"""
-    overlap_param_gather: bool = setting(True, when=given.NO_GRAPHS, off=False)
+    overlap_param_gather: bool = setting(True, when=conditions.NO_GRAPHS, off=False)
     """on GPUs, without engine.cuda_graphs: the next forward pass begins while updated weights are gathered from the data-parallel ranks"""
-    sp: bool | None = setting(None, when=given.TENSOR_PARALLEL)
+    sp: bool | None = setting(None, when=conditions.TENSOR_PARALLEL)
     """sequence parallel; default: on when tp > 1 and the model has experts"""
     plan: list[str] = setting(list, when=ALWAYS)
     """keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), offload (their share on the host), graphs (engine.cuda_graphs), batch"""
@@ -101,7 +101,7 @@ class EngineConfig:
     """fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU"""
     fp8: bool = setting(False, when=ALWAYS)
     """linears of attention and dense MLPs in FP8; needs bf16"""
-    fp8_recipe: Literal["blockwise", "tensorwise"] = setting("blockwise", when=given.FP8)
+    fp8_recipe: Literal["blockwise", "tensorwise"] = setting("blockwise", when=conditions.FP8)
     """blockwise: a scale for 128 values, weight gradients in bf16; on Hopper, without te | tensorwise: a scale for a tensor; needs te"""
     recompute: Recompute = setting("none", when=ALWAYS)
     """none | selective (MLP, experts) | full: computed again in backward"""
@@ -109,7 +109,7 @@ class EngineConfig:
     """on a GPU, layers of dense decoders and vision towers are captured once for each size of row, and replayed: for rows so small that the host launches longer than the GPU computes"""
     threads: int | None = number(None, 1, 1024, when=ALWAYS)
     """CPU threads a rank; default: 1 beside a GPU, else cores / ranks"""
-    delta_rule: Literal["auto", "flash_qla", "torch"] = setting("auto", when=given.LINEAR_ATTENTION, off="auto")
+    delta_rule: Literal["auto", "flash_qla", "torch"] = setting("auto", when=conditions.LINEAR_ATTENTION, off="auto")
     """auto: flash-linear-attention | flash_qla: faster, a minute and a half to compile once; needs flash-qla | torch: plain and slow, where the fast kernel is refused on this GPU"""
     doctor: bool = setting(True, when=ALWAYS)
     """on a GPU, kernels are checked before training, once for this machine and shapes"""
@@ -128,9 +128,9 @@ class LogConfig:
     """experiment name at MLflow, which MLFLOW_TRACKING_URI places; default: not used"""
     trackio: str | None = setting(None, when=ALWAYS)
     """project name at Trackio; default: not used"""
-    predictions: int = number(8, 0, 64, when=(given.EVALUATION, given.ANSWERS), off=0)
+    predictions: int = number(8, 0, 64, when=(conditions.EVALUATION, conditions.ANSWERS), off=0)
     """held-out rows whose greedy answers are shown at each evaluation, in predictions.jsonl and plots/predictions.png; 0: none"""
-    prediction_tokens: int = number(64, 1, 10**5, when=(given.EVALUATION, given.ANSWERS, given.PREDICTIONS))
+    prediction_tokens: int = number(64, 1, 10**5, when=(conditions.EVALUATION, conditions.ANSWERS, conditions.PREDICTIONS))
     """most tokens of such an answer"""
     slow_step: float = number(3.0, 0, 1e6, when=ALWAYS)
     """a step slower than so many times the running median is reported, with its cause; 0: never"""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zoo.config.checks.metrics import parse_metric, refuse_missing
+from zoo.config.checks.training import parse_metric, refuse_missing
 from zoo.config.layers.keys import nearest
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
@@ -132,7 +132,7 @@ class Callbacks:
         self._tell("on_step", step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`on_eval`, with flat metrics (`zoo.config.checks.metrics.flat`)."""
+        """`on_eval`, with flat metrics (`zoo.config.checks.training.flat`)."""
         self._metrics = metrics
         self._tell("on_eval", step, metrics)
 

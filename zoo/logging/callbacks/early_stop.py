@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zoo.config.checks.metrics import flat, parse_metric, refuse_missing
+from zoo.config.checks.training import flat, parse_metric, refuse_missing
 from zoo.config.schema import Recipe
 from zoo.logging.callbacks.event import Event
 from zoo.logging.result import evaluations_by_step

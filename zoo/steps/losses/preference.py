@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.config.checks.preference import REFERENCED
+from zoo.config.schema.conditions import REFERENCED
 
 AVERAGED = ("ipo", "simpo", "orpo")  # losses of log-probabilities per token
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

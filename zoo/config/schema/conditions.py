@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from zoo.config.architecture import num_experts, text_config
 from zoo.config.entries import AUTO, held_out_entries, only_bundled, parse_entry
-from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.layers.keys import When
 from zoo.registry import families
 

@@ -1,4 +1,4 @@
-"""What an architecture may hold, the dict of a config.json: types and bounds, checked before anything is built of it.
+"""The dict of a config.json: what it may hold, checked before anything is built of it, and its language model's part.
 
 A config.json may come from anybody, and a number of it becomes a loop, a list or a tensor. Bounds lie far above all that is
 published; keys mean the same in every part of a config and in every family. A key that is not named here is nobody's
@@ -245,3 +245,88 @@ def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a number of over 20 digits"
     return printable(repr(value), 80)
+
+
+def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a Hugging Face config: where it lies differs between families."""
+    thinker = arch.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        arch = thinker
+    text = arch.get("text_config")
+    return text if isinstance(text, Mapping) else arch
+
+
+def num_experts(arch: Mapping[str, Any]) -> int:
+    """Experts of a mixture-of-experts layer; 0 for a dense model, also where its config has such a key.
+
+    transformers has a model type of its own for each decoder with experts, "moe" in its name or "_next" at its end, and
+    passes over the key in the config of a dense one.
+    """
+    text = text_config(arch)
+    kind = str(text.get("model_type") or arch.get("model_type") or "moe")
+    if "moe" not in kind and not kind.endswith("_next"):
+        return 0
+    return (
+        text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts") or 0
+    )  # the last as transformers saves some
+
+
+_OF_ONE_PART = {key for key in (*WHOLE, *WHOLES) if not key.endswith("_token_id")} | {"layer_types"}
+_SHOWN = 3
+
+
+def refuse_misplaced(arch: Any, changes: Any, origin: str) -> None:
+    """ConfigError for a changed key that is not in the architecture but in another part of it.
+
+    Such as `text_config.hidden_size` where `hidden_size` stands at the top, or the reverse. Keys that no part has pass: what
+    may stand in a config is not known here.
+
+    Args:
+        arch: the architecture before the change, a dict of a config.json.
+        changes: keys that are set, in nested dicts.
+        origin: where they are from, for the message.
+    """
+    if not isinstance(arch, Mapping) or not isinstance(changes, Mapping):
+        return
+    there = set(_paths(arch))
+    for path in _paths(changes):
+        if isinstance(_at(changes, path), Mapping):
+            continue
+        known = next((depth for depth in range(len(path)) if path[: depth + 1] not in there), len(path))
+        if known >= len(path) or not isinstance(_at(arch, path[:known]), Mapping):
+            continue
+        if known == len(path) - 1:
+            near = _below(there, path[:known], path[known:]) if path[-1] in _OF_ONE_PART else []
+        elif path[known].endswith("_config"):
+            near = _below(there, (), path[known:])
+            near += [short for short in (path[:known] + path[known + 1 :],) if short in there]
+        else:
+            near = []
+        if near:
+            where = f"{origin}: " if origin else ""
+            hints = ", ".join(f"model.arch.{'.'.join(one)}" for one in sorted(near)[:_SHOWN])
+            name = printable(f"model.arch.{'.'.join(path)}", 200)
+            raise ConfigError(f"{where}{name}: no such key; nearest: {hints}")
+
+
+def _paths(values: Mapping[Any, Any]) -> Iterator[tuple[str, ...]]:
+    """The path of every key, those of dicts included, without empty ones."""
+    waiting: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), values)]
+    while waiting:
+        prefix, part = waiting.pop()
+        for key, value in part.items():
+            path = (*prefix, str(key))
+            yield path
+            if isinstance(value, Mapping):
+                waiting.append((path, value))
+
+
+def _below(there: set[tuple[str, ...]], above: tuple[str, ...], end: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The paths within a part that end so."""
+    return [path for path in there if path[: len(above)] == above and path[-len(end) :] == end]
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values

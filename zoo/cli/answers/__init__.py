@@ -1,1 +1,0 @@
-"""The verbs that let a model answer."""

@@ -1,0 +1,1 @@
+"""The subcommands that train, and measure or show runs, rows and the machine."""

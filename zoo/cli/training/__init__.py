@@ -1,1 +1,0 @@
-"""The verbs that train and look at runs and rows."""

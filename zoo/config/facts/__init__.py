@@ -1,1 +1,0 @@
-"""What a recipe's values tell, without its schema: of the architecture, and when keys have an effect."""
