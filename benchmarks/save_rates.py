@@ -148,7 +148,7 @@ class SavesRun(BenchRun):
 
     def measure(self) -> dict[str, Any]:
         """Steps, saves beside further steps, and a load; the slowest rank's times."""
-        self._build()
+        self.build()
         lines = Lines()
         self.log = lines  # type: ignore[assignment]
         if self.world.is_main:
@@ -157,7 +157,7 @@ class SavesRun(BenchRun):
         dist.barrier()
         began = time.monotonic()
         for _ in range(self.given["steps"] + 1):  # they warm up
-            self._train_step()
+            self.train_step()
             self.saver.prepare(self.trainable)
         self._say(
             f"{self.startup.seconds:.0f} s to the first step, {time.monotonic() - began:.0f} s for {self.done} steps"
@@ -183,7 +183,7 @@ class SavesRun(BenchRun):
         """
         count = max(self.given["steps"], min(beside, MOST_PLAIN))
         for _ in range(count):
-            self._train_step()
+            self.train_step()
         return self._most(median(line["step_ms"] for line in lines.steps[-count:]))
 
     def _measured_save(self, lines: Lines) -> dict[str, float]:
@@ -199,7 +199,7 @@ class SavesRun(BenchRun):
         self.saver.start(self.trainable, state)
         stall, done = time.monotonic() - began, None
         while done is None:
-            self._train_step()
+            self.train_step()
             done = self.saver.poll()
             peak = _memory("VmHWM")
         beside = [line["step_ms"] for line in lines.steps[first:]]

@@ -20,11 +20,11 @@ def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
 
     from support.recipes import load_effective
 
-    from zoo.training.trainer import train
+    from zoo.training.trainer import run_rank
 
     fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
     made = load_effective(recipe, [*fixed, *overrides])
-    train(made)
+    run_rank(made)
     lines = (Path(str(made.run.dir)) / "train.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "kl" in line]
 

@@ -24,11 +24,11 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     from zoo.model import build
     from zoo.parallel.world import open_world
     from zoo.training.evaluation import segment_logprobs
-    from zoo.training.trainer import train
+    from zoo.training.trainer import run_rank
 
     fixed = ["hardware=cpu", "engine.threads=1", "log.tensorboard=false"]
     made = load_effective(recipe, [*fixed, *overrides])
-    result = train(made)
+    result = run_rank(made)
     given = [one for one in overrides if not one.startswith(("model.init", "parallel"))]
     again = recipe_for(Path(made.run.dir) / "export", *given, recipe=recipe)
     if size > 1:

@@ -30,8 +30,7 @@ from support.tiny import load_plain
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.training.preference.base_model import BaseModel
-from zoo.training.preference.divergence import Divergence
+from zoo.training.auxiliary_passes import BaseModelReference, KLEstimate
 
 LIMIT = 5e-5  # relative
 ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 are up to 9e-5 apart
@@ -105,7 +104,7 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
             step = zoo.step(**packing)
             mode = packing.get("mode", "thd")
             batches = [make_batch(part, mode, 4, None, 0) for part in (samples[:3], samples[3:])]
-            batches = Divergence(step, [zoo.model], world)(batches)
+            batches = KLEstimate(step, [zoo.model], world)(batches)
             assert float(batches[0].kl) == pytest.approx(float(moved[1::2].mean()), rel=1e-4)
             loss, gradients = zoo.gradients(batches, len(samples), **packing)
             assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
@@ -200,7 +199,7 @@ def test_the_base_is_the_model_without_adapters(tmp_path: Path) -> None:
         _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
         batch = make_batch([pair.sample for pair in found], "thd", 4, None, 0)
         step = zoo.step(align=4)
-        (made,) = BaseModel(adapters, step, [zoo.model], world)([batch])
+        (made,) = BaseModelReference(adapters, step, [zoo.model], world)([batch])
         loss, _ = zoo.gradients([made], len(found), align=4)
     hf = load_plain(folder)
     with torch.no_grad():

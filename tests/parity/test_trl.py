@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.training.preference.divergence import Divergence
+from zoo.training.auxiliary_passes import KLEstimate
 
 pytestmark = pytest.mark.slow
 FAMILY: Any = SimpleNamespace(recipe="qwen3_sft")
@@ -104,7 +104,7 @@ def test_labelled_answers(tmp_path: Path) -> None:
         assert 0 < int(inputs["label"].sum()) < len(found)
         wanted = trainer.compute_loss(trainer.model, inputs)
         wanted.backward()
-        batches = Divergence(zoo.step(align=4), [zoo.model], world)(batches_of(found))
+        batches = KLEstimate(zoo.step(align=4), [zoo.model], world)(batches_of(found))
         loss, gradients = zoo.gradients(batches, len(found), align=4)
         assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
         same_gradients(zoo, gradients, hf)

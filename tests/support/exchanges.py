@@ -27,10 +27,10 @@ def train_counting(rank: int, size: int, overrides: Sequence[str]) -> list[list[
 
     From the end of a step's line in the log to that of the next one.
     """
-    from zoo.training.run import Run
+    from zoo.training.trainer import Trainer
 
     steps: list[list[str]] = [[]]
-    log_step = Run._log_step
+    log_step = Trainer.log_step
 
     def counted(name: str) -> Any:
         call, main = getattr(dist, name), threading.current_thread()
@@ -46,12 +46,12 @@ def train_counting(rank: int, size: int, overrides: Sequence[str]) -> list[list[
 
         return counting
 
-    def next_step(run: Run, result: Any) -> None:
+    def next_step(run: Trainer, result: Any) -> None:
         log_step(run, result)
         steps.append([])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_log_step", next_step)
+        patch.setattr(Trainer, "log_step", next_step)
         for name in CALLS:
             patch.setattr(dist, name, counted(name))
         train(rank, size, overrides)

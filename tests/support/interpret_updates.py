@@ -30,7 +30,7 @@ from zoo.nn.adamw.kernel import in_bf16, make_tables
 from zoo.nn.adamw.state import Moment, Part, join, split, update
 from zoo.optim import adamw
 from zoo.optim.adamw import MASTER
-from zoo.training import bad_step_detector, optimization
+from zoo.training import optimization
 
 STEPS = 3
 FORMATS = (torch.float32, torch.bfloat16, torch.uint8)
@@ -61,7 +61,12 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
         for step in range(-1, STEPS + 1):
             for p in (p for p in wrapped.parameters() if p.requires_grad):
                 p.main_grad.copy_(torch.randn(p.shape) * 10.0 ** (step - 2))  # type: ignore[attr-defined]  # some are clipped
-            bad_step_detector.step_if(optimizer, scheduler, lambda norm, step=step: 0 <= step < STEPS)
+            adamw.prepare(optimizer)
+            norm = float(optimizer.get_grad_norm())
+            if 0 <= step < STEPS:
+                scheduler.step(increment=1)
+                adamw.clip(optimizer, norm)
+                optimizer.step_with_ready_grads()
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
     (one,) = adamw.optimizers(optimizer)

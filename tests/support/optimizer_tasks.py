@@ -76,13 +76,13 @@ def _running(
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import open_world
-    from zoo.training.run import Run
+    from zoo.training.trainer import Trainer
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
     recipe = validate(load_effective(recipe_name, [*fixed, *overrides]), size)
     with interrupts() as stop, open_world(recipe) as here, build_in or nullcontext():
-        run = Run(recipe, here, stop, Startup("imports"))
-        run._build()
+        run = Trainer(recipe, here, stop, Startup("imports"))
+        run.build()
         yield run
         run.loader.close()
 
@@ -93,7 +93,7 @@ def _step(run: Any) -> float:
         chunk.train()
         chunk.zero_grad_buffer()
     run.trainable.optimizer.zero_grad()
-    found = run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+    found = run.forward_backward(run.fetch(), 1.0)
     run.trainable.scheduler.step(increment=1)
     run.trainable.optimizer.step()
     return sum(float(one["nll"]) for one in found)
@@ -276,7 +276,7 @@ def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
         _step(run)
         begun.clear()
         chunk.zero_grad_buffer()
-        run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+        run.forward_backward(run.fetch(), 1.0)
         behind = len(streams.on_the_way)
         _step(run)
         assert streams.on_the_way, "a save has something to wait for"

@@ -41,19 +41,18 @@ def train_poisoned(
 
     `states` is added: step -> `state_of` before and after it.
     """
-    from zoo.training.run import Run
-    from zoo.training.train_step import TrainStep
+    from zoo.training.trainer import Trainer
 
     states: dict[int, tuple[Any, Any]] = {}
-    forward_backward, train_step = TrainStep.forward_backward, Run._train_step
+    forward_backward, train_step = Trainer.forward_backward, Trainer.train_step
 
-    def poisoned(step: Any, fetched: Any, scale: Any) -> Any:
-        culprit, what = poison.get(step.number, (-1, ""))
+    def poisoned(run: Any, batches: Any, scale: Any) -> Any:
+        culprit, what = poison.get(run.done + 1, (-1, ""))
         if culprit != rank:
-            return forward_backward(step, fetched, scale)
+            return forward_backward(run, batches, scale)
         if what == "gradient":
-            return forward_backward(step, fetched, scale * math.nan)
-        sums = forward_backward(step, fetched, scale)
+            return forward_backward(run, batches, scale * math.nan)
+        sums = forward_backward(run, batches, scale)
         return [{**found, "nll": found["nll"] * math.inf} for found in sums]
 
     def watched(run: Any) -> bool:
@@ -65,27 +64,27 @@ def train_poisoned(
             states[step] = (before, state_of(run.trainable))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "forward_backward", poisoned)
-        patch.setattr(Run, "_train_step", watched)
+        patch.setattr(Trainer, "forward_backward", poisoned)
+        patch.setattr(Trainer, "train_step", watched)
         return {**train(rank, size, overrides), "states": states}
 
 
 def train_out_of_memory(rank: int, size: int, overrides: Sequence[str], culprit: int) -> dict[str, Any]:
     """`train`, where a rank's GPU has no memory left for the second step's forward pass, in torch's own words."""
-    from zoo.training.train_step import TrainStep
+    from zoo.training.trainer import Trainer
 
-    forward_backward = TrainStep.forward_backward
+    forward_backward = Trainer.forward_backward
 
-    def failing(step: Any, fetched: Any, scale: Any) -> Any:
-        if step.number == 2 and rank == culprit:
+    def failing(run: Any, batches: Any, scale: Any) -> Any:
+        if run.done + 1 == 2 and rank == culprit:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
                 "1.02 GiB is free."
             )
-        return forward_backward(step, fetched, scale)
+        return forward_backward(run, batches, scale)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "forward_backward", failing)
+        patch.setattr(Trainer, "forward_backward", failing)
         return train(rank, size, overrides)
 
 

@@ -179,11 +179,11 @@ def plain_kto(logprobs: Tensor, reference: Tensor, desirable: Tensor, *, beta: f
 def pair_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     """A run on this rank; the records of its steps and of its evaluations, of the first rank's log."""
     from support.recipes import load_effective
-    from zoo.training.trainer import train
+    from zoo.training.trainer import run_rank
 
     fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
     made = load_effective(recipe, [*fixed, *overrides])
-    train(made)
+    run_rank(made)
     return records(Path(str(made.run.dir)))
 
 

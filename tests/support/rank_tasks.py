@@ -29,11 +29,11 @@ def train(
     import json
 
     from support.recipes import load_effective
-    from zoo.training.trainer import train as train_here
+    from zoo.training.trainer import run_rank
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
     recipe = load_effective(recipe_name, [*fixed, *overrides])
-    result = train_here(recipe)
+    result = run_rank(recipe)
     lines = (Path(result.run_dir) / "train.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "grad_norm" in record]
     return {"losses": list(result.losses), "steps": steps, "metrics": result.metrics}
@@ -54,17 +54,17 @@ def train_twice(
 
 
 def order_of_the_start(rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str) -> list[str]:
-    """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
+    """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Trainer.build`."""
     from zoo.checkpoint import sharded
     from zoo.data.loading.loader import BatchLoader
     from zoo.model import build
-    from zoo.training.preference.reference import Reference
-    from zoo.training.run import Run
+    from zoo.training.reference import Reference
+    from zoo.training.trainer import Trainer
 
     found: list[str] = []
-    build_all = Run._build
+    build_all = Trainer.build
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_build", lambda run: (found.clear(), build_all(run)))
+        patch.setattr(Trainer, "build", lambda run: (found.clear(), build_all(run)))
         for owner, name, stage in (
             (BatchLoader, "begin", "data"), (build, "build_model", "model"), (sharded, "load", "checkpoint"),
             (Reference, "give", "reference"),
@@ -88,26 +88,25 @@ def train_with_small_files(
 
     from support.recipes import load_effective
     from zoo.errors import UserError
-    from zoo.training.run import Run
-    from zoo.training.trainer import train as train_here
+    from zoo.training.trainer import Trainer, run_rank
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     recipe = load_effective("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     steps = 0
-    step = Run._train_step
+    step = Trainer.train_step
 
-    def counted(self: Run) -> bool:
+    def counted(self: Trainer) -> bool:
         nonlocal steps
         went_on = step(self)
         steps = self.done
         return went_on
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_train_step", counted)
+        patch.setattr(Trainer, "train_step", counted)
         try:
             if rank == culprit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
-            train_here(recipe)
+            run_rank(recipe)
         except UserError as error:  # reported as a mistake of the user's
             cause = error.__cause__
             assert isinstance(cause, OSError)
@@ -184,12 +183,11 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     from unittest.mock import patch
 
     from support.recipes import load_effective
-    from zoo.training.run import Run
-    from zoo.training.trainer import train as train_here
+    from zoo.training.trainer import Trainer, run_rank
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
-    with patch.object(Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
-        return list(train_here(load_effective(recipe, [*fixed, f"run.dir={folder}"])).losses)
+    with patch.object(Trainer, "should_stop", lambda self, flags=None: self.done >= steps):
+        return list(run_rank(load_effective(recipe, [*fixed, f"run.dir={folder}"])).losses)
 
 
 @dataclass(frozen=True)
@@ -216,17 +214,17 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.parallel.world import open_world
     from zoo.planner.activations import Row
     from zoo.training.distillation.teacher import Teacher
-    from zoo.training.run import Run
+    from zoo.training.trainer import Trainer
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
     recipe = validate(load_effective(name, [*fixed, *overrides]), size)
     with interrupts() as stop, open_world(recipe) as here:
-        run = Run(recipe, here, stop, Startup("imports"))
-        run._build()
-        fetched = run.train_step.fetch()
-        batches = fetched.batches
+        run = Trainer(recipe, here, stop, Startup("imports"))
+        run.build()
+        step_batches = run.fetch()
+        batches = step_batches.micro_batches
         with LiveBytes() as live:
-            run.train_step.forward_backward(fetched, 1.0)
+            run.forward_backward(step_batches, 1.0)
         trainable = run.trainable
         trainable.optimizer.step()
         teachers = [one for one in gc.get_objects() if isinstance(one, Teacher)]
@@ -265,12 +263,12 @@ def one_step(rank: int, size: int, overrides: Sequence[str], recipe_name: str, m
     from zoo.logging.startup_time import Startup
     from zoo.parallel.signals import interrupts
     from zoo.parallel.world import open_world
-    from zoo.training.run import Run
+    from zoo.training.trainer import Trainer
 
     recipe = load_effective(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
     with interrupts() as stop, open_world(validate(recipe, size)) as here:
-        run = Run(validate(recipe, size), here, stop, Startup("imports"))
-        run._build()
+        run = Trainer(validate(recipe, size), here, stop, Startup("imports"))
+        run.build()
         assert run.adapters is not None
         adapters = run.adapters.named()
         with torch.no_grad():  # B of zeros would leave A without a gradient
@@ -280,7 +278,7 @@ def one_step(rank: int, size: int, overrides: Sequence[str], recipe_name: str, m
         before = [p.detach().clone() for p in parameters]
         for chunk in run.trainable.chunks:
             chunk.train()
-        run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+        run.forward_backward(run.fetch(), 1.0)
         run.trainable.scheduler.step(increment=1)
         run.trainable.optimizer.step()
         states = [

@@ -101,9 +101,9 @@ def launch(
     terminal.doing("importing PyTorch and Megatron-Core")
     with importing(own=here):
         import_core()
-        from zoo.training.trainer import train
+        from zoo.training.trainer import run_rank
 
-    return train(planned, callbacks)
+    return run_rank(planned, callbacks)
 
 
 @untouched()

@@ -75,10 +75,10 @@ def _train(path: str, files: Mapping[str, str]) -> int:
     """Train; the exit code."""
     with importing(own=True):
         _import_for(files.get("--asked", path), encodes=True)
-        from zoo.training.trainer import train
+        from zoo.training.trainer import run_rank
     recipe = _planned(Path(path))
     with live_terminal():
-        return train(recipe, _callbacks(files.get("--callbacks"))).code
+        return run_rank(recipe, _callbacks(files.get("--callbacks"))).code
 
 
 def _import_for(path: str, *, encodes: bool = False) -> Recipe:

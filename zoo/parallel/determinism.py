@@ -46,15 +46,19 @@ def set_deterministic(strict: bool, warn: bool = False) -> None:
         inductor.deterministic = strict
 
 
-def refusal(error: RuntimeError) -> UserError | None:
-    """The UserError for an operation that torch refused because its sums have no fixed order; None for any other error."""
-    said = str(error)
-    if _REFUSED not in said:
-        return None
-    return UserError(
-        f"run.deterministic=true: {said.partition(_REFUSED)[0].strip()} has no deterministic form on this device; leave "
-        "run.deterministic out, or use engine.backend=torch"
-    )
+@contextmanager
+def explain_refusals() -> Iterator[None]:
+    """Raise a UserError where torch refuses an operation inside the block because its sums have no fixed order."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, refused, _ = str(error).partition(_REFUSED)
+        if not refused:
+            raise
+        raise UserError(
+            f"run.deterministic=true: {operation.strip()} has no deterministic form on this device; leave "
+            "run.deterministic out, or use engine.backend=torch"
+        ) from None
 
 
 # Where PyTorch may be asked to round fp32 values to TF32 (10 bits) or bf16 in a product, by the user or by a library.

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from zoo.config.schema import Recipe
 from zoo.model import lora
+from zoo.optim import adamw
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
 from zoo.rl.batch import Rows
 from zoo.rl.checkpoints import Counts
 from zoo.rl.parts import EngineParts
 from zoo.rl.passes import LossFunction, Passes
-from zoo.training.bad_step_detector import step_if
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,16 @@ class Training:
 
         Gradients are zero afterwards. `advance`: the schedule moves by one before an update.
         """
-        applied = False
-
-        def good(norm: float) -> bool:
-            nonlocal applied
-            applied = self.tokens > 0 and math.isfinite(norm) and math.isfinite(loss)
-            return applied
-
-        norm = step_if(self.parts.optimizer, self.parts.scheduler if advance else None, good)
+        optimizer = self.parts.optimizer
+        settle_all()
+        adamw.prepare(optimizer)
+        norm = float(optimizer.get_grad_norm())
+        applied = self.tokens > 0 and math.isfinite(norm) and math.isfinite(loss)
+        if applied:
+            if advance:
+                self.parts.scheduler.step(increment=1)
+            adamw.clip(optimizer, norm)
+            optimizer.step_with_ready_grads()
         self.counts.updates += applied
         settle_all()  # a loop reads weights as it likes
         self.clear()

@@ -26,11 +26,20 @@ class MicroBatchLike(Protocol):
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
-    input_ids: Tensor
-    labels: Tensor | None
-    attention_mask: Tensor | None
-    lengths: tuple[int, ...] | None
-    media: Mapping[str, Tensor]
+    @property
+    def input_ids(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    @property
+    def attention_mask(self) -> Tensor | None: ...
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def media(self) -> Mapping[str, Tensor]: ...
 
 
 # What a batch may have, taken over by `HostBatch` as it is.

@@ -29,7 +29,7 @@ from zoo.model import build
 from zoo.parallel.process_state import untouched
 from zoo.tools.asking import Rows, asked, check_counts
 from zoo.tools.out_file import KeptRows, out_file
-from zoo.training.evaluation import recipe_batches, row_sums
+from zoo.training.evaluation import batch_sums, recipe_batches
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]
     batches = recipe_batches(recipe, source, here)
     step = build.build_step(decoding.assembly, recipe, here)
     mine: dict[int, list[float]] = {}
-    found = row_sums(step, decoding.chunks, batches, here, batches.spare)
-    for numbers, (_, table) in zip(batches.bins, found, strict=True):
-        mine |= dict(zip(numbers, table, strict=True)) if table else {}
+    for numbers, batch in zip(batches.bins, batches, strict=True):
+        _, table = batch_sums(step, decoding.chunks, batch, here, batches.spare)
+        mine |= dict(zip(numbers, map(list, table), strict=True)) if table else {}
     everyone: list[dict[int, list[float]]] = [{} for _ in range(here.size)]
     dist.all_gather_object(everyone, mine)
     return dict(sorted((int(number), sums) for one in everyone for number, sums in one.items()))

@@ -6,7 +6,6 @@ on neither.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked, check_counts
 from zoo.tools.out_file import KeptRows, out_file
-from zoo.training.evaluation import recipe_batches, smallest_count
+from zoo.training.evaluation import forward_only, recipe_batches
 
 
 @untouched()
@@ -131,23 +130,13 @@ class _Scorer:
 
     def _forward(self, batch: Any) -> Tensor | None:
         """(B, T0) log-probabilities on the host, on the last pipeline stage; None on the others."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(data: Iterator[Any], model: Any) -> Any:
             inputs, loss_inputs = self.step.prepare(next(data), logprobs=True)
             output = self.step.forward(model, inputs)
             return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, loss_inputs)})
 
-        many = len(self.chunks) > 1
-        results = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[itertools.repeat(batch) for _ in self.chunks] if many else itertools.repeat(batch),
-            model=list(self.chunks),
-            num_microbatches=smallest_count(self.here, self.chunks),
-            seq_length=batch.input_ids.shape[1],
-            micro_batch_size=batch.input_ids.shape[0],
-            forward_only=True,
-        )
+        results = forward_only(forward, self.chunks, batch, self.here)
         return results[0]["logprobs"].float().cpu() if self.here.counts_loss and results else None
 
 

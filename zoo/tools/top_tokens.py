@@ -29,10 +29,10 @@ from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import untouched
 from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked
-from zoo.training.distillation.teacher import top_of
+from zoo.training.distillation.teacher import top_tokens_of
 from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
 from zoo.training.evaluation import recipe_batches
-from zoo.training.preference.reference import plain_digest, weights_identity
+from zoo.training.reference import plain_digest, weights_identity
 
 DATA = (
     "labels",
@@ -150,7 +150,7 @@ def _tokens(
     )
     mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
-        found = top_of(step, chunks, batches.spare() if batch is None else batch, here, wanted)
+        found = top_tokens_of(step, chunks, batches.spare() if batch is None else batch, here, wanted)
         if batch is None or found is None or not here.counts_loss:
             continue
         tokens, places = found

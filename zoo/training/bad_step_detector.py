@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from zoo.config.schema import TrainConfig
 from zoo.errors import UserError
-from zoo.optim import adamw
-from zoo.parallel.weight_gathering import settle_all
 from zoo.records import Check, are_counts, are_numbers, conforms, is_count
 
 WINDOW = 128  # good steps that a spike is measured by
@@ -162,27 +159,3 @@ class BadStepDetector:
         self._step, self._level_at = state.get("step", 0), state.get("level_at")
         self._bad_at = deque(state.get("bad_at", []))
         self._window = deque(state.get("window", []), maxlen=WINDOW)
-
-
-def step_if(
-    optimizer: Any, scheduler: Any | None, good: Callable[[float], bool], measure: Callable[[], float] | None = None
-) -> float:
-    """megatron-core's optimizer step, part by part; the update is made only where the gradient's norm is `good`.
-
-    `measure` gives the norm of the whole gradient; without it, megatron-core exchanges the ranks' shares.
-
-    The schedule, where it is given, moves by one before an update. Without an update, weights, optimizer state and schedule stay as they
-    were: the schedule counts updates, not steps.
-
-    Returns:
-        the norm that `good` was given.
-    """
-    settle_all()
-    adamw.prepare(optimizer)
-    norm = float((measure or optimizer.get_grad_norm)())
-    if good(norm):
-        if scheduler is not None:
-            scheduler.step(increment=1)
-        adamw.clip(optimizer, norm)
-        optimizer.step_with_ready_grads()
-    return norm

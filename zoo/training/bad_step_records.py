@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +20,8 @@ from zoo.files import finite, write_atomically
 from zoo.parallel.world import World
 from zoo.records import Check, is_count, is_measure, is_object, is_text, list_of, read_record
 from zoo.training.bad_step_detector import BadStep, BadStepDetector
+from zoo.training.step_metrics import LossSums
+from zoo.types import JsonObject
 
 FOLDER = "bad_steps"
 _LONGEST = 2**30  # bytes of a file, which has a line for each sample of a step
@@ -35,11 +36,11 @@ _FIELDS: dict[str, Check] = {
 
 def write(
     run_dir: Path,
-    numbers: dict[str, Any],
+    numbers: JsonObject,
     bad: BadStep,
     batches: Sequence[MicroBatch],
-    sums: Sequence[dict[str, Any]],
-    data: dict[str, Any],
+    loss_sums: Sequence[LossSums],
+    data_position: JsonObject,
     world: World,
 ) -> Path:
     """Gather the ranks' rows of a step and write them; every rank calls it.
@@ -47,48 +48,52 @@ def write(
     Args:
         numbers: step, loss and grad_norm.
         batches: this rank's micro-batches.
-        sums: of each micro-batch, as the PackedStep returned them, on the ranks that count the loss.
-        data: the loader's state before the step.
+        loss_sums: sums of each micro-batch, on the ranks that count the loss.
+        data_position: the loader's state before the step.
     """
-    mine = {
-        "rank": world.dp_rank,
-        "rows": [_row(batch) for batch in batches if not batch.spare] if world.counts_data else None,
-        "losses": [(float(s["nll"]), float(s["weight"])) for s in sums] if world.counts_loss else None,
-    }
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, mine)
+    own: JsonObject = {"rank": world.dp_rank, "rows": None, "losses": ()}
+    if world.counts_data:
+        own["rows"] = [
+            {
+                "tokens": batch.total,
+                "labels": batch.num_labels,
+                "samples": [
+                    {"source": source, "kind": kind, "tokens": length}
+                    for source, kind, length in zip(batch.sources, batch.kinds, batch.lengths, strict=True)
+                ],
+            }
+            for batch in batches
+            if not batch.spare
+        ]
+    if world.counts_loss:
+        own["losses"] = [(float(sums["nll"]), float(sums["weight"])) for sums in loss_sums]
+    everyone: list[JsonObject] = [{} for _ in range(world.size)]
+    dist.all_gather_object(everyone, own)
     path = run_dir / FOLDER / f"step_{numbers['step']}.json"
     if world.is_main:
         path.parent.mkdir(exist_ok=True)
-        found = {**numbers, "cause": bad.cause, "why": bad.why, "rows": _joined(everyone), "data": data}
-        write_atomically(path, json.dumps(finite(found), indent=1, ensure_ascii=False) + "\n")
+        rows = _rows_with_losses(everyone)
+        record = {**numbers, "cause": bad.cause, "why": bad.why, "rows": rows, "data": data_position}
+        write_atomically(path, json.dumps(finite(record), indent=1, ensure_ascii=False) + "\n")
     return path
 
 
-def _row(batch: MicroBatch) -> dict[str, Any]:
-    samples = [
-        {"source": source, "kind": kind, "tokens": length}
-        for source, kind, length in zip(batch.sources, batch.kinds, batch.lengths, strict=True)
-    ]
-    return {"tokens": batch.total, "labels": batch.num_labels, "samples": samples}
-
-
-def _joined(everyone: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows_with_losses(everyone: Sequence[JsonObject]) -> list[JsonObject]:
     """Rows of all data-parallel ranks, each with its loss, which context-parallel ranks have parts of."""
-    sums: dict[tuple[int, int], list[float]] = {}
-    for one in everyone:
-        for number, values in enumerate(one["losses"] or ()):
-            whole = sums.setdefault((one["rank"], number), [0.0, 0.0])
-            whole[0], whole[1] = whole[0] + values[0], whole[1] + values[1]
-    found = []
-    for one in sorted((one for one in everyone if one["rows"] is not None), key=lambda one: one["rank"]):
-        for number, row in enumerate(one["rows"]):
-            nll, weight = sums.get((one["rank"], number), (0.0, 0.0))
-            found.append({"rank": one["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
-    return found
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for own in everyone:
+        for number, (nll, weight) in enumerate(own["losses"]):
+            before = sums.get((own["rank"], number), (0.0, 0.0))
+            sums[own["rank"], number] = before[0] + nll, before[1] + weight
+    rows = []
+    for own in sorted((own for own in everyone if own["rows"] is not None), key=lambda own: own["rank"]):
+        for number, row in enumerate(own["rows"]):
+            nll, weight = sums.get((own["rank"], number), (0.0, 0.0))
+            rows.append({"rank": own["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
+    return rows
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> JsonObject:
     """A bad step's file.
 
     Raises:
@@ -100,25 +105,6 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; {path.parent} has {known or 'no bad steps'}")
     hint = f"wanted the file of a bad step, {FOLDER}/step_N.json of a run folder"
     return read_record(path, _FIELDS, ("step", "why", "rows", "data"), hint=hint, most=_LONGEST)
-
-
-def not_applied(step: int, bad: BadStep, run_dir: Path) -> str:
-    """The message about a bad step."""
-    file = run_dir / FOLDER / f"step_{step}.json"
-    return f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
-
-
-def unlabelled(step: int, bad: BadStep) -> str:
-    """The message about the first step without labels."""
-    return f'step {step} is not applied: {bad.why}; summary.json counts such steps (skipped_steps, "labels")'
-
-
-def level_taken(step: int, level: float, train: TrainConfig) -> str:
-    """The message about a new level of the loss, where it has stayed up for as long as the recipe waits."""
-    return (
-        f"{train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level of the loss from here "
-        f"on (train.on_new_level=take)"
-    )
 
 
 def too_many(

@@ -184,8 +184,8 @@ def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
     )
 
 
-def follow(schedule: Any, train: TrainConfig, total_steps: int) -> None:
-    """Have a schedule of `build_schedule` be that of another number of updates from the next one on."""
+def set_schedule_length(schedule: Any, train: TrainConfig, total_steps: int) -> None:
+    """Correct the number of updates of a schedule, from the next one on."""
     for name, steps in _lengths(train, total_steps).items():
         setattr(schedule, name, steps)
 

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpoint.selection import Chosen, choose
-from zoo.config import locate
-from zoo.config.locate import STATE, checkpoints
-from zoo.config.resume import Change, changes_from, refuse, refuse_unwanted
+from zoo.checkpoint.selection import Chosen
+from zoo.config.locate import STATE
+from zoo.config.resume import Change, changes_from, refuse
 from zoo.config.schema import Recipe
-from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import DIGEST_VERSION, RowDigests, difference, digests_of_rows
 from zoo.data.sources.streams import RowStream
@@ -23,7 +21,6 @@ from zoo.errors import ConfigError
 from zoo.logging.messages import at_change
 from zoo.logging.run_log import RunLog
 from zoo.parallel.object_group import agreed
-from zoo.parallel.world import World
 from zoo.records import reading_back
 from zoo.training.dataloader import RunData
 
@@ -31,29 +28,8 @@ from zoo.training.dataloader import RunData
 _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 
-def choose_checkpoint(folder: Path, recipe: Recipe, known: Mapping[str, dict[str, str]] | None = None) -> Chosen:
-    """The checkpoint of a run folder to resume from; `known` faults as for `choose`. Every rank calls it.
-
-    Raises:
-        UserError: `run.resume=false` and the folder holds checkpoints; or no checkpoint there is whole.
-    """
-    found = agreed(lambda: checkpoints(folder))
-    refuse_unwanted(folder, found, recipe)
-    return choose(folder, known)
-
-
-def read_state(
-    checkpoint: Path | None, recipe: Recipe, model: Mapping[str, Any]
-) -> tuple[dict[str, Any] | None, list[Change]]:
-    """A checkpoint's state.json, None where there is no checkpoint, and the allowed differences of the recipe."""
-    if checkpoint is None:
-        return None, []
-    state = agreed(lambda: locate.read_state(checkpoint))
-    return state, agreed(lambda: allowed_changes(checkpoint, state, recipe, model))
-
-
 @dataclass(frozen=True)
-class Rows:
+class KnownRows:
     """A run's rows, compared with those of its checkpoint.
 
     Attributes:
@@ -117,14 +93,14 @@ def known_rows(data: RunData) -> dict[str, Any]:
 
 def check_rows(
     checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, allowed: Sequence[Change]
-) -> Rows:
+) -> KnownRows:
     """Compare a run's rows with those of its checkpoint: the first rank does, and all ranks get the result.
 
     Raises:
         UserError: rows differ and that is not allowed; the message names the source, and the row if it is known.
     """
 
-    def look() -> Rows:
+    def look() -> KnownRows:
         order = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
         with reading_back(STATE, "take another checkpoint"):
             return _compared(checkpoint, state, data, recipe, anew=order)
@@ -132,28 +108,8 @@ def check_rows(
     return agreed(look)
 
 
-def first_rows(data: RunData, world: World) -> Rows:
-    """The rows of a run that has no checkpoint yet."""
-    return Rows(known_rows(data) if world.is_main else {})
-
-
-def place_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int) -> None:
-    """Send a loader to the checkpoint's place.
-
-    Args:
-        checkpoint: the state that is resumed from.
-        done: steps that the run has behind it.
-    """
-    if checkpoint is not None and rows.anew:
-        loader.begin_anew(done)
-    elif checkpoint is not None:
-        void: dict[str, Any] = {"corrected": []} if rows.others else {}
-        with reading_back(STATE, "take another checkpoint"):
-            loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
-
-
 def log_differences(
-    log: RunLog, done: int, changed: Sequence[Change], rows: Rows, chosen: Chosen, notes: Sequence[str] = ()
+    log: RunLog, done: int, changed: Sequence[Change], rows: KnownRows, chosen: Chosen, notes: Sequence[str] = ()
 ) -> None:
     """Log what differs from the checkpoint that a run resumes from, what was found damaged, and `notes` on the rows."""
     for change in changed:
@@ -178,7 +134,7 @@ def _known(name: str, part: Any) -> RowDigests:
     return RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)
 
 
-def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool) -> Rows:
+def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool) -> KnownRows:
     saved, others = state.get("known_rows", {}), False
     if saved.get("form") != DIGEST_VERSION:
         raise ConfigError(
@@ -208,7 +164,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe:
             if key == "data.train":
                 messages[-1] += "; the current epoch keeps the rows it began with, the new ones join in the next"
                 sizes = [one.rows for one in before]
-    return Rows(known_rows(data), None if anew else sizes, anew, others, messages)
+    return KnownRows(known_rows(data), None if anew else sizes, anew, others, messages)
 
 
 def _difference(

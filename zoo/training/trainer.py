@@ -1,71 +1,645 @@
-"""Training as a recipe says: `train(recipe)`, called on every rank of a run."""
+"""Training on one rank, top to bottom: `run_rank` opens the run; a `Trainer` builds it, takes its steps, evaluates, saves and exports.
+
+What happens in a step: `Trainer.train_step`. What happens between two steps: `Trainer.train_loop`.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Self
 
+import torch
+import torch.distributed as dist
+
+from zoo.checkpoint import initial_weights, lora_files, sharded
+from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.saver import Saved, Saver, SaveReport
+from zoo.checkpoint.selection import choose, repaired_source
+from zoo.checkpoint.staging.exports import export_trained
+from zoo.checkpoint.staging.leftovers import open_and_finish
+from zoo.checkpoint.storage.disk import Damaged
+from zoo.config.checks.metrics import flat
+from zoo.config.locate import STATE, checkpoints, read_state, step_of
+from zoo.config.resume import Change, refuse_unwanted
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.logging.callbacks.callbacks import open_callbacks
-from zoo.logging.result import TrainResult
+from zoo.data.loading.defaults import evaluated_on
+from zoo.data.sample import MicroBatch
+from zoo.generation.predictions import predict
+from zoo.logging import messages
+from zoo.logging.callbacks.callbacks import Callbacks, open_callbacks
+from zoo.logging.memory_use import MemoryUse
+from zoo.logging.result import TrainResult, losses_by_step, was_completed
+from zoo.logging.row_counts import RowCounts
+from zoo.logging.run_log import RunLog
 from zoo.logging.startup_time import Startup
-from zoo.parallel.determinism import refusal
-from zoo.parallel.object_group import refuse_different
+from zoo.logging.step_timer import StepTimes
+from zoo.model import build, lora
+from zoo.optim import adamw, muon
+from zoo.parallel.determinism import explain_refusals
+from zoo.parallel.object_group import agreed, refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
-from zoo.parallel.world import open_world
+from zoo.parallel.weight_gathering import settle_all
+from zoo.parallel.world import World, on_all_cores, open_world
 from zoo.planner.plan import refuse_misfit
+from zoo.records import reading_back
+from zoo.steps.packed_step import PackedStep, Prepared
+from zoo.training import bad_step_records, optimization, resume
+from zoo.training.auxiliary_passes import auxiliary_passes
+from zoo.training.bad_step_detector import BadStep, BadStepDetector
+from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
+from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
-from zoo.training.run import Run
+from zoo.training.reference import Reference
+from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, step_record
 from zoo.watchdog.heartbeat import Watch
+from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import explained, memory_explained
 from zoo.watchdog.run_lock import RunLock
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
-def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:
-    """Train as the recipe says, on this rank; resumes from run.dir where it can.
+    from zoo.types import JsonObject
 
-    `callbacks`: objects with hooks, beside those of run.callbacks; rank 0 calls them. A finished run is left as it is. Raises
-    UserError (or a subclass) for a mistake that a user can correct, and KeyboardInterrupt when it is stopped before there is anything to save.
+FLAGS = 5  # numbers at the beginning of `Trainer.flags`
+
+
+def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
+    """Train as the recipe says, on this rank, and resume from run.dir where it can. Every rank of the run calls it.
+
+    A finished run is left unchanged.
+
+    Args:
+        callbacks: objects with hooks, next to those of run.callbacks; rank 0 calls them.
+
+    Raises:
+        UserError: a mistake that a user can correct.
+        KeyboardInterrupt: the run was stopped before there was anything to save.
     """
     startup = Startup("imports")
-    with interrupts() as stop, explained(recipe), stop.undisguised():
-        _refuse_misfit(recipe)
+    with ExitStack() as stack:
+        stop = stack.enter_context(interrupts())
+        stack.enter_context(explained(recipe))
+        stack.enter_context(stop.undisguised())
+        if os.environ.get("RANK", "0") == "0":  # before anything is built; the other ranks wait until it joins them
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            refuse_misfit(validate(recipe, ranks), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         check_kernels(recipe)
-        try:
-            return _train(recipe, stop, startup.mark("checks"), callbacks)
-        finally:
-            gc.collect()  # modules and process groups hold one another; a script under torchrun may train again
-
-
-def _refuse_misfit(recipe: Recipe) -> None:
-    """On the first rank, before anything is built: a model that can't fit. The others wait until it joins them."""
-    if os.environ.get("RANK", "0") == "0":
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        refuse_misfit(validate(recipe, ranks), ranks, local)
-
-
-def _train(recipe: Recipe, stop: Interrupts, startup: Startup, given: Sequence[Any]) -> TrainResult:
-    with open_world(recipe) as here:
-        recipe = validate(recipe, here.size)
+        startup.mark("checks")
+        stack.callback(gc.collect)  # modules and groups hold one another; a script under torchrun may train again
+        world = stack.enter_context(open_world(recipe))
+        recipe = validate(recipe, world.size)
         refuse_different(recipe)
-        callbacks = open_callbacks(recipe, given, here.is_main)
+        opened = open_callbacks(recipe, callbacks, world.is_main)
         assert recipe.run.dir is not None  # derived by validate
-        with (
-            RunLock(Path(recipe.run.dir), here.rank, here.size) as lock,
-            Watch(recipe, here, stop, lock) as watch,
-            memory_explained(recipe),
-        ):
-            run = Run(recipe, here, stop, startup, watch.progress, callbacks)
-            try:
-                return run.run()
-            except RuntimeError as error:
-                if (refused := refusal(error)) is not None:
-                    raise refused from None
+        lock = stack.enter_context(RunLock(Path(recipe.run.dir), world.rank, world.size))
+        progress = stack.enter_context(Watch(recipe, world, stop, lock)).progress
+        stack.enter_context(memory_explained(recipe))
+        stack.enter_context(explain_refusals())
+        # No local name holds the trainer, so that its memory is free when the stack ends.
+        return stack.enter_context(Trainer(recipe, world, stop, startup, progress, opened)).train()
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """A step's micro-batches on this rank."""
+
+    micro_batches: list[MicroBatch]
+    prepared: Prepared | None  # the first one on the device; None where auxiliary passes come before
+    data_position: JsonObject  # the loader's state before them
+    seconds: float  # that the loader was waited for
+    total_steps: int | None  # steps of the run, by what the loader knew with this one; None: it does not say
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave."""
+
+    batches: StepBatches
+    loss_sums: Sequence[LossSums]
+    totals: StepTotals
+    bad: BadStep | None  # why it was not applied; None where it was
+    seconds: float
+
+
+class Trainer:
+    """A run on one rank. Leaving it as a context manager frees the model."""
+
+    rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
+    keeps_adapters = True  # and so, on the disk, the weights that they belong to
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        stop: Interrupts,
+        startup: Startup,
+        progress: Progress | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        """Choose the checkpoint to resume from, and open the data; `build` makes the model."""
+        assert recipe.run.dir is not None
+        self.recipe, self.world, self.stop, self.progress = recipe, world, stop, progress or Progress()
+        self.callbacks = callbacks or Callbacks(recipe)
+        self.startup = startup.mark("process group")
+        self.folder = Path(recipe.run.dir)
+        self.assembly = build.assemble(recipe, repaired_source(recipe))
+        self.description = sharded.describe(recipe, self.assembly.config.hf)
+        self.stage = open_and_finish(recipe, world, self.progress.tick)
+        self._choose_checkpoint()
+        self.prefetched: StepBatches | None = None  # of the next step, fetched while a GPU worked on this one
+        self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None  # next to its computation
+        self.flags: list[float] = []  # of the last step, summed over the ranks
+        self.saved_at, self.time_is_up_at = time.monotonic(), math.inf
+        self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
+        self.adapters: lora.Adapters | None = None
+        self.exported: str | None = None
+        self.interrupted = self.preempted = self.stopped = False  # stopped: by a callback
+        self.evaluated: tuple[int, JsonObject] = (-1, {})  # step and metrics of the last evaluation
+        self.row_counts = RowCounts(recipe.packing.budget)
+        self.times, self.memory = StepTimes(world.device, recipe.log.slow_step), MemoryUse(world)
+        self.startup.mark("data")
+
+    def _choose_checkpoint(self, known_faults: Mapping[str, dict[str, str]] | None = None) -> None:
+        """Choose the checkpoint to resume from, and open the data at its position; a load may have found faults."""
+        recipe = self.recipe
+        refuse_unwanted(self.folder, agreed(lambda: checkpoints(self.folder)), recipe)
+        self.chosen = choose(self.folder, known_faults)
+        checkpoint = self.saved = self.chosen.folder
+        self.resume_from: Path | None = checkpoint
+        self.state: JsonObject | None = None
+        self.changes: list[Change] = []
+        if checkpoint is not None:
+            state = self.state = agreed(lambda: read_state(checkpoint))
+            self.changes = agreed(lambda: resume.allowed_changes(checkpoint, state, recipe, self.description))
+        self.done: int = self.state["step"] if self.state else 0  # steps
+        self.open_data()
+        if self.state is not None and self.rows.anew:
+            self.loader.begin_anew(self.done)
+        elif self.state is not None:
+            void: JsonObject = {"corrected": []} if self.rows.others else {}
+            with reading_back(STATE, "take another checkpoint"):
+                self.loader.load_state_dict({**self.state["data"], **void}, self.rows.sizes)
+        self.detector = BadStepDetector(recipe.train)
+        self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
+        self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
+        self.total_steps = self.callbacks.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
+        self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
+        self.progress.step = self.done
+
+    def open_data(self) -> None:
+        """Open the rows and the loader, and compare the rows with the checkpoint's."""
+        self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
+        self.loader, self.source, self.rows_read = self.data.loader, self.data.source, self.data.rows_read
+        if self.resume_from is None or self.state is None:
+            refuse_unlabelled(self.source, self.recipe)
+            self.rows = resume.KnownRows(resume.known_rows(self.data) if self.world.is_main else {})
+        else:
+            self.rows = resume.check_rows(self.resume_from, self.state, self.data, self.recipe, self.changes)
+
+    def build(self) -> None:
+        """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
+        recipe, world, assembly = self.recipe, self.world, self.assembly
+        reference = Reference.of_run(recipe, assembly, world, self.folder)
+        compute_reference = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
+        fresh = compute_reference or self.resume_from is None  # weights that no checkpoint has
+        if reference is None:
+            self.loader.begin()  # while the model is built
+        chunks = build.build_model(assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
+        self.startup.mark("model")
+        if recipe.lora.rank:
+            assembly, self.adapters = lora_files.adapt(
+                chunks, assembly, recipe, world, fresh=self.resume_from is None, anew=fresh, kept=self.keeps_adapters
+            )
+            self.assembly = assembly
+        elif fresh:
+            initial_weights.init_weights(chunks, assembly, recipe, world)
+        self.startup.mark("weights", 0 if self.resume_from else initial_weights.weight_bytes(assembly))
+        self.step: PackedStep = build.build_step(assembly, recipe, world)
+        if reference is not None and compute_reference:
+            reference.compute(self.data, self.step, chunks, self.progress.tick)
+            self.startup.mark("reference")
+        build.freeze(chunks, recipe, assembly.family)
+        self.chunks: list[MegatronModule] = optimization.wrap_ddp(chunks, recipe)
+        self.optimizer, self.scheduler = optimization.build_optimizer(
+            self.chunks, recipe, assembly, world, self.total_steps
+        )
+        self.times.observe(chunks, self.chunks)
+        self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
+        self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
+        if self.resume_from is not None and self.state is not None:
+            with on_all_cores(recipe, world):
+                try:
+                    sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
+                except Damaged as damaged:  # the newest whole checkpoint before it
+                    self.data.close()
+                    self._choose_checkpoint({self.resume_from.name: damaged.faults})
+                    assert self.resume_from is not None and self.state is not None
+                    sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
+        if reference is not None:
+            reference.give(self.data)
+        self.loader.begin()
+        self.auxiliary_passes = auxiliary_passes(recipe, assembly, self.adapters, self.step, self.chunks, world)
+        self.startup.mark("optimizer")
+
+    def train(self) -> TrainResult:
+        """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
+        ended = self.done >= self.total_steps or self.callbacks.finished is not None
+        if agreed(lambda: ended and was_completed(self.folder, self.done, self.recipe.export)):
+            if self.world.is_main:
+                why = self.callbacks.finished
+                print(messages.at_finished(self.folder, self.done, self.total_steps, why, self.recipe.train))
+            return agreed(lambda: TrainResult.from_run_dir(self.folder))
+        self.build()
+        with self.stop.deferred(), self.saver:
+            self.progress.begun = True
+            self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
+            self._log_start()
+            self.callbacks.start(self.done)
+            started = time.monotonic()
+            self.time_is_up_at = started + 60 * (self.recipe.train.max_minutes or math.inf)
+            self.train_loop()
+            seconds = time.monotonic() - started
+            self.progress.enter("save")
+            self._note_saved(self.saver.wait(self._show_saving))
+            if self.saved is None or step_of(self.saved) != self.done:
+                self.save(wait=True)
+            if self.stopped:
+                agreed(lambda: self.callbacks.raise_failure(self.done, self.saved))
+            if self.evaluated[0] != self.done and not self.interrupted:
+                self.evaluate()
+            self._finish_saves()
+        together = True  # whether all ranks are at the same place
+        if self.recipe.export and not self.interrupted and not self._was_interrupted():
+            together = self.export()
+        self.progress.enter("end")
+        result = self._summarise(seconds)
+        if together:
+            dist.barrier()
+        self.callbacks.raise_failure(self.done, self.saved, ended=True)
+        return result
+
+    def train_loop(self) -> None:
+        """Train until the last step, the end of the time, an interrupt or a callback that stops the run."""
+        train = self.recipe.train
+        while self.done < self.total_steps:
+            if not self.train_step():
+                break
+            self.saver.prepare(self.trainable)
+            self._note_saved(self.saver.poll(self.flags), self.flags)
+            self.save_report.expect(self.saver.expected_seconds, self.log)
+            if self.should_stop(None if self.world.size == 1 or self.callbacks.follow_steps else self.flags):
+                break
+            if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
+                self.evaluate()  # before the save: a run resumed from there has had it
+                if self.interrupted or self.should_stop():
+                    break
+            due = self.save_due or (train.save_every and self.done % train.save_every == 0)
+            if due and self.done < self.total_steps:
+                self.save()
+
+    def train_step(self) -> bool:
+        """One optimizer step; False where the data have no more, as rows that were counted on could not be encoded.
+
+        Forward and backward passes of all micro-batches come first, then the one exchange of metrics, which gives the
+        gradient's norm, then the update. A bad step is not applied.
+        """
+        began, on_gpu = time.monotonic(), self.copies is not None
+        self.times.begin()
+        self.progress.enter("data")
+        batches, self.prefetched = self.prefetched or self.fetch(), None
+        if not batches.micro_batches:
+            self._set_total_steps(self.done)
+            return False
+        if batches.total_steps is not None:
+            optimization.set_schedule_length(self.scheduler, self.recipe.train, batches.total_steps)
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+
+        self.progress.enter("compute")
+        counts = TokenCounts.from_micro_batches(batches.micro_batches)
+        lora.seed_dropout(self.recipe, self.done, self.world)
+        loss_sums = self.forward_backward(batches, counts.loss_scale(self.world))
+        if on_gpu and self.done + 1 < self.total_steps:
+            self.progress.enter("data")
+            self.prefetched = self.fetch()  # while the GPU works
+
+        self.progress.enter("update")
+        self.saver.before_update()
+        settle_all()
+        adamw.prepare(self.optimizer)
+        totals = StepTotals.gather(
+            loss_sums,
+            counts,
+            squared_norm=optimization.squared_norm(self.optimizer, self.world.device),
+            expert_shares=expert_shares(self.chunks[0].config, self.world, counts.batches),
+            parts=lambda: self.times.take(batches.seconds),
+            flags=self._own_flags,
+            step=self.step,
+            world=self.world,
+        )
+        bad = self.detector.check(totals.loss, totals.grad_norm, labels=totals.labels > 0)
+        if bad is None:
+            self.scheduler.step(increment=1)
+            adamw.clip(self.optimizer, totals.grad_norm)
+            self.optimizer.step_with_ready_grads()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()  # the optimizer has views of it alone, which it keeps
+
+        self.progress.enter("metrics")
+        result = StepResult(batches, loss_sums, totals, bad, time.monotonic() - began)
+        if batches.total_steps is not None:
+            self._set_total_steps(batches.total_steps)
+        self.done, self.flags = self.done + 1, totals.flags
+        self.log_step(result)
+        if bad is not None:
+            self._record_bad_step(result, bad)
+        if not self.startup.done:
+            self.startup.finish(self.log, self.done)
+        self.memory.note(self.log, self.done, self.flags[FLAGS:])
+        return True
+
+    def fetch(self) -> StepBatches:
+        """The next step's micro-batches; the first is being copied to the device.
+
+        Its tensors belong to the stream of the copies. They live until the CPU has waited for the gradient's norm, so a
+        later copy into their memory can't come too early.
+        """
+        position, began = self.loader.state_dict(), time.monotonic()
+        micro_batches = self.loader.next_step()
+        waited = time.monotonic() - began
+        prepared = None
+        if self.auxiliary_passes is None and micro_batches:
+            with torch.cuda.stream(self.copies):
+                prepared = Prepared(*self.step.prepare(micro_batches[0]))
+        return StepBatches(micro_batches, prepared, position, waited, self.loader.total_steps)
+
+    def forward_backward(self, batches: StepBatches, scale: torch.Tensor | float) -> Sequence[LossSums]:
+        """Gradients of all micro-batches, their losses multiplied by `scale`; on ranks with the loss, its sums.
+
+        Megatron-Core's schedule also reduces the gradients over data-parallel ranks.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        micro_batches = batches.micro_batches
+        ready: list[MicroBatch | Prepared] = [*micro_batches]
+        if self.auxiliary_passes is not None:
+            ready = [*self.auxiliary_passes(micro_batches)]
+        elif batches.prepared is not None:
+            ready[0] = batches.prepared
+
+        def forward(data: Iterator[MicroBatch | Prepared], model: MegatronModule) -> object:
+            self.progress.tick()
+            return self.step(data, model, loss_scale=scale)
+
+        several = len(self.chunks) > 1
+        sums: Sequence[LossSums] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(ready) for _ in self.chunks] if several else iter(ready),
+            model=[*self.chunks] if several else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].input_ids.shape[1],
+            micro_batch_size=micro_batches[0].input_ids.shape[0],
+            forward_only=False,
+        )
+        return sums
+
+    def log_step(self, result: StepResult) -> None:
+        """Write a step's metrics down."""
+        totals = result.totals
+        self.losses.append(totals.loss)
+        waited = max(parts[0] for parts in totals.parts)  # the others wait for that rank
+        lr = self.scheduler.get_lr({})  # {}: the first group may be a part's with its own rate
+        record = step_record(self.done, totals, lr, waited, result.seconds)
+        if result.bad is not None:
+            record["skipped"] = result.bad.cause
+        self.log.step(record, self.saver.under_way() if self.world.is_main else None)
+        self.progress.step = self.done
+        self.callbacks.step(self.done, record)
+        if (slow := self.times.slow_step(result.seconds, totals.parts)) is not None:
+            self.log.event("slow_step", self.done, **slow)
+        self.row_counts.note(self.log, self.done, self.source.counts, self.source.shrunk)
+
+    def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
+        """Write down a bad step; where it is one too many, save and end the run."""
+        log, step, totals, batches = self.log, self.done, result.totals, result.batches
+        if bad.cause == "labels":  # nothing to look into, and said once
+            log.event("skip", step, cause=bad.cause, why=bad.why)
+            if self.detector.counts[bad.cause] == 1:
+                log.say(
+                    f'step {step} is not applied: {bad.why}; summary.json counts such steps (skipped_steps, "labels")'
+                )
+            return adamw.allocate_state(self.optimizer)
+        numbers = {"step": step, "loss": totals.loss, "grad_norm": totals.grad_norm}
+        file = bad_step_records.write(
+            self.folder, numbers, bad, batches.micro_batches, result.loss_sums, batches.data_position, self.world
+        )
+        log.event("skip", step, cause=bad.cause, why=bad.why, file=str(file))
+        log.say(f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows")
+        if (level := self.detector.new_level) is not None:
+            log.event("new_level", step, loss=level)
+            log.say(
+                f"{self.recipe.train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level "
+                "of the loss from here on (train.on_new_level=take)"
+            )
+        adamw.allocate_state(self.optimizer)
+        if self.detector.ends:
+            self.save(wait=True)
+            self._finish_saves()
+            raise bad_step_records.too_many(step, bad, self.detector, self.saved, self.folder, self.recipe.train)
+
+    def _set_total_steps(self, steps: int) -> None:
+        """Correct the number of steps that train.epochs comes to."""
+        self.total_steps = self.callbacks.total_steps = steps
+        self.log.correct_total(self.done + 1, steps)
+
+    def _own_flags(self) -> list[float]:
+        """Whether this rank was interrupted, by a cluster, is out of time, is due to save, has a callback that stops; its memory's, its saves'."""
+        now, save_minutes = time.monotonic(), self.recipe.train.save_minutes or math.inf
+        save_due = now > self.saved_at + 60 * save_minutes
+        asked, preempted = self.stop.asked, self.stop.asked and self.stop.preempted
+        own = (asked, preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
+        return [*map(float, own), *self.memory.flags(), *self.saver.flags()]
+
+    def should_stop(self, flags: Sequence[float] | None = None) -> bool:
+        """Whether any rank was interrupted, is out of time or has a callback that stops; without `flags`, asks now."""
+        if flags is None:
+            flags = self._own_flags() if self.world.size == 1 else self.world.sum(self._own_flags())
+        self.interrupted, self.preempted, late, self.save_due, self.stopped = (flag > 0 for flag in flags[:FLAGS])
+        return self.interrupted or late or self.stopped
+
+    def _was_interrupted(self) -> bool:
+        self.should_stop()
+        return self.interrupted
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out rows where there are some; an interrupt ends it without a result."""
+        held_out, eval_set = self.data.held_out, self.data.eval_set
+        if held_out is None or eval_set is None:
+            return
+        self.progress.enter("eval")
+        self.log.note(f"evaluating on {len(held_out)} rows ...")
+
+        def until_interrupted() -> Iterator[MicroBatch | None]:
+            for batch in eval_set:
+                self.progress.tick()
+                if self._was_interrupted():
+                    return
+                yield batch
+
+        metrics = evaluate(
+            self.step,
+            self.chunks,
+            until_interrupted(),
+            self.world,
+            eval_set.spare,
+            self.step.preference,
+            self.auxiliary_passes,
+        )
+        if self.interrupted:
+            return
+        self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
+        self.evaluated = (self.done, metrics)
+        self.callbacks.evaluation(self.done, flat(metrics))
+        self.log.note("answering held-out rows ...")
+        answers = predict(self.recipe, self.assembly, self.world, held_out, self.chunks)
+        self.callbacks.predictions(self.done, self.log.predictions(self.done, answers))
+
+    def save(self, wait: bool = False) -> None:
+        """Save while the next steps run, or, with `wait`, before anything else."""
+        self.progress.enter("save")
+        began = self.saved_at = time.monotonic()
+        self.log.note("saving ...")
+        state = {
+            "step": self.done,
+            "total_steps": self.total_steps,
+            "data": self.prefetched.data_position if self.prefetched else self.loader.state_dict(),
+            "bad_steps": self.detector.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
+            "known_rows": self.rows.known,
+            "model": self.description,
+            "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
+        }
+        self._note_saved(self.saver.start(self.trainable, state))
+        if wait:
+            self._note_saved(self.saver.wait(self._show_saving))
+        self.times.save += time.monotonic() - began
+
+    def _note_saved(self, saved: Saved | None, flags: Sequence[float] | None = None) -> None:
+        """Log a checkpoint that has been published, and those copied from the stage since. `flags`: as `Saver.poll` has them."""
+        for published in self.saver.news(saved, flags):
+            self.save_report.note(published, self.log)
+            step, folder, staged = published.step, published.folder, published.staged
+            if not staged:
+                self.callbacks.save(step, folder)
+            if self.saved is None or step_of(self.saved) <= step:
+                self.saved, self.progress.staged = folder, (step, folder) if staged else None
+
+    def _finish_saves(self) -> None:
+        """Wait until every save is in the run folder."""
+        self.saver.close(self._show_saving, self.log.say)
+        self._note_saved(None)
+
+    def _show_saving(self) -> None:
+        """Show how much of the save that the run waits for is written."""
+        if self.world.is_main and (saving := self.saver.under_way()) is not None:
+            self.log.note(f"{saving} ...")
+
+    def export(self) -> bool:
+        """Export; an interrupt ends it at once, on each rank by itself. Returns whether it was complete."""
+        self.progress.enter("export")
+        self.log.note("exporting ...")
+        target = self.folder / "export"
+        try:
+            kind = export_trained(self.trainable, self.assembly, self.recipe, self.world, self.stage, target, self.done)
+        except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
+            if not self.stop.asked:
                 raise
-            finally:
-                run.release()
+            self.interrupted, self.preempted = True, self.stop.preempted
+            return False
+        self.exported = str(target)
+        self.log.event("export", self.done, path=self.exported)
+        self.log.say(f"exported to {target} ({kind})")
+        return True
+
+    def _log_start(self) -> None:
+        """Log what is trained, and what differs from the run that is resumed."""
+        parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
+        facts = {"parameters_of_rank": parameters, "total_steps": self.total_steps, "ranks": self.world.size}
+        self.log.event("resume" if self.done else "start", self.done, **facts)
+        if self.done:
+            self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+            if not (self.state or {}).get("optimizer", True):
+                self.log.say(messages.WITHOUT_MOMENTS)
+        notes = self.source.rows.notes(pairs=self.recipe.train.preference)
+        resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
+        held_out = self.data.held_out
+        self.log.say(
+            messages.at_start(
+                self.recipe,
+                parameters=parameters,
+                beside=lora.counts(self.adapters),
+                kept_frozen=self.adapters.whole.kept_frozen if self.adapters else (),
+                updated=muon.counts(self.chunks),
+                steps=messages.steps_of(self.recipe.train, self.total_steps, self.loader),
+                rows=None if self.source.rows.has_stream else len(self.source),
+                eval_rows=None if held_out is None else len(held_out),
+            )
+        )
+
+    def _summarise(self, seconds: float) -> TrainResult:
+        """Write summary.json and the plot, and say how the run ended."""
+        self.data.close()
+        why = agreed(lambda: self.callbacks.reason) if self.stopped else None
+        summary: JsonObject = {
+            "steps": self.done,
+            "total_steps": self.total_steps,
+            "interrupted": self.interrupted,
+            "preempted": self.preempted,
+            "stopped": why,
+            "checkpoint": str(self.saved) if self.saved else None,
+            "export": self.exported,
+            "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
+            "seconds": round(seconds, 1),
+            "skipped_rows": dict(self.data.left_out),
+            "shrunk_rows": self.data.shrunk,
+            "skipped_steps": dict(self.detector.counts),
+            "memory": self.memory.most(),
+            "metrics": self.evaluated[1],
+        }
+        reason = messages.reason(self.interrupted, self.preempted, self.done >= self.total_steps, self.stopped)
+        self.callbacks.end(self.done, self.saved, reason)
+        self.log.finish(summary, reason, why)
+        for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):
+            self.log.say(line)
+        names = ("steps", "checkpoint", "metrics", "interrupted", "preempted", "stopped")
+        return TrainResult(losses=self.losses, run_dir=str(self.folder), **{name: summary[name] for name in names})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
+        if "data" in self.__dict__:
+            self.data.abandon()
+        if "chunks" in self.__dict__:  # not there where the build failed earlier
+            optimization.release_ddp(self.chunks)
+        for name in (
+            "chunks",
+            "optimizer",
+            "scheduler",
+            "trainable",
+            "step",
+            "auxiliary_passes",
+            "saver",
+            "prefetched",
+        ):
+            self.__dict__.pop(name, None)

@@ -20,7 +20,7 @@ class Slowing(save_rates.SavesRun):
         self.given, self.world = {"steps": steps, "saves": 2}, SimpleNamespace(size=1, rank=0)  # type: ignore[assignment]
         self.lines = Lines()
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         number = len(self.lines.steps)
         self.lines.step({"step_ms": 500.0 if number < 3 else 300.0 if number < 9 else 290.0})
 
@@ -29,7 +29,7 @@ class Slowing(save_rates.SavesRun):
 def test_steps_without_a_save_are_those_after_the_last_one(steps: int, beside: int, wanted: int) -> None:
     run = Slowing(steps)
     for _ in range(9):
-        run._train_step()
+        run.train_step()
     assert run._plain_step_ms(run.lines, beside) == 290.0
     assert len(run.lines.steps) == 9 + wanted
 

@@ -10,7 +10,7 @@ import pytest
 from zoo.config.schema import TrainConfig
 from zoo.errors import ConfigError
 from zoo.training.dataloader import total_steps
-from zoo.training.optimization import build_schedule, follow
+from zoo.training.optimization import build_schedule, set_schedule_length
 
 LR, MIN_LR, SCALE = 2e-3, 1e-4, 0.1
 
@@ -87,7 +87,7 @@ def test_a_corrected_number_of_updates_is_followed_from_the_next_one_on(schedule
     train, optimizer = TrainConfig(lr=LR, min_lr=MIN_LR, warmup_steps=2, schedule=schedule), Groups()
     made = build_schedule(optimizer, train, 9)
     for update, total in enumerate([9, 9, 9, 12, 12, 11, 11, 40, 40, 10], 1):
-        follow(made, train, total)
+        set_schedule_length(made, train, total)
         made.step(increment=1)
         want = wanted(update, total, 2, min_lr=MIN_LR, schedule=schedule)
         assert optimizer.param_groups[1]["lr"] == pytest.approx(want, rel=1e-12), update

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import moe_logging
 
 from zoo.nn.decoder.experts.router import track_layers
 from zoo.training import step_metrics
-from zoo.training.step_metrics import Counts, expert_shares
+from zoo.training.step_metrics import TokenCounts, expert_shares
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_the_loss_scale_undoes_the_means_of_schedule_and_replicas(
     world: Any = SimpleNamespace(dp_size=replicas, device=torch.device("cpu"), groups=groups)
     monkeypatch.setattr(step_metrics.dist, "all_reduce", lambda total, group: total.mul_(replicas))
     for batches, weight in ((1, 6.0), (3, 6.0), (3, 2.5)):
-        counts = Counts(10, 12, weight, batches, weight * replicas if known else None)
+        counts = TokenCounts(10, 12, weight, batches, weight * replicas if known else None)
         assert float(counts.loss_scale(world)) / (batches * replicas) == pytest.approx(1 / (weight * replicas))
-    empty = Counts(10, 12, 0.0, 2, 0.0 if known else None)
+    empty = TokenCounts(10, 12, 0.0, 2, 0.0 if known else None)
     assert float(empty.loss_scale(world)) == 2 * replicas  # finite, of no label

@@ -1,6 +1,6 @@
 """One setting of `zoo bench train` under zoo: the run that trains, with its steps timed.
 
-`LoadedRun` is `zoo.training.run.Run` on the rows of a file: all of it is training's, the loader too. `BenchRun` has ready batches
+`LoadedRun` is `zoo.training.trainer.Trainer` on the rows of a file: all of it is training's, the loader too. `BenchRun` has ready batches
 in the place of the loader. They lie in pinned memory, as the loader has them one step ahead.
 """
 
@@ -33,9 +33,8 @@ from zoo.parallel.object_group import object_group
 from zoo.parallel.signals import Interrupts, interrupts
 from zoo.parallel.world import World, open_world
 from zoo.planner.sample_costs import training_cost
-from zoo.training.resume import Rows
-from zoo.training.run import Run
-from zoo.training.train_step import StepResult
+from zoo.training.resume import KnownRows
+from zoo.training.trainer import StepResult, Trainer
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Lines:
         """Nothing: the same."""
 
 
-class LoadedRun(Run):
+class LoadedRun(Trainer):
     """A run on the rows that its recipe names, through the loader."""
 
     loaded = True
@@ -106,7 +105,7 @@ class LoadedRun(Run):
 
     def measure(self) -> dict[str, Any]:
         """Build, warm up, time."""
-        self._build()
+        self.build()
         if self.given["routing"] == "even":
             route_evenly(self.trainable.chunks, self.world.rank)
         lines = Lines()
@@ -115,14 +114,14 @@ class LoadedRun(Run):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
-        self._train_step()
+        self.train_step()
         self._say(f"{self.startup.seconds:.0f} s to the first step")
         while not self._is_warm():
-            self._train_step()
+            self.train_step()
         warm_seconds, warm = time.monotonic() - began, self.done
         self._say(f"{warm} steps warmed up in {warm_seconds:.0f} s")
         while not self._is_timed(warm):
-            self._train_step()
+            self.train_step()
         timed = self._timed(lines.steps, warm)
         last = lines.steps[-1]
         return {
@@ -138,7 +137,7 @@ class LoadedRun(Run):
             "warm_s": round(warm_seconds, 2),
             "warm_steps": warm,
             "kernels": kernels(self.trainable.chunks),
-            **({"profile": profile(self._train_step)} if self.given["profile"] else {}),
+            **({"profile": profile(self.train_step)} if self.given["profile"] else {}),
             "environment": environment(),
         }
 
@@ -163,16 +162,16 @@ class LoadedRun(Run):
         """The same on all ranks: whether each is done."""
         return self.world.size == 1 or self.world.sum([float(here)])[0] == self.world.size
 
-    def _log_step(self, result: StepResult) -> None:
+    def log_step(self, result: StepResult) -> None:
         """As a run's, and what this rank's batches held."""
-        super()._log_step(result)
+        super().log_step(result)
         flops = dict.fromkeys(("decoder", "head", *self.cost.towers), 0.0)
-        batches = result.fetched.batches if self.world.counts_data else []
+        batches = result.batches.micro_batches if self.world.counts_data else []
         for batch in batches:
             rows = self.assembly.processor.tower_rows(batch.media)
             for name, value in train_flops(self.cost, batch.lengths, batch.num_labels, rows).items():
                 flops[name] += value
-        self.taken.append((sum(len(batch.lengths) for batch in result.fetched.batches), flops))
+        self.taken.append((sum(len(batch.lengths) for batch in result.batches.micro_batches), flops))
 
     def _timed(self, lines: Sequence[dict[str, Any]], warm: int) -> list[Timed]:
         """Records of the timed steps, of all ranks together."""
@@ -201,7 +200,7 @@ class BenchRun(LoadedRun):
     counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
     shrunk = 0  # rows whose media were made smaller
 
-    def _open_data(self) -> None:
+    def open_data(self) -> None:
         """All samples of the setting, and of their pixels those that this rank's batches hold."""
         recipe, config, world = self.recipe, self.assembly.config, self.world
         count = self.given["samples"] * world.dp_size
@@ -226,7 +225,7 @@ class BenchRun(LoadedRun):
         totals = object_group().gather([[batch.total for batch in batches] for batches in mine])
         mine = [with_most_tokens(*step) for step in zip(mine, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
-        self.rows = Rows({})
+        self.rows = KnownRows({})
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
         self.warm = max(self.given["warm_steps"], len(mine))
         self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)

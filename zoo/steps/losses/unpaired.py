@@ -2,7 +2,7 @@
 
 An answer's log-probability against the reference's is compared with how far the policy has moved from the reference at all:
 an estimate of their KL divergence from answers that belong to other questions, over the whole step and without gradient
-(`zoo.training.preference.divergence`).
+(`zoo.training.auxiliary_passes`).
 """
 
 from __future__ import annotations

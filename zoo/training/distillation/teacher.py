@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
+from zoo.data.sample import MicroBatch
 from zoo.errors import UserError
 from zoo.model import build
 from zoo.nn.head.distillation import Teaching, TopK, TopTokens
 from zoo.parallel.world import World
-from zoo.training.evaluation import smallest_count
+from zoo.steps.packed_step import PackedStep
+from zoo.training.evaluation import forward_only
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 class Teacher:
@@ -33,7 +37,7 @@ class Teacher:
         self.top_k, self.temperature = settings.top_k, settings.temperature
         recipe = build.with_other_model(recipe, settings.teacher, world)
         theirs = build.assemble(recipe)
-        sizes = [one.config.text.vocab_size for one in (assembly, theirs)]
+        sizes = [a.config.text.vocab_size for a in (assembly, theirs)]
         if sizes[0] != sizes[1]:
             raise UserError(
                 f"distill.teacher={settings.teacher}: a vocabulary of {sizes[1]:,} tokens, and the student's has {sizes[0]:,}; wanted a "
@@ -45,37 +49,29 @@ class Teacher:
             chunk.eval().requires_grad_(False)
         self.step = build.build_step(theirs, recipe, world)
 
-    def __call__(self, batches: Sequence[Any]) -> list[Any]:
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, with `teaching` where this rank has the loss. Every rank calls it with as many."""
-        return [replace(batch, teaching=self._of(batch)) for batch in batches]
-
-    def _of(self, batch: Any) -> Teaching | None:
         wanted = TopK(self.top_k, self.temperature)
-        found = top_of(self.step, self.chunks, batch, self.world, wanted)
-        return None if found is None else Teaching(found[0], self.temperature)
+        completed = []
+        for batch in batches:
+            top = top_tokens_of(self.step, self.chunks, batch, self.world, wanted)
+            completed.append(replace(batch, teaching=None if top is None else Teaching(top[0], self.temperature)))
+        return completed
 
 
 @torch.no_grad()
-def top_of(step: Any, chunks: Sequence[Any], batch: Any, world: World, wanted: TopK) -> tuple[TopTokens, Tensor] | None:
+def top_tokens_of(
+    step: PackedStep, chunks: Sequence[MegatronModule], batch: MicroBatch, world: World, wanted: TopK
+) -> tuple[TopTokens, Tensor] | None:
     """A model's most likely tokens of this rank's labels, and the labels' places (N,) int64 in the flattened micro-batch.
 
     None on earlier pipeline stages. Every rank calls it.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward(data: Any, model: Any) -> Any:
+    def forward(data: Iterator[MicroBatch], model: MegatronModule) -> tuple[Tensor, Callable[..., object]]:
         inputs, loss_inputs = step.prepare(next(data), logprobs=True)
         output, places = step.forward(model, replace(inputs, top=wanted)), loss_inputs.label_source
         return output, lambda output: (output.new_zeros(()), {"top": output, "places": places})
 
-    given = [itertools.repeat(batch) for _ in chunks]
-    found = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=given if len(given) > 1 else given[0],
-        model=list(chunks),
-        num_microbatches=smallest_count(world, chunks),
-        seq_length=batch.input_ids.shape[1],
-        micro_batch_size=batch.input_ids.shape[0],
-        forward_only=True,
-    )
-    return (TopTokens.split(found[0]["top"]), found[0]["places"]) if found else None
+    outputs = forward_only(forward, chunks, batch, world)
+    return (TopTokens.split(outputs[0]["top"]), outputs[0]["places"]) if outputs else None

@@ -8,18 +8,19 @@ import pytest
 from zoo.checkpoint import snapshot
 from zoo.checkpoint.saver import Saver
 from zoo.training import optimization
-from zoo.training.run import Run
+from zoo.training.trainer import Trainer
 
 
 def test_what_was_built_before_a_failure_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure itself is raised, not that a part is missing."""
     released: list[Any] = []
     monkeypatch.setattr(optimization, "release_ddp", released.extend)
-    run = Run.__new__(Run)
-    run.release()
-    run.trainable = SimpleNamespace(chunks=["chunk"])  # type: ignore[assignment]
-    run.release()  # before there is a step
-    assert released == ["chunk"] and not hasattr(run, "trainable")
+    with Trainer.__new__(Trainer):  # nothing is there
+        pass
+    with pytest.raises(ZeroDivisionError), Trainer.__new__(Trainer) as trainer:
+        trainer.chunks = ["chunk"]
+        raise ZeroDivisionError
+    assert released == ["chunk"] and not hasattr(trainer, "chunks")
 
 
 def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,18 +35,18 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
     )  # type: ignore[assignment]
     saver._writing, saver.expected_seconds = None, None
     monkeypatch.setattr(Saver, "poll", lambda *_: None)
-    run: Any = Run.__new__(Run)
-    run.recipe = SimpleNamespace(train=SimpleNamespace(eval_every=0, save_every=0))
-    run.saver, run.trainable, run.world = saver, "chunks", SimpleNamespace(size=1)
-    run.done, run.total_steps, run.flags, run.save_due, run.log = 0, 3, [], False, None
-    run.save_report = SimpleNamespace(expect=lambda *_: None)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.recipe = SimpleNamespace(train=SimpleNamespace(eval_every=0, save_every=0))
+    trainer.saver, trainer.trainable, trainer.world = saver, "chunks", SimpleNamespace(size=1)
+    trainer.done, trainer.total_steps, trainer.flags, trainer.save_due, trainer.log = 0, 3, [], False, None
+    trainer.save_report = SimpleNamespace(expect=lambda *_: None)
     at: list[int] = []
 
     def step() -> bool:
-        run.done += 1
+        trainer.done += 1
         at.append(len(taken))
         return True
 
-    run._train_step, run._ends, run._note_saved = step, lambda *_: False, lambda *_: None
-    run._steps()
+    trainer.train_step, trainer.should_stop, trainer._note_saved = step, lambda *_: False, lambda *_: None
+    trainer.train_loop()
     assert taken == ["chunks"] and at == [0, 1, 1]

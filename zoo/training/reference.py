@@ -2,7 +2,7 @@
 
 One pass over data.train and data.eval before the first step computes them, so no second model is ever in memory. They are
 kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them anew. A run of
-the same rows may read another run's. (`zoo.training.preference.base_model` computes them in each step.)
+the same rows may read another run's. (`zoo.training.auxiliary_passes` computes them in each step.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 from zoo.training.dataloader import RunData
 from zoo.training.evaluation import compared_logprobs, in_eval_mode, recipe_batches
-from zoo.training.resume import Rows
+from zoo.training.resume import KnownRows
 
 FILE, SUFFIX = "reference.safetensors", ".safetensors"
 START, BASE = "start", "base"  # train.reference, where it is no path
@@ -56,8 +56,8 @@ class Reference:
         self.found: dict[str, np.ndarray] = {}
 
     @classmethod
-    def of(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
-        """Of a run in `folder`; None where its loss has no reference, or one that each step computes.
+    def of_run(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
+        """The reference of a run in `folder`; None where its loss has no reference, or one that each step computes.
 
         Raises:
             UserError: `train.reference` names nothing that holds weights, or those of a model with fewer tokens.
@@ -79,7 +79,7 @@ class Reference:
                 )
         return cls(recipe, assembly, world, folder / FILE, other=other, given=False)
 
-    def read(self, data: RunData, rows: Rows, tick: Callable[[], None]) -> bool:
+    def read(self, data: RunData, rows: KnownRows, tick: Callable[[], None]) -> bool:
         """Take what an earlier start has computed; False where there is nothing, or it follows from other rows or weights.
 
         Those of another model than the run's are computed here. `rows`: how rows are recognised, known on the first rank. Every rank calls it.
