@@ -25,7 +25,7 @@ from zoo.checkpoint.selection import choose, repaired_source
 from zoo.checkpoint.staging.exports import export_trained
 from zoo.checkpoint.staging.leftovers import open_and_finish
 from zoo.checkpoint.storage.disk import Damaged
-from zoo.config.checks.metrics import flat
+from zoo.config.checks.training import flat
 from zoo.config.locate import STATE, checkpoints, read_state, step_of
 from zoo.config.resume import Change, refuse_unwanted
 from zoo.config.schema import Recipe
