@@ -16,11 +16,11 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from zoo.config.schema import TrainConfig
 from zoo.errors import UserError
 from zoo.records import Check, are_counts, are_numbers, conforms, is_count
+from zoo.types import JsonObject
 
 WINDOW = 128  # good steps that a spike is measured by
 _STATE: dict[str, Check] = {
@@ -60,23 +60,26 @@ class BadStepDetector:
             self.new_level = None
             self.counts["labels"] += 1
             return BadStep("labels", "no row of it has a token to learn")
-        found, self.new_level = self._fault(loss, grad_norm), None
+        bad, self.new_level = self._fault(loss, grad_norm), None
         self._step += 1
         while self._bad_at and self._bad_at[0] <= self._step - self.span:
             self._bad_at.popleft()
-        if found is None:
+        if bad is None:
             self._good += 1
             self._window.append(loss)
-            self._begin_row()
+            self.in_a_row, self._spikes = 0, []
         else:
-            self.counts[found.cause] += 1
+            self.counts[bad.cause] += 1
             self.in_a_row += 1
             self._bad_at.append(self._step)
-            if found.cause == "spike":
+            if bad.cause == "spike":
                 self._spikes.append(loss)
-            if self.ends and self._shifted:
-                self._take_level()
-        return found
+            if self.ends and self._shifted:  # the spikes become the window
+                self.new_level, self._level_at = median(self._spikes), self._step
+                self._bad_at.clear()
+                self._window = deque(self._spikes, maxlen=WINDOW)
+                self.in_a_row, self._spikes = 0, []
+        return bad
 
     @property
     def limit(self) -> int:
@@ -108,15 +111,6 @@ class BadStepDetector:
         again = self._level_at is not None and self._level_at > self._step - self.span
         return wanted and self.row_ends and len(self._spikes) == self.in_a_row and not again
 
-    def _take_level(self) -> None:
-        self.new_level, self._level_at = median(self._spikes), self._step
-        self._bad_at.clear()
-        self._window = deque(self._spikes, maxlen=WINDOW)
-        self._begin_row()
-
-    def _begin_row(self) -> None:
-        self.in_a_row, self._spikes = 0, []
-
     def _fault(self, loss: float, grad_norm: float) -> BadStep | None:
         if not math.isfinite(loss):
             return BadStep("loss", f"the loss is {loss}")
@@ -136,7 +130,7 @@ class BadStepDetector:
             f"{len(self._window)} good steps and {spread:.2g} their spread (train.spike={train.spike:g})",
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Plain values from which another detector resumes; a run that was stopped may have as many bad steps again."""
         return {
             "counts": dict(self.counts),
@@ -149,7 +143,7 @@ class BadStepDetector:
             "window": list(self._window),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Resume from a saved state; {} stands for a run without a detector. UserError where it is none."""
         if not conforms(state, _STATE):
             raise UserError("state.json: its 'bad_steps' is not what zoo writes there; take another checkpoint")

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zoo.config.checks.training import check_schedule
 from zoo.config.derived import teacher_on_disk
-from zoo.config.schema import DataConfig, Recipe, TrainConfig
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.errors import RowError
 from zoo.data.loading import worker_processes
 from zoo.data.loading.defaults import with_defaults
@@ -34,22 +33,23 @@ from zoo.parallel.world import World
 from zoo.planner.sample_costs import training_cost
 from zoo.training.distillation.token_files import TokenReader
 from zoo.training.evaluation import recipe_batches
+from zoo.types import JsonObject
 
 LABEL_PROBES = 64  # rows one of which is to have a label before a run begins
 
 
 class RowCounter:
-    """Called for each row that is measured or encoded: passes it on as a sign of life, and tells a terminal how many there were."""
+    """Called for each row that is measured or encoded: passes it on as a sign of life, and shows on a terminal how many there were."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick
-        self.read = self.due = 0  # rows so far, and rows at which what is being done will be
+        self.read = self.expected = 0  # rows so far, and rows after the work that is being done
 
     def __call__(self) -> None:
         self._tick()
         self.read += 1
-        of = f" of {self.due:,}" if self.read <= self.due else ""
-        terminal.detail(f"{self.read:,}{of} rows")
+        expected = f" of {self.expected:,}" if self.read <= self.expected else ""
+        terminal.detail(f"{self.read:,}{expected} rows")
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,19 @@ class RunData:
 
 
 def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter | None = None) -> int:
-    """`train.steps`, or what `train.epochs` comes to from where the loader stands; ConfigError for a schedule that these are too few for.
+    """`train.steps`, or what `train.epochs` comes to from the loader's position.
 
-    Sets `rows_read.due` to the number of rows that this reads at most.
+    Sets `rows_read.expected` to the number of rows that this reads at most.
+
+    Raises:
+        ConfigError: the steps are too few for the schedule.
     """
     steps = train.steps
     if steps is None:
         if rows_read is not None:
             rows = len(loader.source)
             measured = rows if rows <= EXACT_ROWS else LENGTH_PROBES
-            rows_read.due = rows_read.read + measured // loader.lengths.group.size
+            rows_read.expected = rows_read.read + measured // loader.lengths.group.size
         terminal.doing("reading lengths")
         steps = loader.steps_for_epochs(train.epochs or 1.0)
     check_schedule(train, steps)
@@ -103,10 +106,10 @@ def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter |
 def refuse_unlabelled(source: SampleSource, recipe: Recipe) -> None:
     """Raises UserError where none of LABEL_PROBES rows has a token to learn; every rank calls it.
 
-    Of a table they are spread over all rows, and looked at up to the first one that has.
+    The rows of a table are spread over all of it, and read up to the first one that has such a token.
     """
 
-    def look() -> None:
+    def probe() -> None:
         names: list[str] = []
         if source.rows.has_stream:
             ids = source.rows.order(0, recipe.run.seed, recipe.data.shuffle)[:LABEL_PROBES].tolist()
@@ -125,9 +128,9 @@ def refuse_unlabelled(source: SampleSource, recipe: Recipe) -> None:
             )
 
     if source.rows.has_stream:  # each rank reads its own
-        look()
+        probe()
     else:
-        agreed(look)
+        agreed(probe)
 
 
 def open_data(
@@ -149,10 +152,10 @@ def open_data(
         )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read = RowCounter(tick)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     decoder = decoder_for(recipe.data)
     decoder.tick = tick
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "decoder": decoder,
         "budget": recipe.packing.budget,
         "align": align,
@@ -169,11 +172,17 @@ def open_data(
         augment=settings.augment,
         blank=settings.blank_answers,
         seed=recipe.run.seed,
-        workers=worker_processes.count_for(settings, ranks_here),
+        workers=worker_processes.count_for(settings, local_ranks),
         **options,
     )
     if teacher_on_disk(recipe):
-        source.teacher = _teacher_on_disk(recipe, settings, assembly.config.text.vocab_size)
+        for key, value in (("augment", settings.augment), ("blank_answers", settings.blank_answers)):
+            if value:
+                raise ConfigError(
+                    f"data.{key}={value:g} with distill.teacher={recipe.distill.teacher}: the tokens on disk are of rows as they are; "
+                    f"set data.{key}=0, or name the teacher's weights, which then runs in each step"
+                )
+        source.teacher = TokenReader(str(recipe.distill.teacher), recipe.distill, assembly.config.text.vocab_size)
     if recipe.train.labelled and source.rows.has_stream:
         raise UserError(
             f"train.loss={recipe.train.loss}: each row of data.train is compared with the one before it, which a stream no longer has; "
@@ -189,14 +198,3 @@ def open_data(
     )
     eval_set = recipe_batches(recipe, held_out, world, cost=cost)
     return RunData(source, loader, held_out, eval_set, decoder, rows_read)
-
-
-def _teacher_on_disk(recipe: Recipe, settings: DataConfig, vocabulary: int) -> TokenReader:
-    """The tokens in the folder `distill.teacher`; ConfigError for data that they can't be of."""
-    for key, value in (("augment", settings.augment), ("blank_answers", settings.blank_answers)):
-        if value:
-            raise ConfigError(
-                f"data.{key}={value:g} with distill.teacher={recipe.distill.teacher}: the tokens on disk are of rows as they are; set "
-                f"data.{key}=0, or name the teacher's weights, which then runs in each step"
-            )
-    return TokenReader(str(recipe.distill.teacher), recipe.distill, vocabulary)

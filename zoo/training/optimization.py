@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,16 +20,22 @@ from zoo.parallel.megatron import inner_optimizer
 from zoo.parallel.weight_gathering import gather_once, settle_all
 from zoo.parallel.world import World, cores_beside_gpu
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer, ParamKey
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.module import MegatronModule
+
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
 BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass continues
 
 
-def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
-    """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer.
+def wrap_ddp(chunks: list[MegatronModule], recipe: Recipe) -> list[DistributedDataParallel]:
+    """Model chunks in megatron-core's DDP, with gradients reduced in fp32 and sharded for the distributed optimizer.
 
-    Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once. Where no rank has the
-    same weights, nothing is exchanged while the backward pass continues: the bookkeeping of each gradient would take the host's time.
-    Gradients are the ranks' mean, whether a backward pass is one of megatron-core's schedules' or a loop's own.
+    Gradients that are kept in bf16 are exchanged as such; their sum is made in fp32 and rounded once. Where no rank has the
+    same weights, nothing is exchanged during the backward pass: the bookkeeping of each gradient would use the CPU's time.
+    Gradients are the ranks' mean, whether megatron-core's schedules or a loop of its own made the backward pass.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -47,7 +53,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         overlap_param_gather=False,
         bucket_size=BUCKET if overlap else None,
     )
-    wrapped: list[Any] = [
+    wrapped = [
         # Reductions that sum bf16 in fp32 take one bucket each: a chunk's must not be put together.
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0 and not half)
         for index, chunk in enumerate(chunks)
@@ -74,12 +80,11 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     return wrapped
 
 
-def release_ddp(wrapped: list[Any]) -> None:
-    """Give up the memory of model chunks that :func:`wrap_ddp` has wrapped; they can't be used any more.
+def release_ddp(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Free the memory of model chunks that :func:`wrap_ddp` has wrapped; they can't be used any more.
 
     megatron-core has autograd's nodes hold DDP, and the optimizer hold the nodes, where Python's garbage collector can't see it.
-    So DDP's functions are taken off the nodes, and whoever still holds a parameter holds no storage. Other views of a storage
-    stay as they are.
+    So DDP's functions are taken off the nodes, and parameters lose their storage. Other views of a storage are unchanged.
     """
     release_graphs(wrapped)
     settle_all()
@@ -92,9 +97,9 @@ def release_ddp(wrapped: list[Any]) -> None:
 
 
 def build_optimizer(
-    chunks: list[Any], recipe: Recipe, assembly: Assembly, world: World, total_steps: int
-) -> tuple[Any, Any]:
-    """zoo's AdamW, with Muon beside it if the recipe says so, in mcore's distributed optimizer, and its learning rate's schedule."""
+    chunks: list[DistributedDataParallel], recipe: Recipe, assembly: Assembly, world: World, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """zoo's AdamW, and Muon if the recipe says so, in megatron-core's distributed optimizer; and the learning rate's schedule."""
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
@@ -114,15 +119,21 @@ def build_optimizer(
     )
     config.exp_avg_dtype = MOMENTS[train.exp_avg_dtype]
     config.exp_avg_sq_dtype = MOMENTS[train.exp_avg_sq_dtype]
-    groups: dict[Any, Any] = get_standard_config_overrides(config)
+    groups: dict[ParamKey, dict[str, float]] = get_standard_config_overrides(config)
     for part, scale in train.lr_scale.items():
-        of_part = ParamWithNamePredicate(
+        in_part = ParamWithNamePredicate(
             part, lambda _, name, part=part: assembly.family.part_of(name, recipe.named_parts) == part
         )
-        groups[ParamKey(with_name_predicate=of_part)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
+        groups[ParamKey(with_name_predicate=in_part)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
+    make_inner: Callable[..., AdamW]
+    if train.optimizer == "muon":
+        make_inner = muon.maker(train.momentum, train.matrix_lr_scale)
+    else:
+        threads = cores_beside_gpu(recipe, world)
+        make_inner = partial(AdamW, offload=train.optimizer_offload_fraction, threads=threads)
     optimizer = inner_optimizer.build(
         config,
-        _inner(recipe, world),
+        make_inner,
         lambda: get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False),
     )
     share_copies(optimizer, world.groups.embd)
@@ -133,16 +144,7 @@ def build_optimizer(
     return optimizer, build_schedule(optimizer, train, total_steps)
 
 
-def _inner(recipe: Recipe, world: World) -> Callable[..., AdamW]:
-    """What makes the inner optimizers."""
-    train = recipe.train
-    if train.optimizer == "muon":
-        return muon.maker(train.momentum, train.matrix_lr_scale)
-    threads = cores_beside_gpu(recipe, world)
-    return partial(AdamW, offload=train.optimizer_offload_fraction, threads=threads)
-
-
-def squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
+def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
     """() float64 on the device: this rank's share of the gradient's squared norm; the shares of all ranks add up to it.
 
     megatron-core's `get_grad_norm` sums them, too, and waits for the device once for each parameter.
@@ -153,7 +155,7 @@ def squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()
 
 
-def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
+def build_schedule(optimizer: MegatronOptimizer, train: TrainConfig, total_steps: int) -> OptimizerParamScheduler:
     """The learning rate of update k of N = `total_steps`, k from 1, in each of the optimizer's groups.
 
     In a warm-up of W steps it is lr * k / W. Then `train.schedule` gives the share s of lr - min_lr above min_lr:
@@ -184,7 +186,7 @@ def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
     )
 
 
-def set_schedule_length(schedule: Any, train: TrainConfig, total_steps: int) -> None:
+def set_schedule_length(schedule: OptimizerParamScheduler, train: TrainConfig, total_steps: int) -> None:
     """Correct the number of updates of a schedule, from the next one on."""
     for name, steps in _lengths(train, total_steps).items():
         setattr(schedule, name, steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.checkpoint.selection import Chosen
 from zoo.config.locate import STATE
@@ -23,8 +22,9 @@ from zoo.logging.run_log import RunLog
 from zoo.parallel.object_group import agreed
 from zoo.records import reading_back
 from zoo.training.dataloader import RunData
+from zoo.types import JsonMapping, JsonObject
 
-# Changes after which a place in the data means nothing.
+# Changes after which a position in the data means nothing.
 _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 
@@ -33,23 +33,21 @@ class KnownRows:
     """A run's rows, compared with those of its checkpoint.
 
     Attributes:
-        known: how rows are recognised, for state.json, by data.train and data.eval; {} on ranks but the first.
+        known: digests by which rows are recognised, for state.json, by data.train and data.eval; {} on ranks but the first.
         sizes: rows of each part of data.train in the checkpoint, where rows have been added since; else None.
-        anew: whether the data start over, because more or fewer rows or another order were allowed.
-        others: whether other rows were allowed, so that the lengths saved in the checkpoint are void.
+        restart: whether the data start over, because more or fewer rows or another order were allowed.
+        replaced: whether other rows were allowed, so that the lengths saved in the checkpoint are void.
         messages: sentences for the person who watches.
     """
 
-    known: dict[str, Any]
+    known: JsonObject
     sizes: list[int | None] | None = None
-    anew: bool = False
-    others: bool = False
+    restart: bool = False
+    replaced: bool = False
     messages: list[str] = field(default_factory=list)
 
 
-def allowed_changes(
-    checkpoint: Path, state: Mapping[str, Any], recipe: Recipe, model: Mapping[str, Any]
-) -> list[Change]:
+def allowed_changes(checkpoint: Path, state: JsonMapping, recipe: Recipe, model: JsonMapping) -> list[Change]:
     """The allowed differences from the recipe that a checkpoint was saved with.
 
     Args:
@@ -59,40 +57,46 @@ def allowed_changes(
     Raises:
         ConfigError: another difference; the message names the keys, both values, and how to allow it.
     """
-    saved, found = changes_from(checkpoint, recipe)
-    seen = {change.key for change in found}
-    of_model = _of_model(state["model"], model)
-    found += [one for one in of_model if not any(key == one.key or key.startswith(f"{one.key}.") for key in seen)]
-    refuse(str(checkpoint), found, recipe, saved.get("recipe"))
+    saved, changes = changes_from(checkpoint, recipe)
+    listed = {change.key for change in changes}
+    for change in _model_changes(state["model"], model):
+        if not any(key == change.key or key.startswith(f"{change.key}.") for key in listed):
+            changes.append(change)
+    refuse(str(checkpoint), changes, recipe, saved.get("recipe"))
     if ("lora" in state["model"]) != ("lora" in model):  # the trained parameters of one are missing in the other
-        what = "adapters" if "lora" in state["model"] else "no adapters"
+        held = "adapters" if "lora" in state["model"] else "no adapters"
         raise ConfigError(
-            f"{checkpoint} holds {what}, and lora.rank={recipe.lora.rank} asks for the opposite, which can't be allowed; start "
+            f"{checkpoint} holds {held}, and lora.rank={recipe.lora.rank} asks for the opposite, which can't be allowed; start "
             f"from its weights with model.init={checkpoint} in another run.dir"
         )
-    return found
+    return changes
 
 
-def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]:
+def _model_changes(theirs: object, ours: object, prefix: str = "model") -> Iterator[Change]:
     """Differences of two descriptions (`zoo.checkpoint.sharded.describe`), under the keys of a recipe."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for name in sorted({*theirs, *ours}):
             key = "lora" if (prefix, name) == ("model", "lora") else f"{prefix}.{name}"
-            yield from _of_model(theirs.get(name), ours.get(name), key)
+            yield from _model_changes(theirs.get(name), ours.get(name), key)
     elif theirs != ours:
         yield Change(prefix, theirs, ours)
 
 
-def known_rows(data: RunData) -> dict[str, Any]:
-    """How the rows of a run are recognised, as plain values."""
-    return {"form": DIGEST_VERSION} | {
-        key: [_known(name, part).as_dict() for name, part in zip(source.rows.names, source.rows.parts, strict=True)]
-        for key, source in _sources(data)
-    }
+def known_rows(data: RunData) -> JsonObject:
+    """Digests of a run's rows, by which a resumed run recognises them, as plain values."""
+    known: JsonObject = {"form": DIGEST_VERSION}
+    for key, source in _sources(data):
+        parts = zip(source.rows.names, source.rows.parts, strict=True)
+        digests = [
+            RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)
+            for name, part in parts
+        ]
+        known[key] = [one.as_dict() for one in digests]
+    return known
 
 
 def check_rows(
-    checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, allowed: Sequence[Change]
+    checkpoint: Path, state: JsonMapping, data: RunData, recipe: Recipe, allowed: Sequence[Change]
 ) -> KnownRows:
     """Compare a run's rows with those of its checkpoint: the first rank does, and all ranks get the result.
 
@@ -100,12 +104,12 @@ def check_rows(
         UserError: rows differ and that is not allowed; the message names the source, and the row if it is known.
     """
 
-    def look() -> KnownRows:
-        order = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
+    def compare() -> KnownRows:
+        reordered = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
         with reading_back(STATE, "take another checkpoint"):
-            return _compared(checkpoint, state, data, recipe, anew=order)
+            return _compared(checkpoint, state, data, recipe, restart=reordered)
 
-    return agreed(look)
+    return agreed(compare)
 
 
 def log_differences(
@@ -130,12 +134,8 @@ def _sources(data: RunData) -> list[tuple[str, SampleSource]]:
     return [("data.train", data.source), *held_out]
 
 
-def _known(name: str, part: Any) -> RowDigests:
-    return RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)
-
-
-def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool) -> KnownRows:
-    saved, others = state.get("known_rows", {}), False
+def _compared(checkpoint: Path, state: JsonMapping, data: RunData, recipe: Recipe, *, restart: bool) -> KnownRows:
+    saved, replaced = state.get("known_rows", {}), False
     if saved.get("form") != DIGEST_VERSION:
         raise ConfigError(
             f"{checkpoint} does not say, in the form that is compared here ({DIGEST_VERSION}), which rows it knew; start from its "
@@ -144,7 +144,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe:
     messages: list[str] = []
     sizes: list[int | None] | None = None
     for key, source in _sources(data):
-        before = [RowDigests(**{**one, "digests": tuple(one["digests"])}) for one in saved.get(key, [])]
+        before = [RowDigests(**{**known, "digests": tuple(known["digests"])}) for known in saved.get(key, [])]
         why = _difference(key, before, source, state, recipe)
         if why is not None:
             change = Change(key, None, None)
@@ -155,20 +155,20 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe:
                 )
             messages.append(f"{key}: {why}, which run.accept_changes allows")
             if key == "data.train":
-                others, anew = True, anew or [one.rows for one in before] != source.rows.sizes
-                messages[-1] += "; the data start over" if anew else "; they continue at the same place"
+                replaced, restart = True, restart or [known.rows for known in before] != source.rows.sizes
+                messages[-1] += "; the data start over" if restart else "; they continue at the same place"
             continue
         grown = list(_grown(before, source))
         if grown:
             messages.append(f"{key} has grown: {', '.join(grown)}")
             if key == "data.train":
                 messages[-1] += "; the current epoch keeps the rows it began with, the new ones join in the next"
-                sizes = [one.rows for one in before]
-    return KnownRows(known_rows(data), None if anew else sizes, anew, others, messages)
+                sizes = [known.rows for known in before]
+    return KnownRows(known_rows(data), None if restart else sizes, restart, replaced, messages)
 
 
 def _difference(
-    key: str, before: Sequence[RowDigests], source: SampleSource, state: Mapping[str, Any], recipe: Recipe
+    key: str, before: Sequence[RowDigests], source: SampleSource, state: JsonMapping, recipe: Recipe
 ) -> str | None:
     """Why a source does not begin with the rows that were known, part by part."""
     rows = source.rows

@@ -182,10 +182,10 @@ class Trainer:
             self.changes = agreed(lambda: resume.allowed_changes(checkpoint, state, recipe, self.description))
         self.done: int = self.state["step"] if self.state else 0  # steps
         self.open_data()
-        if self.state is not None and self.rows.anew:
+        if self.state is not None and self.rows.restart:
             self.loader.begin_anew(self.done)
         elif self.state is not None:
-            void: JsonObject = {"corrected": []} if self.rows.others else {}
+            void: JsonObject = {"corrected": []} if self.rows.replaced else {}
             with reading_back(STATE, "take another checkpoint"):
                 self.loader.load_state_dict({**self.state["data"], **void}, self.rows.sizes)
         self.detector = BadStepDetector(recipe.train)

@@ -59,7 +59,7 @@ def test_every_row_comes_back_with_fewer_tokens_too(folder: Path) -> None:
     whole, fewer = reader(folder), reader(folder, top_k=2)
     for number in (4, 0, 2, 1, 3):
         wanted = row(number)
-        found, cut = (one.of(wanted.digest, sample(number)) for one in (whole, fewer))
+        found, cut = (one.find(wanted.digest, sample(number)) for one in (whole, fewer))
         for one, other in zip(found[:3], wanted[1:], strict=True):
             np.testing.assert_array_equal(one, other)
         torch.testing.assert_close(cut.ids, found.ids[:, :2], rtol=0, atol=0)
@@ -73,7 +73,7 @@ def test_a_micro_batch_knows_the_places_of_its_labels(folder: Path, mode: str) -
     from dataclasses import replace
 
     found = reader(folder)
-    samples = [replace(sample(n), taught=found.of(row(n).digest, sample(n))) for n in (1, 4, 0)]
+    samples = [replace(sample(n), taught=found.find(row(n).digest, sample(n))) for n in (1, 4, 0)]
     batch = make_batch(samples, mode, 4, None, 0)
     assert batch.taught is not None and batch.taught.places is not None
     flat = batch.labels.flatten()
@@ -111,17 +111,17 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         TokenReader(str(folder), DistillConfig(top_k=2, temperature=2.0), 51)
     found = reader(folder)
     with pytest.raises(RowError, match="has no teacher's tokens of this row"):
-        found.of(b"?" * 16, sample(0))
+        found.find(b"?" * 16, sample(0))
     with pytest.raises(RowError, match="damaged in this row"):
-        found.of(row(2).digest, sample(3))
+        found.find(row(2).digest, sample(3))
     file = folder / "tokens-000000.safetensors"
     raw = bytearray(file.read_bytes())
     place = raw.find(row(0).rest.tobytes())
     raw[place] ^= 1
     file.write_bytes(raw)
     with pytest.raises(RowError, match="damaged in this row"):
-        reader(folder).of(row(0).digest, sample(0))
-    assert reader(folder).of(row(1).digest, sample(1)).rest.shape == (1,)
+        reader(folder).find(row(0).digest, sample(0))
+    assert reader(folder).find(row(1).digest, sample(1)).rest.shape == (1,)
 
 
 def test_an_empty_file_is_one_of_bad_rows(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from zoo.errors import UserError
 class TeacherTokens(Protocol):
     """Says what a teacher on disk makes of a sample, by its `SampleSource.digest`."""
 
-    def of(self, digest: bytes, sample: Sample) -> Taught:
+    def find(self, digest: bytes, sample: Sample) -> Taught:
         """Its most likely tokens at each label; RowError where there are none."""
 
 
@@ -230,7 +230,7 @@ class SampleSource:
             chosen, rejected = self.references[self.key(sample_id)].tolist()
             sample = replace(sample, reference=(chosen, rejected))
         if self.teacher is not None:
-            sample = replace(sample, taught=self.teacher.of(self.digest(sample_id), sample))
+            sample = replace(sample, taught=self.teacher.find(self.digest(sample_id), sample))
         return self.augment.blanked(sample, repeat, row, self.processor.pad_id)
 
     def digest(self, sample_id: SampleId) -> bytes:

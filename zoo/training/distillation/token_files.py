@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from zoo.data.sample import Sample, Taught
 from zoo.errors import UserError
 from zoo.files import expanded, replaced, write_atomically
 from zoo.records import Check, conforms, is_count, is_number, is_text, read_record
+from zoo.types import JsonMapping, JsonObject
 
 FORM = 1
 ROWS = 1024  # of a file
@@ -45,13 +47,13 @@ _INDEX: dict[str, Check] = {
     "form": is_count, "top_k": is_count, "temperature": is_number, "vocabulary": is_count,
     "rows": lambda value: is_count(value) and value > 0,
     "files": lambda value: isinstance(value, dict) and all(
-        _NAME.fullmatch(name) and conforms(about, _FILE, tuple(_FILE)) for name, about in value.items()
+        _NAME.fullmatch(name) and conforms(listed, _FILE, tuple(_FILE)) for name, listed in value.items()
     ),
 }  # fmt: skip
 
 
 class RowTokens(NamedTuple):
-    """Of one row's N labels in order: its digest, ids (N, k), log-probabilities (N, k) and those of all other tokens (N,)."""
+    """A row's digest, and for its N labels in order: ids (N, k), log-probabilities (N, k) and those of all other tokens (N,)."""
 
     digest: bytes
     ids: np.ndarray
@@ -70,17 +72,20 @@ class TokenWriter:
         UserError: the folder holds other tokens.
     """
 
-    def __init__(self, folder: Path, made_by: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, made_by: JsonMapping) -> None:
         self.folder, self.made_by = folder, dict(made_by)
-        self.files: dict[str, Any] = {}
+        self.files: JsonObject = {}
         if (folder / INDEX).is_file():
-            found = _index(folder)
-            other = [key for key in MADE_BY if found[key] != self.made_by[key]]
+            index = _index(folder)
+            other = [key for key in MADE_BY if index[key] != self.made_by[key]]
             if other:
                 raise UserError(
                     f"out={folder}: it holds a teacher's tokens of another {' and '.join(other)}; give another folder, or remove it"
                 )
-            self.files = {name: one for name, one in found["files"].items() if _is_whole(folder / name, one)}
+            for name, listed in index["files"].items():
+                with suppress(UserError):  # a file that is not whole is written again
+                    _tables(folder / name, listed)
+                    self.files[name] = listed
 
     @property
     def count(self) -> int:
@@ -98,7 +103,7 @@ class TokenWriter:
         arrays: dict[str, np.ndarray] = {
             "digests": np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 16),
             "starts": np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64),
-            "sums": np.array([_sum(*row[1:]) for row in rows], np.uint64),
+            "sums": np.array([_checksum(*row[1:]) for row in rows], np.uint64),
             "ids": np.concatenate([np.zeros((0, k)), *(row.ids for row in rows)]).astype(np.int32),
             "logprobs": np.concatenate([np.zeros((0, k)), *(row.logprobs for row in rows)]).astype(np.float32),
             "rest": np.concatenate([np.zeros(0), *(row.rest for row in rows)]).astype(np.float32),
@@ -107,10 +112,12 @@ class TokenWriter:
         file = self.folder / _name(number)
         with replaced(file) as path:
             save_file(arrays, path)
-        tables = _table_sum({name: arrays[name] for name in TABLES})
-        self.files[file.name] = {"rows": len(rows), "labels": sum(lengths), "bytes": file.stat().st_size, "sum": tables}
-        about = {"form": FORM, **self.made_by, "files": dict(sorted(self.files.items()))}
-        write_atomically(self.folder / INDEX, json.dumps(about, indent=1) + "\n")
+        checksum = _table_checksum(arrays)
+        self.files[file.name] = {
+            "rows": len(rows), "labels": sum(lengths), "bytes": file.stat().st_size, "sum": checksum,
+        }  # fmt: skip
+        index = {"form": FORM, **self.made_by, "files": dict(sorted(self.files.items()))}
+        write_atomically(self.folder / INDEX, json.dumps(index, indent=1) + "\n")
 
 
 class TokenReader:
@@ -127,35 +134,35 @@ class TokenReader:
 
     def __init__(self, folder: str, wanted: DistillConfig, vocabulary: int) -> None:
         self.folder, self.top_k = expanded(folder), wanted.top_k
-        about = _index(self.folder)
-        self.stored = about["top_k"]
-        _check(about, folder, wanted, vocabulary)
-        self.names = list(about["files"])
-        tables = [_tables(self.folder / name, one) for name, one in about["files"].items()]
-        digests = np.concatenate([one["digests"] for one in tables])
-        counts = [len(one["sums"]) for one in tables]
+        index = _index(self.folder)
+        self.stored = index["top_k"]
+        _check(index, folder, wanted, vocabulary)
+        self.names = list(index["files"])
+        tables = [_tables(self.folder / name, listed) for name, listed in index["files"].items()]
+        digests = np.concatenate([table["digests"] for table in tables])
+        counts = [len(table["sums"]) for table in tables]
         files, rows = np.repeat(np.arange(len(counts)), counts), np.concatenate(list(map(np.arange, counts)))
-        self.place = np.stack((files, rows), axis=1).astype(np.int32)
+        self.file_and_row = np.stack((files, rows), axis=1).astype(np.int32)
         self.keys = digests.copy().view("V16")[:, 0]
         self.order = np.argsort(self.keys)
         self.keys = self.keys[self.order]
-        self.starts, self.sums = [one["starts"] for one in tables], [one["sums"] for one in tables]
-        self._opened = lru_cache(OPEN)(_open)
+        self.starts, self.checksums = [table["starts"] for table in tables], [table["sums"] for table in tables]
+        self._opened = lru_cache(OPEN)(partial(safe_open, framework="numpy"))
 
-    def of(self, digest: bytes, sample: Sample) -> Taught:
-        """What the teacher says of a sample's labels.
+    def find(self, digest: bytes, sample: Sample) -> Taught:
+        """The teacher's tokens of a sample's labels.
 
         Raises:
             RowError: the folder has nothing of this row, or it is damaged ("teacher").
         """
-        wanted = np.frombuffer(digest, "V16")
-        at = int(np.searchsorted(self.keys, wanted[0]))
-        if at == len(self.keys) or self.keys[at] != wanted[0]:
+        (key,) = np.frombuffer(digest, "V16")
+        position = int(np.searchsorted(self.keys, key))
+        if position == len(self.keys) or self.keys[position] != key:
             raise RowError(
                 sample.source, "teacher", f"{self.folder} has no teacher's tokens of this row; wanted the rows, keys of data, "
                 "packing.budget and processor that they were written with (zoo score ... top_k=)"
             )  # fmt: skip
-        file, row = self.place[self.order[at]].tolist()
+        file, row = self.file_and_row[self.order[position]].tolist()
         first, last = self.starts[file][row : row + 2].tolist()
         try:
             opened = self._opened(self.folder / self.names[file])
@@ -163,48 +170,45 @@ class TokenReader:
             whole = ids.shape == logprobs.shape == (sample.num_labels, self.stored) and len(rest) == len(ids)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, IndexError):
             whole = False
-        if not whole or _sum(ids, logprobs, rest) != int(self.sums[file][row]):
+        if not whole or _checksum(ids, logprobs, rest) != int(self.checksums[file][row]):
             raise RowError(
                 sample.source, "teacher", f"{self.folder / self.names[file]} is damaged in this row; remove the file and run zoo score again"
             )  # fmt: skip
-        return self._cut(*map(torch.from_numpy, (ids, logprobs, rest)))
-
-    def _cut(self, ids: torch.Tensor, logprobs: torch.Tensor, rest: torch.Tensor) -> Taught:
-        """Of the `top_k` first tokens; the others join the rest."""
+        ids, logprobs, rest = map(torch.from_numpy, (ids, logprobs, rest))
         k = self.top_k
-        if k < ids.shape[1]:
+        if k < self.stored:  # further tokens join the rest
             rest = torch.logaddexp(rest, logprobs[:, k:].logsumexp(dim=1))
         return Taught(ids[:, :k].clone(), logprobs[:, :k].clone(), rest.clone())
 
 
-def _index(folder: Path) -> dict[str, Any]:
+def _index(folder: Path) -> JsonObject:
     """A folder's index; UserError where it is none."""
-    hint = "remove the folder, and give the same zoo score again, which writes it anew"
+    hint = "remove the folder, and give the same zoo score again, which writes it again"
     return read_record(folder / INDEX, _INDEX, ("form", "files", *MADE_BY), hint=hint)
 
 
-def _check(about: Mapping[str, Any], folder: str, wanted: DistillConfig, vocabulary: int) -> None:
+def _check(index: JsonMapping, folder: str, wanted: DistillConfig, vocabulary: int) -> None:
     """Refuse a folder that is not whole, or not what the run wants."""
-    key, files = f"distill.teacher={folder}", -(-about["rows"] // ROWS)
-    if about.get("form") != FORM:
-        raise UserError(f"{key}: its form is {about.get('form')}, and this zoo reads {FORM}; write it anew")
-    if len(about["files"]) < files:
+    key, files = f"distill.teacher={folder}", -(-index["rows"] // ROWS)
+    if index.get("form") != FORM:
+        raise UserError(f"{key}: its form is {index.get('form')}, and this zoo reads {FORM}; write it anew")
+    if len(index["files"]) < files:
         raise UserError(
-            f"{key}: {len(about['files'])} of {files} files are there; give the same zoo score again, which goes on with the others"
+            f"{key}: {len(index['files'])} of {files} files are there; give the same zoo score again, which goes on with the others"
         )
-    if about["vocabulary"] != vocabulary:
+    if index["vocabulary"] != vocabulary:
         raise UserError(
-            f"{key}: a vocabulary of {about['vocabulary']:,} tokens, and the student's has {vocabulary:,}; wanted a teacher of the same "
+            f"{key}: a vocabulary of {index['vocabulary']:,} tokens, and the student's has {vocabulary:,}; wanted a teacher of the same "
             "tokens"
         )
-    if about["temperature"] != wanted.temperature:
+    if index["temperature"] != wanted.temperature:
         raise UserError(
-            f"{key}: it is of temperature {about['temperature']:g}, and distill.temperature={wanted.temperature:g}; set that to "
-            f"{about['temperature']:g}, or write another folder"
+            f"{key}: it is of temperature {index['temperature']:g}, and distill.temperature={wanted.temperature:g}; set that to "
+            f"{index['temperature']:g}, or write another folder"
         )
-    if min(wanted.top_k, vocabulary) > about["top_k"]:
+    if min(wanted.top_k, vocabulary) > index["top_k"]:
         raise UserError(
-            f"{key}: it has {about['top_k']} tokens of each label, and distill.top_k={wanted.top_k}; set that to {about['top_k']} or less"
+            f"{key}: it has {index['top_k']} tokens of each label, and distill.top_k={wanted.top_k}; set that to {index['top_k']} or less"
         )
 
 
@@ -212,44 +216,32 @@ def _name(number: int) -> str:
     return f"tokens-{number:06d}.safetensors"
 
 
-def _open(file: Path) -> Any:
-    return safe_open(file, framework="numpy")
-
-
-def _sum(*arrays: np.ndarray) -> int:
+def _checksum(*arrays: np.ndarray) -> int:
     kinds = (np.int32, np.float32, np.float32)
-    parts = (np.ascontiguousarray(one, kind).tobytes() for one, kind in zip(arrays, kinds, strict=True))
+    parts = (np.ascontiguousarray(array, kind).tobytes() for array, kind in zip(arrays, kinds, strict=True))
     return int(xxhash.xxh3_64(b"".join(parts)).intdigest())
 
 
-def _table_sum(tables: Mapping[str, np.ndarray]) -> str:
+def _table_checksum(tables: Mapping[str, np.ndarray]) -> str:
     return str(xxhash.xxh3_128(b"".join(tables[name].tobytes() for name in TABLES)).hexdigest())
 
 
-def _tables(file: Path, listed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _tables(file: Path, listed: JsonMapping) -> dict[str, np.ndarray]:
     """A file's tables; UserError where it is not what the index lists."""
     try:
         if file.is_file() and file.stat().st_size == listed["bytes"]:
             with safe_open(file, framework="numpy") as opened:
-                found = {name: opened.get_tensor(name) for name in TABLES}
-            if _fit(found, listed["rows"]) and _table_sum(found) == listed["sum"]:
-                return found
+                tables = {name: opened.get_tensor(name) for name in TABLES}
+            if _fit(tables, listed["rows"]) and _table_checksum(tables) == listed["sum"]:
+                return tables
     except (SafetensorError, OSError, KeyError):
         pass
     raise UserError(f"{file}: missing or damaged; give the same zoo score again, which writes it anew")
 
 
 def _fit(tables: Mapping[str, np.ndarray], rows: int) -> bool:
-    """Whether they are those of so many rows."""
+    """Whether tables are those of so many rows."""
     digests, starts, sums = (tables[name] for name in TABLES)
     kinds = (digests.dtype, starts.dtype, sums.dtype) == (np.uint8, np.int64, np.uint64)
     shapes = (digests.shape, starts.shape, sums.shape) == ((rows, 16), (rows + 1,), (rows,))
     return bool(kinds and shapes and starts[0] == 0 and (np.diff(starts) >= 0).all())
-
-
-def _is_whole(file: Path, listed: Mapping[str, Any]) -> bool:
-    try:
-        _tables(file, listed)
-    except UserError:
-        return False
-    return True
