@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters
 from zoo.checkpoint import initial_weights
-from zoo.model.lora import Held
+from zoo.model.lora import AdaptedWeight
 from zoo.nn.decoder.frozen_fp8 import DTYPE, Quantised
 
 LORA = ("lora.rank=3", "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]")
@@ -74,6 +74,6 @@ def test_it_is_the_model_of_its_dense_weights(recipe: str, tmp_path: Path) -> No
         for name, one in wanted.items():
             torch.testing.assert_close(found[name], one, rtol=0, atol=0)
         assert 0 < abs(loss - was) < LOSS * was
-        pairs: list[tuple[Held, Held]] = list(zip(adapters.held, others.held, strict=True))
+        pairs: list[tuple[AdaptedWeight, AdaptedWeight]] = list(zip(adapters.held, others.held, strict=True))
         for mine, theirs in pairs:
             torch.testing.assert_close(mine.merged(), theirs.merged(), rtol=0, atol=0)

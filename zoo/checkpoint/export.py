@@ -153,7 +153,7 @@ def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -
         chunks = build.build_model(assembly, recipe, nowhere)
     lora.without_memory(chunks)
     shapes = {name: tuple(one.shape) for name, one in model_parameters(chunks)}
-    adapters = lora.place(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
+    adapters = lora.attach_zeros(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
     adapters.whole.allocate()
     sharded.load_adapters(adapters, run.folder, here)
     added, whole = {one.target.zoo: one.adapter for one in adapters.held}, adapters.whole.trained

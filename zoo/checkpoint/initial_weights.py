@@ -81,7 +81,7 @@ def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world
     """New adapters beside the weights of `assembly.source`, a Hugging Face folder, or random ones."""
     source = assembly.source
     arch = read_arch(source.files) if source else json.loads(assembly.config.hf.to_json_string())
-    adapters = lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
+    adapters = lora.attach_new(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
     lora.quantise_base(chunks, recipe)
     return adapters
 

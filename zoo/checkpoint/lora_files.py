@@ -37,7 +37,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 from zoo.model import build
-from zoo.model.lora import Adapters, Held, find
+from zoo.model.lora import AdaptedWeight, Adapters, find_targets
 from zoo.model.whole_parts import WholeParts
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
@@ -78,7 +78,7 @@ def load_base(
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)
-    find(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
+    find_targets(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
     if source is not None and source.kind == "hf" and not quantisation(arch):
         initial_weights.init_weights(chunks, assembly, recipe, here)
         return assembly
@@ -140,7 +140,7 @@ def _names(adapters: Adapters) -> set[str]:
     return {*adapters.whole.names, *(name for pair in tensor_names(every, adapters.stacks) for name in pair)}
 
 
-def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
+def _shapes(adapters: Adapters, one: AdaptedWeight) -> dict[str, tuple[int, ...]]:
     """The shapes of a target's tensors in PEFT's format, by name."""
     shape, rank = adapters.full_shape(one), one.adapter.lowrank.rank
     with torch.device("meta"):
@@ -186,7 +186,7 @@ def _tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
         yield from adapters.whole.tensors(adapters.dims).items()
 
 
-def _pairs(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
+def _pairs(adapters: Adapters, one: AdaptedWeight) -> Iterator[tuple[str, Tensor]]:
     """PEFT's tensors of a target, on the rank that writes them; all ranks that share its parameters must ask."""
     shard, comm, rule = adapters.shard, adapters.comm, one.target.entry.rule
     stacked, kind = rule.stacked, rule.shard_for(adapters.dims)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,16 +36,31 @@ from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss, PreferenceLoss
 from zoo.steps.losses.unpaired import UnpairedLoss
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
+    from zoo.data.processors.processor import Processor
+    from zoo.nn.family import FamilyConfig
+    from zoo.steps.packed_step import PackedStep
+    from zoo.types import JsonMapping
+
 
 @dataclass(frozen=True)
 class Assembly:
     """A recipe's model before any weight: family, config, processor, and the source of the weights."""
 
     family: ModelFamily
-    config: Any
-    processor: Any
+    config: FamilyConfig
+    _processor: Processor | None  # None for a model of which only shapes are needed
     source: Place | None  # where the weights lie; None for random ones
     settings: RunSettings = NONE  # how the run reads its rows
+
+    @property
+    def processor(self) -> Processor:
+        """Turns rows into samples; AttributeError for an `assembly_of_arch`."""
+        if self._processor is None:
+            raise AttributeError("an assembly of an architecture alone has no processor")
+        return self._processor
 
     @property
     def served(self) -> ServedProcessor:
@@ -54,7 +69,7 @@ class Assembly:
 
     @cached_property
     def fp32(self) -> Patterns:
-        """Parameters that a model in half precision holds in fp32: as the weights have them, or as the family publishes them."""
+        """Patterns of parameters that a model in half precision holds in fp32: as the weights have them, or as the family publishes them."""
         bridge, source = self.family.load("bridge"), self.source
         if source is None:
             return tuple(bridge.fp32)
@@ -80,7 +95,7 @@ def find_source(recipe: Recipe) -> Place | None:
     init = recipe.model.init
     if init == "random":
         return None
-    # A run that still trains gets further checkpoints: the first rank says which is the newest.
+    # A run that still trains gets further checkpoints: the first rank decides which is the newest.
     return agreed(lambda: look(init)) or locate(init, key="model.init")
 
 
@@ -101,22 +116,18 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
     if source is not None:
         config = config_class.from_folder(source.files)
         processor = build_processor(config.hf, str(source.files))
-        _set_texts(processor, recipe)
-        config, source = with_rows_for_all(config, processor, source, recipe)
-        return Assembly(family, config, processor, source, settings_of_recipe(recipe))
-    if not recipe.model.arch:
+    elif recipe.model.arch:
+        config = config_class.from_arch(recipe.model.arch)
+        processor = build_processor(config.hf, None)
+    else:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
-    config = config_class.from_arch(recipe.model.arch)
-    processor = build_processor(config.hf, None)
-    _set_texts(processor, recipe)
-    settings = settings_of_recipe(recipe)
-    return Assembly(family, config.for_processor(processor), processor, None, settings)
-
-
-def _set_texts(processor: Any, recipe: Recipe) -> None:
-    """Give a processor what the recipe says of its texts."""
     processor.set_template(recipe.data.template)
     processor.allow_special_tokens(recipe.data.special_tokens)
+    if source is not None:
+        config, source = with_rows_for_all(config, processor, source, recipe)
+    else:
+        config = config.for_processor(processor)
+    return Assembly(family, config, processor, source, settings_of_recipe(recipe))
 
 
 def assembly_of_arch(recipe: Recipe) -> Assembly:
@@ -125,8 +136,8 @@ def assembly_of_arch(recipe: Recipe) -> Assembly:
     return Assembly(family, family.load("config").from_arch(recipe.model.arch), None, None)
 
 
-# A function of PyTorch that draws, the tensor it writes to, and its further arguments; gives the tensor.
-Draw = Callable[[Any, Tensor, Sequence[Any], Mapping[str, Any]], Tensor]
+type Draw = Callable[[Callable[..., Tensor], Tensor, Sequence[object], JsonMapping], Tensor]
+"""Takes a function of PyTorch that draws, the tensor it writes to, and its further arguments; returns the tensor."""
 
 
 class _Draws(TorchFunctionMode):
@@ -134,7 +145,7 @@ class _Draws(TorchFunctionMode):
 
     # By name: PyTorch has each of them as a function and as a method, transformers wraps the functions.
     names = frozenset(
-        (
+        [
             "normal_",
             "trunc_normal_",
             "uniform_",
@@ -142,54 +153,55 @@ class _Draws(TorchFunctionMode):
             "kaiming_uniform_",
             "xavier_normal_",
             "xavier_uniform_",
-        )
+        ]
     )
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
         self.draw = draw
 
-    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: JsonMapping | None = None,
+    ) -> Tensor:
         kwargs = dict(kwargs or {})
         if getattr(func, "__name__", None) not in self.names:
             return func(*args, **kwargs)
         tensor, *args = args or (kwargs.pop("tensor"),)
+        assert isinstance(tensor, Tensor)
         return self.draw(func, tensor, args, kwargs)
 
 
-def _undrawn(func: Any, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The tensor as it is."""
-    return tensor
-
-
 def drawn_on(device: torch.device, seed: int) -> Draw:
-    """Draws values for tensors of the CPU on another device: a tower's, which transformers builds there.
+    """Draws values for tensors of the CPU on another device: those of towers, which transformers builds on the CPU.
 
-    The random numbers are of a generator of its own, so ranks draw the same ones whatever else they drew.
+    The random numbers come from a generator of its own, so ranks draw the same ones whatever else they drew.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(func: Any, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def draw(func: Callable[..., Tensor], tensor: Tensor, args: Sequence[object], kwargs: JsonMapping) -> Tensor:
         if tensor.device.type != "cpu" or kwargs.get("generator") is not None:
             return func(tensor, *args, **kwargs)
-        there = torch.empty_like(tensor, device=device)
+        on_device = torch.empty_like(tensor, device=device)
         with torch.no_grad():
-            tensor.copy_(func(there, *args, **{**kwargs, "generator": generator}))
+            tensor.copy_(func(on_device, *args, **{**kwargs, "generator": generator}))
         return tensor
 
     return draw
 
 
-def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[Any]:
+def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[MegatronModule]:
     """This rank's model chunks (several with an interleaved pipeline), with random weights.
 
-    Weights that are loaded afterwards are left as their memory is: those of an assembly with a source, or all that a caller
-    with a checkpoint has `loaded` for.
+    Weights are not drawn where they are loaded afterwards: from the assembly's source, or with `loaded` from a checkpoint.
     """
     from megatron.core.transformer.module import Float16Module
 
-    chunks = []
-    undrawn = loaded or assembly.source is not None
+    chunks: list[MegatronModule] = []
+    drawing: AbstractContextManager[object] = nullcontext()
     for index in range(recipe.parallel.vpp):
         seed_everything(recipe.run.seed)  # towers get the same weights on every rank
         stage = Stage(
@@ -197,61 +209,50 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
-        with _drawing(undrawn, world.device, recipe.run.seed):
+        if loaded or assembly.source is not None:
+            drawing = _Draws(lambda func, tensor, args, kwargs: tensor)
+        elif world.device.type == "cuda":
+            drawing = _Draws(drawn_on(world.device, recipe.run.seed))
+        with drawing:
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
     fp32 = together(default_comm(), lambda: assembly.fp32)
     if recipe.engine.precision != "bf16":
         return chunks
     chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
-    _widen(chunks, fp32, recipe)
+    parameters = dict(model_parameters(chunks))
+    wide = [(name, parameters[name]) for name in among(fp32, parameters)]
+    if recipe.lora.base_dtype == "fp8":  # matrices become FP8 once they are loaded
+        wide = [(name, p) for name, p in wide if p.ndim < 2 or not name.startswith("decoder.layers.")]
+    for chunk in chunks:
+        hold_in_fp32(chunk, [parameter for _, parameter in wide])
     return chunks
 
 
-def _widen(chunks: Sequence[Any], fp32: Patterns, recipe: Recipe) -> None:
-    """Hold parameters in fp32, but for matrices that are held in FP8 once they are loaded."""
-    parameters = dict(model_parameters(chunks))
-    wide = [(name, parameters[name]) for name in among(fp32, parameters)]
-    if recipe.lora.base_dtype == "fp8":
-        wide = [(name, one) for name, one in wide if one.ndim < 2 or not name.startswith("decoder.layers.")]
-    for chunk in chunks:
-        hold_in_fp32(chunk, [one for _, one in wide])
-
-
-def _drawing(loaded: bool, device: torch.device, seed: int) -> AbstractContextManager[Any]:
-    """How weights are drawn: not at all where they are loaded, on a GPU where there is one."""
-    if loaded:
-        return _Draws(_undrawn)
-    return _Draws(drawn_on(device, seed)) if device.type == "cuda" else nullcontext()
-
-
-def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
+def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     """The family's PackedStep for this rank."""
-    groups = world.groups
-    return assembly.family.load("step")(
+    groups, mtp_layers, flops = world.groups, assembly.config.mtp_layers(recipe), None
+    if not (recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe)):
+        # Context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks.
+        flops = model_cost(assembly.config, mtp_layers).decoder.flops
+    step: PackedStep = assembly.family.load("step")(
         assembly.config,
         recipe.packing,
         world.device,
         cp_group=groups.cp if groups.cp.size() > 1 else None,
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
-        mtp_depths=assembly.config.mtp_layers(recipe),
+        mtp_depths=mtp_layers,
         mtp_weight=recipe.train.mtp_loss,
         encodes_media=world.pp_rank == 0,
         preference=preference_loss(recipe),
         distillation=distillation_loss(recipe),
-        flops=_sample_flops(assembly, recipe),
+        flops=flops,
         vocabulary=assembly.config.text.vocab_size,
     )
-
-
-def _sample_flops(assembly: Assembly, recipe: Recipe) -> Callable[[int], float] | None:
-    """What the decoder takes for a sample, where context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks."""
-    if recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe):
-        return None
-    return model_cost(assembly.config, assembly.config.mtp_layers(recipe)).decoder.flops
+    return step
 
 
 def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
-    """The recipe with all weights of another model of its family in the place of its own: a reference, or a teacher."""
+    """The recipe for another model of its family, with that one's weights: a reference, or a teacher."""
     model = {
         "model.init": init,
         "model.arch": {},
@@ -285,7 +286,7 @@ def model_dims(assembly: Assembly) -> Dims:
     return Dims.from_hf(assembly.config.text, tied=assembly.config.tied)
 
 
-def freeze(chunks: list[Any], recipe: Recipe, family: ModelFamily) -> None:
+def freeze(chunks: Sequence[MegatronModule], recipe: Recipe, family: ModelFamily) -> None:
     """Stop training the parts of `model.freeze`: no gradient, no optimizer state."""
     for name, parameter in model_parameters(chunks):
         if family.part_of(name, recipe.named_parts) in recipe.model.freeze:

@@ -41,7 +41,7 @@ def _count(recipe: Recipe) -> ParameterStatistics:
     with alone(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:
-            lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
+            lora.attach_zeros(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
         build.freeze(chunks, recipe, family)
     counts: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
     flops: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
