@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,56 +14,57 @@ from zoo.nn.graphs.layers import LayerGraphs
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
-def use_graphs(chunks: Sequence[Any]) -> int:
-    """Have the decoders and vision towers of model chunks, under DDP, captured as rows come; returns how many stacks there are.
+    type Module = MegatronModule  # a decoder or tower, whose attributes mypy does not know
 
-    Warns of a stack on a GPU that has no kernel for packed rows: what stands in for it goes by a row's lengths, which a graph can't.
+
+def use_graphs(chunks: Sequence[MegatronModule]) -> int:
+    """Have the decoders and vision towers of model chunks, under DDP, captured as rows come; returns the number of stacks.
+
+    Warns of a stack on a GPU that has no kernel for packed rows: the loop in its place depends on a row's lengths, which a
+    graph can't.
     """
-    found = 0
-    for chunk in (part for one in chunks for part in one.modules() if isinstance(part, MultimodalModel)):
+    stacks = 0
+    for chunk in (part for outer in chunks for part in outer.modules() if isinstance(part, MultimodalModel)):
         decoder = chunk.decoder
         dense = not any(hasattr(layer.mlp, "router") for layer in decoder.layers)  # a router decides shapes
         if dense and _captured("decoder", _missing_in_decoder(decoder)):
             deepstack = max(chunk.deepstack_layers.values(), default=0)
             decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
-            found += 1
+            stacks += 1
         for name in chunk.tower_names():
             tower = getattr(chunk, name, None)
             blocks = getattr(tower, "blocks", None)
             if blocks is not None and all(map(is_block, blocks)):
                 if not _captured(name, _missing_in_tower(tower)):
                     continue
-                _capture_tower(tower)
-                found += 1
-    return found
+                windows = _windows(tower)
+                changes = {index - 1 for index in range(1, len(windows)) if windows[index] != windows[index - 1]}
+                graphs = LayerGraphs(blocks, {*getattr(tower, "deepstack_visual_indexes", ()), *changes})
+                for index, (block, window) in enumerate(zip(blocks, windows, strict=True)):
+                    block.graphs, block.place, block.window = graphs, index, window
+                    block.enters_frames = None in windows and index == windows.index(None)
+                stacks += 1
+    return stacks
 
 
-def _capture_tower(tower: Any) -> None:
-    windows = _windows(tower)
-    changes = {place - 1 for place in range(1, len(windows)) if windows[place] != windows[place - 1]}
-    first = windows.index(None) if None in windows else None
-    graphs = LayerGraphs(tower.blocks, {*getattr(tower, "deepstack_visual_indexes", ()), *changes})
-    for place, (block, window) in enumerate(zip(tower.blocks, windows, strict=True)):
-        block.graphs, block.place, block.window = graphs, place, window
-        block.enters_frames = place == first
-
-
-def _windows(tower: Any) -> list[int | None]:
+def _windows(tower: Module) -> list[int | None]:
     """The most patches of a window that a block attends within; None: it attends within frames."""
-    places = range(len(tower.blocks))
-    full = getattr(tower, "fullatt_block_indexes", places)
-    if all(place in full for place in places):
-        return [None] * len(places)
+    indexes = range(len(tower.blocks))
+    full = getattr(tower, "fullatt_block_indexes", indexes)
+    if all(index in full for index in indexes):
+        return [None] * len(indexes)
     merge = tower.spatial_merge_size
     side = tower.window_size // merge // tower.patch_size * merge
-    return [None if place in full else side**2 for place in places]
+    return [None if index in full else side**2 for index in indexes]
 
 
-def release_graphs(chunks: Sequence[Any]) -> None:
-    """Give up the graphs of model chunks. To be called before process groups end: see `Recorder.release`."""
-    found = (getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules())
-    for stack in {one for one in found if isinstance(one, LayerGraphs)}:
+def release_graphs(chunks: Sequence[MegatronModule]) -> None:
+    """Release the graphs of model chunks, before process groups end: see `Recorder.release`."""
+    graphs = (getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules())
+    for stack in {stack for stack in graphs if isinstance(stack, LayerGraphs)}:
         stack.release()
 
 
@@ -73,8 +74,8 @@ def _captured(name: str, missing: str | None) -> bool:
     return missing is None
 
 
-def _missing_in_decoder(decoder: Any) -> str | None:
-    """The kernel for packed rows that a decoder on a GPU has to do without."""
+def _missing_in_decoder(decoder: Module) -> str | None:
+    """The kernel for packed rows that a decoder on a GPU lacks; None: it has all."""
     config, weight = decoder.config, next(decoder.parameters()).detach().to(decoder.config.params_dtype)
     if not weight.is_cuda:
         return None
@@ -87,21 +88,17 @@ def _missing_in_decoder(decoder: Any) -> str | None:
     return next(filter(None, (_missing_attention(weight, head) for head in sorted(heads))), None)
 
 
-def _missing_in_tower(tower: Any) -> str | None:
-    """Why a tower's blocks can't be captured: the kernel that they have to do without on a GPU, or windows that come late."""
+def _missing_in_tower(tower: Module) -> str | None:
+    """Why a tower's blocks can't be captured: a kernel that they lack on a GPU, or windows after the first layer; None: they can."""
     windows, block = _windows(tower), tower.blocks[0]
     if any(windows) and windows[0] is None:
         return "its first layer attends within frames, and how many windows come behind it can't be told by these"
-    weight = block.norm1.weight.detach().to(_compute_dtype(block.attn))
+    # Attention multiplies in the dtype of its matrices, which read as narrower than they may be held.
+    linear = next(module for module in block.attn.modules() if isinstance(module, torch.nn.Linear))
+    weight = block.norm1.weight.detach().to(linear.weight.dtype)
     return _missing_attention(weight, len(weight) // block.attn.num_heads) if weight.is_cuda else None
 
 
-def _compute_dtype(attention: Any) -> torch.dtype:
-    """The dtype that a tower's attention multiplies in: that of its matrices, which read as narrower than they may be held."""
-    linear = next(module for module in attention.modules() if isinstance(module, torch.nn.Linear))
-    return linear.weight.dtype
-
-
-def _missing_attention(weight: Any, head: int) -> str | None:
+def _missing_attention(weight: torch.Tensor, head: int) -> str | None:
     takes = has_flash(weight.new_empty(0, head))
     return None if takes else f"no attention kernel for packed rows takes heads of {head} in {weight.dtype}"

@@ -24,8 +24,7 @@ from zoo.bridge.mapping.peft import Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
-from zoo.model import whole_parts
-from zoo.model.whole_parts import WholeParts
+from zoo.model.whole_parts import WholeParts, find_whole_parts
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import frozen_fp8, lora
 from zoo.nn.decoder.experts.grouped import GroupedExperts
@@ -189,7 +188,7 @@ def attach_zeros(
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
     parameters = dict(model_parameters(chunks))
-    whole = whole_parts.find(parameters, family, arch, recipe, comm)
+    whole = find_whole_parts(parameters, family, arch, recipe, comm)
     frozen = [p for name, p in parameters.items() if p.requires_grad and name not in whole.trained]
     for parameter in frozen:
         parameter.requires_grad_(False)

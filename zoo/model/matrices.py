@@ -16,9 +16,10 @@ from torch import Tensor
 
 from zoo.bridge import Bridge, Dims
 from zoo.bridge.mapping.transforms import Copy, GateUp, Transform
-from zoo.bridge.parallel import AnyShard, Axis, ShardInfo, cut, full_shape, shard_axis
+from zoo.bridge.parallel import Axis, ShardInfo, cut, full_shape, shard_axis
 
-Runs = tuple[tuple[int, int], ...]  # (first, end) of each
+type Spans = tuple[tuple[int, int], ...]
+"""(first, end) of each."""
 
 _NO_MATRIX = re.compile(r"embed|(^|\.)(output_layer|score)\.|\.router\.")  # embeddings of patches and places too
 
@@ -46,12 +47,12 @@ class Matrices:
     axis: Axis | None
     dim: Literal[0, 1]
     columns: int
-    rows: tuple[tuple[Runs, ...], ...]
+    rows: tuple[tuple[Spans, ...], ...]
 
     def shapes(self) -> Iterator[tuple[int, int]]:
         """(rows, columns) of each matrix, whole."""
         for of_ranks in zip(*self.rows, strict=True):
-            heights = [sum(end - first for first, end in runs) for runs in of_ranks]
+            heights = [sum(end - first for first, end in spans) for spans in of_ranks]
             if self.dim == 1:
                 yield heights[0], self.columns * len(heights)
             else:
@@ -62,7 +63,7 @@ def matrices_of(name: str, parameter: Tensor, bridge: Bridge, dims: Dims, info: 
     """The matrices of a parameter for which `is_matrix` holds, by the bridge's rule for it.
 
     Args:
-        info: this rank's place; `parameter` is its part.
+        info: this rank's coordinates; `parameter` is its part.
     """
     entry = bridge.publish([name])[name]
     rule, shard = entry.rule, entry.rule.shard_for(dims)
@@ -77,11 +78,18 @@ def matrices_of(name: str, parameter: Tensor, bridge: Bridge, dims: Dims, info: 
     dim: Literal[0, 1] = 1 if shard in ("tp1", "expert2") else 0
     rows = []
     for rank in range(size):
-        mine = _cut_rows(labels, shard, axis, rank, info) if dim == 0 and size > 1 else labels
-        found = _runs(mine)
-        offsets = [expert * len(mine) for expert in range(stack)]
+        of_rank = labels
+        if dim == 0 and size > 1:
+            that_rank = replace(info, tp_rank=rank) if axis == "tp" else replace(info, etp_rank=rank)
+            of_rank = cut(labels.view(-1, 1), shard, that_rank).flatten()
+        spans_by_label = _spans(of_rank)
+        offsets = [expert * len(of_rank) for expert in range(stack)]
         rows.append(
-            tuple(tuple((first + offset, end + offset) for first, end in runs) for offset in offsets for runs in found)
+            tuple(
+                tuple((first + offset, end + offset) for first, end in spans)
+                for offset in offsets
+                for spans in spans_by_label
+            )
         )
     return Matrices(axis if size > 1 else None, dim, parameter.shape[-1], tuple(rows))
 
@@ -94,17 +102,12 @@ def _labels(rows: int, transform: Transform, dims: Dims) -> Tensor:
     return labels
 
 
-def _cut_rows(labels: Tensor, shard: AnyShard, axis: Axis, rank: int, info: ShardInfo) -> Tensor:
-    place = replace(info, tp_rank=rank) if axis == "tp" else replace(info, etp_rank=rank)
-    return cut(labels.view(-1, 1), shard, place).flatten()
-
-
-def _runs(labels: Tensor) -> list[Runs]:
-    """By label, from 0 on: the runs of places that have it."""
+def _spans(labels: Tensor) -> list[Spans]:
+    """For each label, from 0 on, the spans of rows that have it."""
     values, counts = torch.unique_consecutive(labels, return_counts=True)
-    found: list[list[tuple[int, int]]] = [[] for _ in range(int(labels.max()) + 1)]
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(int(labels.max()) + 1)]
     first = 0
     for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-        found[value].append((first, first + count))
+        spans[value].append((first, first + count))
         first += count
-    return [tuple(runs) for runs in found]
+    return [tuple(of_label) for of_label in spans]

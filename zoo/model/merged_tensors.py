@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,19 +13,30 @@ from zoo.bridge.export_plan import Source
 from zoo.bridge.load import fit_shapes
 from zoo.bridge.streams import joined, to_zoo
 
-Shape = tuple[int, ...]
+type Shape = tuple[int, ...]
+
+
+class SupportsAddTo(Protocol):
+    """An adapter."""
+
+    def add_to(self, tensor: Tensor) -> None:
+        """Add its product to a whole weight, in place."""
 
 
 class MergedTensors:
     """Reads tensors under zoo's names, as `zoo.bridge.streams.Reader` says, out of the weights that adapters belong to."""
 
     def __init__(
-        self, base: Source, shapes: Mapping[str, Shape], adapters: Mapping[str, Any], whole: Mapping[str, Tensor]
+        self,
+        base: Source,
+        shapes: Mapping[str, Shape],
+        adapters: Mapping[str, SupportsAddTo],
+        whole: Mapping[str, Tensor],
     ) -> None:
         """`shapes`: of the model's tensors; `adapters`: by the name of the tensor that each is added to; `whole`: trained in the place of the base's."""
         self._base, self._shapes, self._adapters, self._whole = base, shapes, adapters, whole
-        there = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
-        self._entries = fit_shapes(there, base.resolution, base.reader, base.dims, ShardInfo())
+        parameters = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
+        self._entries = fit_shapes(parameters, base.resolution, base.reader, base.dims, ShardInfo())
         self._last: tuple[str, Tensor] | None = None
 
     def shape(self, name: str) -> Shape:

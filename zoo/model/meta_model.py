@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from zoo.parallel.megatron import private
 from zoo.parallel.megatron.replaced import replaced
 from zoo.parallel.world import World, open_world
 from zoo.registry import ModelFamily, families
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from zoo.nn.family import FamilyConfig
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,13 @@ class MetaModel:
     """A whole model, not a rank's part of it, without data."""
 
     family: ModelFamily
-    config: Any  # the family's config
+    config: FamilyConfig
     bridge: Bridge
     dims: Dims
     parameters: Mapping[str, Tensor]  # zoo name -> a tensor of the full shape on the meta device
 
 
-def family_of(arch: Mapping[str, Any]) -> ModelFamily:
+def family_of(arch: JsonMapping) -> ModelFamily:
     """The family that has a config.json's model_type; UserError, which says what is missing or is near, where none has."""
     kinds: dict[str, ModelFamily] = {}
     lacks: dict[str, str] = {}
@@ -59,14 +63,14 @@ def family_of(arch: Mapping[str, Any]) -> ModelFamily:
     )
 
 
-def published_names(reader: Folder, arch: Mapping[str, Any]) -> list[str]:
+def published_names(reader: Folder, arch: JsonMapping) -> list[str]:
     """Hugging Face's names of zoo's own weights, one for each tensor, as far as they are known without a model."""
     bridge: Bridge = family_of(arch).load("bridge")
     names = [name for name in reader.names() if not name.startswith(CARRIED)]
     return [entry.hf_names(0)[0] for entry in bridge.publish(names).values()]
 
 
-def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None) -> MetaModel:
+def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> MetaModel:
     """The model of a config.json, built by one process.
 
     Args:
@@ -93,40 +97,33 @@ def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None)
     if names is not None and any(name.endswith(SCORE) for name in names):
         recipe = recipe.replace({"train.loss": "reward"})
     assembly = build.assembly_of_arch(recipe)
-    _refuse_ranks()
-    with open_world(recipe) as here, on_meta(here) as nowhere:
-        chunks = build.build_model(assembly, recipe, nowhere)
+    if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("checkpoints are converted and compared by one process: start it without torchrun")
+    with open_world(recipe) as world, on_meta(world) as meta_world:
+        chunks = build.build_model(assembly, recipe, meta_world)
     parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
     return MetaModel(family, assembly.config, bridge, build.model_dims(assembly), parameters)
 
 
-def _refuse_ranks() -> None:
-    if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("checkpoints are converted and compared by one process: start it without torchrun")
+@contextmanager
+def on_meta(world: World) -> Iterator[World]:
+    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device.
 
+    Its generator of random numbers is unchanged: a GPU's is looked up by that device's number.
+    """
+    from megatron.core.tensor_parallel import random
 
-def _settle_triton() -> None:
-    """Have Triton look for its driver, which keeps `torch.cuda.current_device` as it finds it then."""
-    if torch.cuda.is_available() and has_triton():
+    if (
+        torch.cuda.is_available() and has_triton()
+    ):  # whose driver keeps the `torch.cuda.current_device` that it finds first
         from triton.runtime import driver
 
         with suppress(RuntimeError):  # it has none
             _ = driver.active
-
-
-@contextmanager
-def on_meta(here: World) -> Iterator[World]:
-    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device.
-
-    Its generator of random numbers is left alone: a GPU's is looked up by that device's number.
-    """
-    from megatron.core.tensor_parallel import random
-
-    _settle_triton()
     meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
     states = tracker.get_states()
     with torch.device(meta), replaced(torch.cuda, current_device=lambda: meta), private.without_a_random_state():
         try:
-            yield replace(here, device=meta)
+            yield replace(world, device=meta)
         finally:
             tracker.set_states(states)

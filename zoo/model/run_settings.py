@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from zoo.config.compose import is_saved_recipe
 from zoo.config.entries import FORMS, DataEntry, parse_entry
@@ -21,6 +20,7 @@ from zoo.config.schema import DataConfig, PackingConfig, Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
 from zoo.records import Check, is_object, read_record, reading_back
+from zoo.types import JsonMapping, JsonObject
 
 FILE = "zoo_settings.json"
 BUDGET = "packing.budget"
@@ -51,10 +51,10 @@ class RunSettings:
     """
 
     origin: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    form: Mapping[str, Any] = field(default_factory=dict)
+    values: JsonMapping = field(default_factory=dict)
+    form: JsonMapping = field(default_factory=dict)
     entries: tuple[DataEntry, ...] = ()
-    rows: Mapping[str, Any] = field(default_factory=dict)
+    rows: JsonMapping = field(default_factory=dict)
 
     @property
     def layer(self) -> Layer:
@@ -62,7 +62,7 @@ class RunSettings:
         values = dict(self.values)
         if BUDGET in values and values.get("data.overlong", "error") == "error":
             values[BUDGET] = max(values[BUDGET], PackingConfig().budget)
-        tree: dict[str, Any] = {}
+        tree: JsonObject = {}
         for key, value in values.items():
             merge_into(tree, nested(key, escaped(value)))
         return Layer(self.origin, tree)
@@ -79,32 +79,26 @@ def settings_of(place: Place) -> RunSettings:
     """
     if place.kind == "run":
         config = place.folder / "config.yaml"
-        return _of_config(config, place.folder.parent.parent) if config.is_file() else NONE
-    around = _run_around(place)
+        return _from_config(config, place.folder.parent.parent) if config.is_file() else NONE
+    run = place.folder.absolute().parent  # an export may lie in a run's folder
+    config, around = run / "config.yaml", NONE
+    if place.kind == "hf" and (run / "checkpoints").is_dir() and config.is_file() and is_saved_recipe(config):
+        around = _from_config(config, run)
     if not (place.files / FILE).is_file():  # weights of another tool
         return around
-    return replace(_of_file(place.files / FILE, place), entries=around.entries, rows=around.rows)
+    return replace(_from_export(place.files / FILE, place), entries=around.entries, rows=around.rows)
 
 
-def _run_around(place: Place) -> RunSettings:
-    """Those of the run in whose folder an export lies."""
-    folder = place.folder.absolute().parent
-    config = folder / "config.yaml"
-    if place.kind != "hf" or not (folder / "checkpoints").is_dir():
-        return NONE
-    return _of_config(config, folder) if config.is_file() and is_saved_recipe(config) else NONE
-
-
-def _of_config(config: Path, run: Path) -> RunSettings:
+def _from_config(config: Path, run: Path) -> RunSettings:
     with reading_back(config, "take a copy of the run's, or remove it"):
-        return _of_tree(read_recipe(str(config)).tree, f"the run {run}")
+        return _from_tree(read_recipe(str(config)).tree, f"the run {run}")
 
 
 def settings_of_recipe(recipe: Recipe) -> RunSettings:
-    """Those of a recipe's run."""
+    """The settings of a recipe's run."""
     data = {item.name: getattr(recipe.data, item.name) for item in fields(DataConfig)}
     tree = {"data": data, "packing": asdict(recipe.packing), "train": {"eval_rows": recipe.train.eval_rows}}
-    return _of_tree(tree, "the recipe")
+    return _from_tree(tree, "the recipe")
 
 
 def write_settings(settings: RunSettings, folder: Path) -> None:
@@ -128,19 +122,19 @@ def _name(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _is_code(form: Mapping[str, Any]) -> bool:
+def _is_code(form: JsonMapping) -> bool:
     """Whether a format is a function of somebody's, which no folder may name."""
     return form.get("format") not in (None, *FORMS)
 
 
-def _of_tree(tree: Mapping[str, Any], origin: str) -> RunSettings:
-    """Those of a recipe as nested dicts; keys that this zoo doesn't know are passed over."""
+def _from_tree(tree: JsonMapping, origin: str) -> RunSettings:
+    """The settings of a recipe as nested dicts; unknown keys are ignored."""
     data, packing, train = (tree.get(name) or {} for name in ("data", "packing", "train"))
     values = {f"data.{name}": data[name] for name in KEPT if name in data}
     if "budget" in packing:
         values[BUDGET] = packing["budget"]
     entries = {
-        name: tuple(parse_entry(one, f"data.{name}") for one in data.get(name) or () if one != "auto")
+        name: tuple(parse_entry(entry, f"data.{name}") for entry in data.get(name) or () if entry != "auto")
         for name in ("train", "eval")
     }
     values |= {f"data.{name}": value for name, value in _common(entries["train"], SHARED).items()}
@@ -150,17 +144,17 @@ def _of_tree(tree: Mapping[str, Any], origin: str) -> RunSettings:
     return RunSettings(origin, values, form, (*entries["train"], *entries["eval"]), rows)
 
 
-def _common(entries: tuple[DataEntry, ...], names: tuple[str, ...]) -> dict[str, Any]:
-    """What all of the entries say alike."""
-    found: dict[str, Any] = {}
+def _common(entries: tuple[DataEntry, ...], names: tuple[str, ...]) -> JsonObject:
+    """Values that all entries share."""
+    common: JsonObject = {}
     for name in names:
         first, *others = [getattr(entry, name) for entry in entries] or [None]
         if first is not None and all(other == first for other in others):
-            found[name] = dict(first) if isinstance(first, Mapping) else first
-    return found
+            common[name] = dict(first) if isinstance(first, Mapping) else first
+    return common
 
 
-def _of_file(path: Path, place: Place) -> RunSettings:
+def _from_export(path: Path, place: Place) -> RunSettings:
     hint = "take the file away, or export the run again"
     fields: dict[str, Check] = {"settings": is_object, "rows": is_object}
     record = read_record(path, fields, ("settings", "rows"), hint=hint, error=ConfigError)
@@ -173,7 +167,7 @@ def _of_file(path: Path, place: Place) -> RunSettings:
     return RunSettings(f"the run that wrote {place.folder}", values, _common((entry,), FORM))
 
 
-def source_of(entry: DataEntry) -> tuple[Any, ...]:
+def source_of(entry: DataEntry) -> tuple[object, ...]:
     """What two entries of the same rows have in common."""
     path = None if entry.path is None else str(expanded(entry.path).absolute())
     return path, entry.hub, entry.name, entry.split

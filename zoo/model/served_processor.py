@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.config.entries import PixelLimits
 from zoo.config.schema import DataConfig
@@ -18,6 +18,15 @@ from zoo.data.media.sampling import MIN_FRAMES
 from zoo.data.processors.text import TextOnly
 from zoo.files import read_object
 from zoo.model.run_settings import RunSettings, write_settings
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from zoo.data.processors.processor import Processor
+
+type Template = str | dict[str, Template]
+"""A chat template, or several by name."""
 
 FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 TEMPLATE_FILE = "chat_template.json"  # of earlier transformers
@@ -32,7 +41,7 @@ class ServedProcessor:
         settings: those of the run.
     """
 
-    def __init__(self, processor: Any, settings: RunSettings) -> None:
+    def __init__(self, processor: Processor, settings: RunSettings) -> None:
         self.settings = settings
         self._changes = _changes(processor, settings)
         self._template = _with_defaults(processor.hf.chat_template, settings.values.get("data.template") or {})
@@ -48,35 +57,31 @@ class ServedProcessor:
         _patch(Path(folder) / TEMPLATE_FILE, {"chat_template": self._template})
 
 
-def _changes(processor: Any, settings: RunSettings) -> dict[str, dict[str, Any]]:
-    """Part of the processor -> attributes of it that the run's settings change."""
+def _changes(processor: Processor, settings: RunSettings) -> dict[str, JsonObject]:
+    """Attributes that the run's settings change, by part of the processor."""
     values = {name: settings.values.get(f"data.{name}") for name in ("min_pixels", "max_pixels", "video_max_pixels")}
     limits = PixelLimits(values["min_pixels"], values["max_pixels"], values["video_max_pixels"])
-    found: dict[str, dict[str, Any]] = {}
-    for name, given in processor.stored_limits(limits).items():
-        found[name.replace("s_kwargs", "_processor")] = dict(given)
+    changes: dict[str, JsonObject] = {}
+    for name, stored in processor.stored_limits(limits).items():
+        changes[name.replace("s_kwargs", "_processor")] = dict(stored)
     videos = getattr(processor.hf, "video_processor", None)
     if videos is not None and "video" in processor.modalities:
-        found["video_processor"] = found.get("video_processor", {}) | _sampling(videos, settings)
-    return found
+        default = DataConfig()
+        fps = settings.values.get("data.video_fps", default.video_fps)
+        most = settings.values.get("data.max_frames", default.max_frames)
+        wanted = {"fps": fps, "num_frames": None, "max_frames": most, "min_frames": MIN_FRAMES, "initial_shift": False}
+        video_changes = changes.setdefault("video_processor", {})
+        video_changes |= {name: value for name, value in wanted.items() if hasattr(videos, name)}
+        # Processors that take all frames of a video by default do so unless the run was asked for another rate.
+        if (fps, most) != (default.video_fps, default.max_frames) or type(videos).do_sample_frames:
+            video_changes["do_sample_frames"] = True
+    return changes
 
 
-def _sampling(videos: Any, settings: RunSettings) -> dict[str, Any]:
-    """How a video processor takes frames as the run did."""
-    default = DataConfig()
-    fps = settings.values.get("data.video_fps", default.video_fps)
-    most = settings.values.get("data.max_frames", default.max_frames)
-    wanted = {"fps": fps, "num_frames": None, "max_frames": most, "min_frames": MIN_FRAMES, "initial_shift": False}
-    found = {name: value for name, value in wanted.items() if hasattr(videos, name)}
-    # Processors that take all frames of a video by default do so unless the run was asked for another rate.
-    chosen = (fps, most) != (default.video_fps, default.max_frames)
-    return found | ({"do_sample_frames": True} if chosen or type(videos).do_sample_frames else {})
-
-
-def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
+def _with_defaults(template: Template, arguments: JsonMapping) -> Template:
     """A chat template whose arguments have these values where a call gives no others."""
     if isinstance(template, Mapping):
-        return {name: _with_defaults(one, arguments) for name, one in template.items()}
+        return {name: _with_defaults(variant, arguments) for name, variant in template.items()}
     defaults = [
         f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}"
         for name, value in arguments.items()
@@ -85,33 +90,35 @@ def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
     return "".join([*defaults, template])
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """A value as Jinja writes it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _changed(hf: Any, changes: Mapping[str, Mapping[str, Any]], template: Any) -> Any:
-    """A processor with other attributes of its parts and another chat template; the given one stays as it is."""
+def _changed(
+    hf: ProcessorMixin | TextOnly, changes: Mapping[str, JsonMapping], template: Template
+) -> ProcessorMixin | TextOnly:
+    """A copy of a processor with other attributes of its parts and another chat template."""
     if isinstance(hf, TextOnly):
         tokenizer = copy.copy(hf.tokenizer)
         tokenizer.chat_template = template
         return TextOnly(tokenizer)
-    made = copy.copy(hf)
-    made.chat_template = template
+    changed = copy.copy(hf)
+    changed.chat_template = template
     for name, attributes in changes.items():
         part = copy.copy(getattr(hf, name))
         for key, value in attributes.items():
             former = getattr(part, key)
             setattr(part, key, type(former)(**value) if isinstance(value, dict) else value)
-        setattr(made, name, part)
-    return made
+        setattr(changed, name, part)
+    return changed
 
 
-def _patch(path: Path, changes: Mapping[str, Any]) -> None:
+def _patch(path: Path, changes: JsonMapping) -> None:
     """Change keys of a JSON file of the source, if there is one."""
     if not path.is_file():
         return

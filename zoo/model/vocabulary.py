@@ -1,19 +1,22 @@
-"""A folder's tokenizer beside its embedding: ids without a row are refused before anything is read, or get rows."""
+"""Ids of a folder's tokenizer that have no row in its embedding: refused before anything is read, or given rows."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.config.locate import Place
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 from zoo.nn.family import FamilyConfig, rows_of
 
+if TYPE_CHECKING:
+    from zoo.data.processors.processor import Processor
+
 
 def with_rows_for_all(
-    config: FamilyConfig, processor: Any, source: Place, recipe: Recipe
+    config: FamilyConfig, processor: Processor, source: Place, recipe: Recipe
 ) -> tuple[FamilyConfig, Place]:
     """The config and the source of weights, with a row for every token that a sample may hold.
 
@@ -38,7 +41,7 @@ def with_rows_for_all(
     )
 
 
-def ids_beyond(processor: Any, rows: int, allowed: Collection[str] = ()) -> dict[str, int]:
+def ids_beyond(processor: Processor, rows: int, allowed: Collection[str] = ()) -> dict[str, int]:
     """Tokens that a sample may hold and whose ids are `rows` or more, by id.
 
     A special token that neither the chat template nor the family writes, and that is not among those `allowed` in rows, is in no
@@ -51,10 +54,10 @@ def ids_beyond(processor: Any, rows: int, allowed: Collection[str] = ()) -> dict
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(getattr(processor.hf, "chat_template", None) or "")
     written = {processor.pad_id, *processor.ends.values(), tokenizer.eos_token_id, tokenizer.bos_token_id}
-    written |= {*processor.token_ids.values(), *processor.media_ids}
-    found = {
+    written |= {*getattr(processor, "token_ids", {}).values(), *processor.media_ids}
+    possible = {
         text: number
         for text, number in beyond.items()
         if text not in special or text in template or text in allowed or number in written
     }
-    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+    return dict(sorted(possible.items(), key=lambda pair: pair[1]))

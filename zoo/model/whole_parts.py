@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -19,8 +18,10 @@ from zoo.bridge.mapping.peft import PREFIX, Saved, modules_to_save
 from zoo.bridge.mapping.table import SCORE
 from zoo.config.schema import Recipe
 from zoo.registry import ModelFamily
+from zoo.types import JsonMapping
 
-Parameters = Mapping[str, torch.nn.Parameter]  # by zoo's names
+type Parameters = Mapping[str, torch.nn.Parameter]
+"""Parameters by zoo's names."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class WholeParts:
     saved: Sequence[tuple[Saved, torch.nn.Parameter]]  # this rank's weights in these modules
     kept_frozen: Sequence[str]  # weights of the parts that no module holds by itself, of all ranks
     head: str | None  # the module that is a reward model's head
-    _first: dict[str, Tensor] = field(default_factory=dict)  # what `originals` has kept
+    _originals: dict[str, Tensor] = field(default_factory=dict)  # what `keep_originals` has copied
 
     def tensors(self, dims: Dims) -> dict[str, Tensor]:
         """PEFT's names and tensors of this rank's weights."""
@@ -57,17 +58,17 @@ class WholeParts:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
 
     def keep_originals(self) -> None:
-        """Keep a copy of the weights at hand, for `originals`. A head has none: the model without adapters lacks it."""
+        """Keep a copy of the present weights, for `originals`. A head has none: the model without adapters lacks it."""
         for name, parameter in self.trained.items():
             if name != SCORE:
-                self._first[name] = parameter.detach().clone()
+                self._originals[name] = parameter.detach().clone()
 
     @contextmanager
     def originals(self) -> Iterator[None]:
         """Within the block the model computes with the weights that `keep_originals` has copied."""
-        assert self._first.keys() == self.trained.keys() - {SCORE}
-        held = {name: self.trained[name].data for name in self._first}
-        for name, tensor in self._first.items():
+        assert self._originals.keys() == self.trained.keys() - {SCORE}
+        held = {name: self.trained[name].data for name in self._originals}
+        for name, tensor in self._originals.items():
             self.trained[name].data = tensor
         try:
             yield
@@ -76,8 +77,8 @@ class WholeParts:
                 self.trained[name].data = tensor
 
 
-def find(
-    parameters: Parameters, family: ModelFamily, arch: Mapping[str, Any], recipe: Recipe, comm: TorchComm
+def find_whole_parts(
+    parameters: Parameters, family: ModelFamily, arch: JsonMapping, recipe: Recipe, comm: TorchComm
 ) -> WholeParts:
     """The weights among this rank's parameters that a recipe with adapters trains whole; every rank calls it."""
     bridge, wanted = family.load("bridge"), recipe.lora.whole_parts
@@ -88,15 +89,20 @@ def find(
     if parts:
         trained = [name for name in parts if parameters[name].requires_grad]
         modules, saved = modules_to_save(parameters, parts, trained, bridge, arch)
-    here = {one.zoo for one in saved}
-    left = [name for name in parts if name not in here and parameters[name].requires_grad]
-    heads = [one.names[0].removeprefix(PREFIX).removesuffix(".weight") for one in saved if one.zoo == SCORE]
-    every = comm.gather_objects((modules, [name for one in saved for name in one.names], left, heads))
+    in_modules = {weight.zoo for weight in saved}
+    trained = [name for name in parts if parameters[name].requires_grad]
+    left = [name for name in trained if name not in in_modules]
+    heads = [weight.names[0].removeprefix(PREFIX).removesuffix(".weight") for weight in saved if weight.zoo == SCORE]
+    names = [name for weight in saved for name in weight.names]
+    of_ranks = comm.gather_objects((modules, names, left, heads))
+    all_modules, all_names, all_left, all_heads = (
+        [value for values in lists for value in values] for lists in zip(*of_ranks, strict=True)
+    )
     return WholeParts(
-        {name: parameters[name] for name in parts if name in here and parameters[name].requires_grad},
-        sorted({module for of_rank in every for module in of_rank[0]}),
-        frozenset(name for of_rank in every for name in of_rank[1]),
-        [(one, parameters[one.zoo]) for one in saved],
-        sorted({name for of_rank in every for name in of_rank[2]}),
-        next((head for of_rank in every for head in of_rank[3]), None),
+        {name: parameters[name] for name in trained if name in in_modules},
+        sorted(set(all_modules)),
+        frozenset(all_names),
+        [(weight, parameters[weight.zoo]) for weight in saved],
+        sorted(set(all_left)),
+        all_heads[0] if all_heads else None,
     )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.model.matrices import Matrices, Runs
+from zoo.model.matrices import Matrices, Spans
 from zoo.nn.muon import newton_schulz_flops, orthogonalized
 
 AT_ONCE = 2**26  # elements of parameters that are exchanged, and of matrices that are orthogonalised, in one go
@@ -44,7 +44,7 @@ class Matrix:
     index: int
     shape: tuple[int, int]
     dim: Literal[0, 1]
-    pieces: tuple[Runs, ...]
+    pieces: tuple[Spans, ...]
     parts: tuple[tuple[int, ...], ...]
     owner: int
 
@@ -176,7 +176,7 @@ class Exchange:
                 torch._foreach_copy_(kept, [part for parts in given for part in parts])
 
 
-def _within(runs: Runs, limits: tuple[int, int]) -> Runs:
+def _within(runs: Spans, limits: tuple[int, int]) -> Spans:
     found = ((max(first, limits[0]), min(end, limits[1])) for first, end in runs)
     return tuple((first, end) for first, end in found if first < end)
 
