@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zoo.steps import MediaStream, PackedStep
 
+if TYPE_CHECKING:
+    from zoo.models.gemma3.config import Gemma3Config
+
 
 class Gemma3Step(PackedStep):
     """Media: pixel_values with image_tokens, as the processor describes them."""
+
+    config: Gemma3Config
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The vision tower takes images."""
         return {"vision": (self.config.hf.image_token_index,)}
 
-    def two_way_tokens(self, ids: Tensor) -> Tensor:
+    def bidirectional_tokens(self, ids: Tensor) -> Tensor:
         """Tokens of images: neighbours are of one image, as text stands between two."""
         return ids == self.config.hf.image_token_index
 

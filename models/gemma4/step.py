@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zoo.steps import MediaStream, PackedStep
 
+if TYPE_CHECKING:
+    from zoo.models.gemma4.config import Gemma4Config
+
 
 class Gemma4Step(PackedStep):
     """Media: pixel_values with image_grids, as the processor describes them."""
+
+    config: Gemma4Config
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The vision tower takes images."""
         return {"vision": (self.config.hf.image_token_id,)}
 
-    def two_way_tokens(self, ids: Tensor) -> Tensor | None:
+    def bidirectional_tokens(self, ids: Tensor) -> Tensor | None:
         """Tokens of images, where the config says so; neighbours are of one image, as its end stands between two."""
         if self.config.text.use_bidirectional_attention is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,14 @@ from torch import Tensor
 from zoo.packing import PackedLayout
 from zoo.steps.vision import VisionStep
 
+if TYPE_CHECKING:
+    from zoo.models.glm45v.config import GLM45VConfig
+
 
 class GLM45VStep(VisionStep):
-    """Positions and media as `VisionStep` has them; `config` is a GLM45VConfig."""
+    """Positions and media as `VisionStep` has them."""
+
+    config: GLM45VConfig
 
     def expand(
         self, layout: PackedLayout, ids: Tensor, labels: Tensor, source: Tensor, media: Mapping[str, Tensor]

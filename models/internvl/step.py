@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.steps import MediaStream, PackedStep
 
+if TYPE_CHECKING:
+    from zoo.models.internvl.config import InternVLConfig
+
 
 class InternVLStep(PackedStep):
-    """Media: pixel_values with num_tiles, as the processor describes them; `config` is an InternVLConfig."""
+    """Media: pixel_values with num_tiles, as the processor describes them."""
+
+    config: InternVLConfig
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Images and videos have one placeholder between them, so the tower takes their tiles in the order of the row."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from zoo.packing import PackedLayout
 from zoo.steps import MediaStream, PackedStep
-from zoo.steps.expansion import expand_row
+from zoo.steps.media import expand_row
+
+if TYPE_CHECKING:
+    from zoo.models.llava.config import LlavaConfig
 
 
 class LlavaStep(PackedStep):
     """Media: pixel_values with image_tiles, pixel_values_videos with video_ends, as the processor describes them."""
+
+    config: LlavaConfig
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The vision tower takes images, then videos."""

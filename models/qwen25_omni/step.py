@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zoo.nn.towers.windows import window_inputs
 from zoo.steps.omni import OmniStep
 
+if TYPE_CHECKING:
+    from zoo.models.qwen25_omni.config import Qwen25OmniConfig
+
 
 class Qwen25OmniStep(OmniStep):
-    """Positions on the clock of `position_id_per_seconds`; `config` is a Qwen25OmniConfig."""
+    """Positions on the clock of `position_id_per_seconds`."""
+
+    config: Qwen25OmniConfig
 
     whole_positions = True
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.nn.towers.windows import window_inputs
 from zoo.packing import PackedLayout
-from zoo.steps.grid_positions import GridTokens, grid_positions
-from zoo.steps.vision import VisionStep
+from zoo.steps.vision import GridTokens, VisionStep, grid_positions
+
+if TYPE_CHECKING:
+    from zoo.models.qwen25_vl.config import Qwen25VLConfig
 
 
 class Qwen25VLStep(VisionStep):
-    """Positions on the clock of `tokens_per_second`; `config` is a Qwen25VLConfig."""
+    """Positions on the clock of `tokens_per_second`."""
+
+    config: Qwen25VLConfig
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
         """(3, 1, T) int64, each segment from 0; alignment padding counts on as text.

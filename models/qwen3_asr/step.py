@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,9 +11,14 @@ from zoo.nn.towers.audio import audio_tokens
 from zoo.steps import MediaStream, PackedStep
 from zoo.steps.media import clips
 
+if TYPE_CHECKING:
+    from zoo.models.qwen3_asr.config import Qwen3ASRConfig
+
 
 class Qwen3ASRStep(PackedStep):
-    """Clips of sound; a token has one position. `config` is a Qwen3ASRConfig."""
+    """Clips of sound; a token has one position."""
+
+    config: Qwen3ASRConfig
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The audio tower takes clips."""

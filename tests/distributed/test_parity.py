@@ -22,6 +22,7 @@ from support.rank_gradients import Held, Plan, run_step
 from torch import Tensor
 
 from zoo.model.build import assemble
+from zoo.steps import StepRank
 
 # Four micro-batches of every mixture of media; the second has none.
 GROUPS = (
@@ -143,7 +144,9 @@ def test_images_lie_across_context_parallel_chunks(size: int, even_omni: Path, s
     recipe = recipe_for(even_omni, f"parallel.cp={size}", ranks=size)
     assembly = assemble(recipe)
     step = assembly.family.load("step")
-    steps = [step(assembly.config, recipe.packing, "cpu", Group(rank, size)) for rank in range(size)]
+    steps = [
+        step(assembly.config, recipe.packing, StepRank(torch.device("cpu"), Group(rank, size))) for rank in range(size)
+    ]
     straddling = 0
     for group in GROUPS:
         batch = packed_batch([samples[name] for name in group])

@@ -16,6 +16,7 @@ from transformers import AutoModel
 from zoo.config.schema import PackingConfig
 from zoo.packing import PackedLayout
 from zoo.registry import get_family
+from zoo.steps import StepRank
 from zoo.steps.vision import VisionStep
 
 TEXT = 11  # a token of text
@@ -83,7 +84,9 @@ def made(name: str) -> Family:
     parts, config = get_family(name), TINY[name].tiny_config()
     with torch.device("meta"):
         hf = AutoModel.from_config(config)
-    return Family(config, hf, parts.load("step")(parts.load("config")(config), PackingConfig(), "cpu"))
+    return Family(
+        config, hf, parts.load("step")(parts.load("config")(config), PackingConfig(), StepRank(torch.device("cpu")))
+    )
 
 
 @pytest.fixture(scope="module", params=TINY)

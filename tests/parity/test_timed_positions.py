@@ -17,7 +17,7 @@ from support.tiny_qwen25_omni import load_thinker, write_tiny_qwen25_omni
 from torch import Tensor
 
 from zoo.packing import PackedLayout
-from zoo.steps.timed_positions import MediaCursor, sample_positions
+from zoo.steps.omni import MediaCursor, sample_positions
 
 
 @dataclass(frozen=True)

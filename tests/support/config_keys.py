@@ -163,7 +163,7 @@ def _step(family: Any, config: Any) -> list[Any]:
     step = object.__new__(family.load("step"))
     step.config = config
     read = [step.tower_tokens()]
-    read.append(step.two_way_tokens(torch.tensor([[373, 11]])) is None)
+    read.append(step.bidirectional_tokens(torch.tensor([[373, 11]])) is None)
     if hasattr(step, "_tokens"):
         read.append(step._tokens())
     if hasattr(config.root, "video_start_token_id"):  # by which frames are told from images

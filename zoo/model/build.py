@@ -32,9 +32,9 @@ from zoo.nn.wide import hold_in_fp32
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
-from zoo.steps.losses.distillation import DistillationLoss
-from zoo.steps.losses.preference import AnswerLoss, PreferenceLoss
-from zoo.steps.losses.unpaired import UnpairedLoss
+from zoo.steps import Objective, StepRank
+from zoo.steps.losses import DistillationLoss
+from zoo.steps.preference import AnswerLoss, KTOLoss, PreferenceLoss
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -234,19 +234,15 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     if not (recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe)):
         # Context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks.
         flops = model_cost(assembly.config, mtp_layers).decoder.flops
-    step: PackedStep = assembly.family.load("step")(
-        assembly.config,
-        recipe.packing,
+    rank = StepRank(
         world.device,
         cp_group=groups.cp if groups.cp.size() > 1 else None,
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
-        mtp_depths=mtp_layers,
-        mtp_weight=recipe.train.mtp_loss,
         encodes_media=world.pp_rank == 0,
-        preference=preference_loss(recipe),
-        distillation=distillation_loss(recipe),
-        flops=flops,
-        vocabulary=assembly.config.text.vocab_size,
+    )
+    objective = Objective(preference_loss(recipe), distillation_loss(recipe), mtp_layers, recipe.train.mtp_loss)
+    step: PackedStep = assembly.family.load("step")(
+        assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
     )
     return step
 
@@ -274,7 +270,7 @@ def preference_loss(recipe: Recipe) -> AnswerLoss | None:
     """The loss of pairs or labelled answers that a recipe trains with; None where it learns answers by themselves."""
     train = recipe.train
     if train.labelled:
-        return UnpairedLoss(train.beta, train.desirable_weight, train.undesirable_weight)
+        return KTOLoss(train.beta, train.desirable_weight, train.undesirable_weight)
     if not train.pairs:
         return None
     beta = 1.0 if train.scores else train.beta

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.decoder.label_shares import Exchange
+from zoo.nn.decoder.label_balancing import LabelExchange
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopK
 from zoo.packing.index import host_to_device
@@ -58,7 +58,7 @@ class ModelInputs:
     targets: Tensor | None = (
         None  # (N,) int64 the token that each state should predict, after the exchange if there is one; None: logits
     )
-    label_exchange: Exchange | None = None  # brings the states of label_rows to the ranks of their targets
+    label_exchange: LabelExchange | None = None  # brings the states of label_rows to the ranks of their targets
     count_correct: bool = False  # also say whether each target was the most likely token
     # The logits of targets are divided by it before anything else: a number, or (N,) on the device.
     temperature: float | Tensor = 1.0

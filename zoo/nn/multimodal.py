@@ -36,7 +36,7 @@ from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
-from zoo.nn.decoder.label_shares import Exchange
+from zoo.nn.decoder.label_balancing import LabelExchange
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
@@ -339,7 +339,7 @@ class MultimodalModel(LanguageModule):
         hidden: Tensor,
         rows: Tensor | None,
         targets: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: LabelExchange | None = None,
         wanted: ModelInputs | None = None,
     ) -> Tensor:
         """Losses of the rows that predict a label, or logits, as `forward` says; `wanted`: what else of the former."""

@@ -1,10 +1,10 @@
-"""Micro-batches as a step takes them, and the layout of one: that of its loader, or made of its lengths or its mask."""
+"""Micro-batches as a step reads them, and the layout of one: its loader's, or made of its lengths or its mask."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,16 +14,17 @@ from zoo.packing.lengths import as_ints, padded_lengths
 
 
 class MicroBatchLike(Protocol):
-    """What a step reads of a micro-batch; `zoo.data.sample.MicroBatch` is one, a foreign loop may bring its own.
+    """The part of a micro-batch that a step reads; `zoo.data.sample.MicroBatch` is one, a foreign loop may bring its own.
 
     input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths` or `layout`.
     labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
 
-    A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
-    float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.losses.preference`), `desirable`, (S,) bool, with `kl`,
-    () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), for distillation `teaching` of this rank's labels in order,
-    or `taught` of all labels (`zoo.data.sample.Taught`), `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
-    mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
+    A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels; `reference`, (S,)
+    float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.preference`); `desirable`, (S,) bool, with
+    `kl`, () float32, for one of labelled answers; for distillation `teaching` of this rank's labels in order, or `taught` of all
+    labels (`zoo.data.sample.Taught`); `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
+    of its mask, as in `PackedLayout.from_mask`. Fields that say the same twice (lengths next to a mask, `cu_seqlens`, `layout`,
+    `position_ids`) must agree.
     """
 
     @property
@@ -42,13 +43,26 @@ class MicroBatchLike(Protocol):
     def media(self) -> Mapping[str, Tensor]: ...
 
 
-# What a batch may have, taken over by `HostBatch` as it is.
+class TaughtLike(Protocol):
+    """A teacher's tokens for all labels of a batch, on the CPU; `zoo.data.sample.Taught` is one."""
+
+    @property
+    def ids(self) -> Tensor: ...  # (N, k) int32
+    @property
+    def logprobs(self) -> Tensor: ...  # (N, k) float32
+    @property
+    def rest(self) -> Tensor: ...  # (N,) float32
+    @property
+    def places(self) -> Tensor | None: ...  # (N,) int64, ascending, of the labels in the flattened batch
+
+
+# Fields that a batch may have, which `HostBatch` takes over unchanged.
 OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens", "spare")
 
 
 @dataclass
 class HostBatch:
-    """A micro-batch whose ids, labels, mask and sizes of media lie on the host."""
+    """A micro-batch whose ids, labels, mask and sizes of media lie in CPU memory."""
 
     input_ids: Tensor
     labels: Tensor | None
@@ -61,13 +75,13 @@ class HostBatch:
     desirable: Tensor | None = None
     kl: Tensor | None = None
     teaching: Teaching | None = None
-    taught: Any = None
+    taught: TaughtLike | None = None
     most_tokens: int | None = None
     spare: bool | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatchLike) -> HostBatch:
-        """The batch itself as the loader makes it; what a foreign loop has on a GPU is copied (the host waits for it)."""
+    def from_batch(cls, batch: MicroBatchLike) -> HostBatch:
+        """The batch as its loader made it; tensors that a foreign loop has on a GPU are copied (the CPU waits for them)."""
         labels, mask = batch.labels, batch.attention_mask
         weights = getattr(batch, "weights", None)
         return cls(
@@ -93,14 +107,23 @@ def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLa
         ValueError: the batch has none of the three (lengths are never guessed from labels or token ids), its layout is
             not that of its lengths under `align` and `pad_to`, or its input_ids have another shape.
     """
-    given = getattr(batch, "layout", None)
-    if given is not None and not isinstance(given, PackedLayout):
-        raise ValueError(f"the batch's layout is a {type(given).__name__}; a zoo.packing.PackedLayout is wanted")
+    stated = getattr(batch, "layout", None)
+    if stated is not None and not isinstance(stated, PackedLayout):
+        raise ValueError(f"the batch's layout is a {type(stated).__name__}; a zoo.packing.PackedLayout is wanted")
     if batch.attention_mask is not None:
         sense = getattr(batch, "masked_is_true", None)
         return PackedLayout.from_mask(batch.attention_mask, align, pad_to, masked_is_true=sense)
-    if given is not None:
-        layout = _checked(given, batch.lengths, align, pad_to)
+    if stated is not None:
+        real = stated.lengths if batch.lengths is None else as_ints(batch.lengths)
+        if stated.lengths != real:
+            raise ValueError(f"the batch's layout has lengths {short(stated.lengths)}, its lengths are {short(real)}")
+        padded = padded_lengths(real, align, pad_to)  # held against the step's padding without a tensor
+        if stated.padded_lengths != padded:
+            raise ValueError(
+                f"the batch's layout has segments of {short(stated.padded_lengths)} tokens, the step's {short(padded)}; "
+                "make it with the step's packing.align and packing.pad_to"
+            )
+        layout = stated.for_call(align, pad_to)
     elif batch.lengths is not None:
         layout = PackedLayout.from_lengths(batch.lengths, align, pad_to)
     else:
@@ -115,20 +138,6 @@ def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLa
             "(1, T) with T one of the two is wanted"
         )
     return layout
-
-
-def _checked(given: PackedLayout, lengths: tuple[int, ...] | None, align: int, pad_to: int | None) -> PackedLayout:
-    """A packed row's own layout, held against its lengths and the step's padding, without a tensor."""
-    real = given.lengths if lengths is None else as_ints(lengths)
-    if given.lengths != real:
-        raise ValueError(f"the batch's layout has lengths {short(given.lengths)}, its lengths are {short(real)}")
-    wanted = padded_lengths(real, align, pad_to)
-    if given.padded_lengths != wanted:
-        raise ValueError(
-            f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(wanted)}; "
-            "make it with the step's packing.align and packing.pad_to"
-        )
-    return given.for_call(align, pad_to)
 
 
 def short(values: tuple[int, ...] | list[int]) -> str:

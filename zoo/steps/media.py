@@ -1,6 +1,6 @@
-"""Media of a micro-batch and which rank encodes which: every item once in a group of tensor and context parallel ranks.
+"""Media of a micro-batch, their placeholders, and which rank encodes which item: each once in a group of ranks.
 
-The ranks of such a group see the same media. Rather than each encode all of it, `rank_share` gives every item to one
+Tensor and context parallel ranks see the same media. Rather than each encode all of it, `rank_share` gives every item to one
 rank by its size, largest first, always to the rank with least so far. The model gathers what the ranks made
 (`zoo.nn.multimodal`); `RankShare.place` says where each embedding stands then. All of it on the host, the same on each rank.
 """
@@ -13,6 +13,9 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from zoo.packing import PackedLayout
+from zoo.packing.placeholder import already_expanded, expand_index, placeholder_counts, segment_counts
 
 CPU = torch.device("cpu")
 
@@ -48,7 +51,7 @@ def frames(data: str, sizes: str, media: Mapping[str, Tensor], merge: int) -> Me
 
 
 def clips(media: Mapping[str, Tensor], tokens: Callable[[int], int]) -> MediaStream:
-    """Clips of sound, `feature_lens` mel frames each of `input_features`; `tokens`: embeddings of so many frames."""
+    """Audio clips, `feature_lens` mel frames each of `input_features`; `tokens`: embeddings of so many frames."""
     lengths = tuple(media["feature_lens"].tolist())
     return MediaStream("input_features", "feature_lens", lengths, tuple(map(tokens, lengths)))
 
@@ -79,14 +82,15 @@ def rank_share(
     owner = balance(rows, size)
     starts = [0] * len(rows)  # of each item's embeddings, within its owner's
     made = [0] * size
-    for item, mine in enumerate(owner):
-        starts[item] = made[mine]
-        made[mine] += outputs[item]
+    for item, holder in enumerate(owner):
+        starts[item] = made[holder]
+        made[holder] += outputs[item]
     longest = max(made)
     pieces = [
-        torch.arange(count) + mine * longest + start for count, mine, start in zip(outputs, owner, starts, strict=True)
+        torch.arange(count) + holder * longest + start
+        for count, holder, start in zip(outputs, owner, starts, strict=True)
     ]
-    taken: dict[str, Tensor] = {}
+    mine: dict[str, Tensor] = {}
     first = 0
     for stream in streams:
         kept = [item for item in range(len(stream.rows)) if owner[first + item] == rank]
@@ -95,17 +99,13 @@ def rank_share(
             ends = list(accumulate(stream.rows))
             spans = [media[stream.data][ends[item] - stream.rows[item] : ends[item]] for item in kept]
             items = media[stream.sizes] if stream.items is None else stream.items
-            taken[stream.data] = _joined(spans, device)
-            taken[stream.sizes] = items[kept]
-    return RankShare(longest, torch.cat(pieces), taken)
-
-
-def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
-    """(n, ...) tensors as one, put together where it is wanted: on the host first, a GPU's would be two more copies of all pixels."""
-    whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], device=device)
-    for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
-        place.copy_(part, non_blocking=True)
-    return whole
+            # Joined on the device itself: on the CPU first, a GPU's would be two more copies of all pixels.
+            data = spans[0].new_empty(sum(map(len, spans)), *spans[0].shape[1:], device=device)
+            for target, span in zip(data.split([len(span) for span in spans]), spans, strict=True):
+                target.copy_(span, non_blocking=True)
+            mine[stream.data] = data
+            mine[stream.sizes] = items[kept]
+    return RankShare(longest, torch.cat(pieces), mine)
 
 
 def balance(costs: Sequence[int], size: int) -> list[int]:
@@ -116,3 +116,47 @@ def balance(costs: Sequence[int], size: int) -> list[int]:
         owner[item] = min(range(size), key=load.__getitem__)
         load[owner[item]] += costs[item]
     return owner
+
+
+def expand_row(
+    layout: PackedLayout,
+    ids: Tensor,
+    labels: Tensor,
+    source: Tensor,
+    placeholder: int,
+    outputs: Sequence[int],
+    *,
+    ignore: int = -100,
+) -> tuple[PackedLayout, Tensor, Tensor, Tensor]:
+    """The row with each placeholder as many tokens as its medium has embeddings.
+
+    Processors of LLaVA leave one token for an image, or have expanded it already, by version and setting. Both are taken:
+    a row that is expanded is recognised and left alone, and counts that fit neither reading are an error, as an expansion
+    of an expanded row would corrupt every length after it.
+
+    Args:
+        layout: of the packed row, S segments.
+        ids, labels, source: (1, T) int64 on the host: token ids, labels, places in the caller's batch.
+        placeholder: the media token's id.
+        outputs: embeddings of each medium of the micro-batch, in order, any number of them in a sample.
+        ignore: label of the tokens that an expansion adds.
+
+    Returns:
+        Layout, ids, labels and source of the expanded row. Added tokens carry no label; the first token of a medium is
+        the caller's placeholder, the others have source -1. The row itself where it is expanded already.
+
+    Raises:
+        ValueError: there are more or fewer placeholders than either reading has, in a segment or as a whole.
+    """
+    counts = segment_counts(layout, ids, placeholder, outputs)
+    if already_expanded(layout, ids, placeholder, counts):
+        return layout, ids, labels, source
+    expanded = expand_index(layout, placeholder_counts(layout, ids, placeholder, counts))
+    index = expanded.source_index
+    ids, labels, source = (
+        x[:, index.clamp(min=0)[0]].masked_fill(index < 0, fill)
+        for x, fill in ((ids, 0), (labels, ignore), (source, -1))
+    )
+    added = expanded.media_mask & (expanded.layout.positions > 0)
+    added[:, 1:] &= index[:, 1:] == index[:, :-1]
+    return expanded.layout, ids, labels.masked_fill(expanded.media_mask, ignore), source.masked_fill(added, -1)

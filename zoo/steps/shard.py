@@ -1,26 +1,29 @@
 """The part of a micro-batch that one context-parallel rank holds: tokens, placements of embeddings, labels.
 
-One index, `PackedLayout.cp_index` or `WholeSegments.index`, cuts everything that has a token axis; labels are shared out evenly over the ranks, as their logits
-may take as long as many layers (`zoo.nn.decoder.label_shares`). All of it on the host.
+One index, `PackedLayout.cp_index` or `SampleLevelSplit.index`, cuts everything that has a token axis; labels are balanced over the
+ranks, as their logits may take as long as many layers (`zoo.nn.decoder.label_balancing`). All of it runs on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams
-from zoo.nn.decoder.label_shares import share_out
+from zoo.nn.decoder.label_balancing import balance_labels
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
 from zoo.steps.media import RankShare
-from zoo.steps.whole_segments import WholeSegments
+from zoo.steps.sample_level_cp import SampleLevelSplit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
 
@@ -39,7 +42,7 @@ class Parts:
     # (R, T') int64 index into the caller's flattened batch, -1 for what the caller doesn't have
     source: Tensor
     placements: Mapping[str, Placement]  # rows counted over the whole micro-batch, seq-major: t * R + r
-    whole: WholeSegments | None = None  # the context-parallel ranks that hold each segment; None: all, chunks of it
+    whole: SampleLevelSplit | None = None  # the context-parallel ranks that hold each segment; None: all, chunks of it
 
 
 def padded_rows(rows: list[Tensor], layout: PackedLayout, align: int, pad_to: int | None) -> list[Tensor]:
@@ -87,8 +90,8 @@ class ContextShard:
         if size > 1:
             self.place = row.cp_restore_index(size) if whole is None else whole.restore_index()
             first, stop = rank * len(self.index), (rank + 1) * len(self.index)
-            here = (self.place >= first) & (self.place < stop)
-            self.local = torch.where(here, self.place - first, -1)
+            local = (self.place >= first) & (self.place < stop)
+            self.local = torch.where(local, self.place - first, -1)
 
     def take(self, x: Tensor) -> Tensor:
         """(R, T') -> (R, T'/cp)."""
@@ -100,15 +103,17 @@ class ContextShard:
             return self.parts.positions.index_select(2, self.index)
         return self.row.cp_shard(self.parts.positions, self.rank, self.size, dim=2)
 
-    def seq_params(self, two_way: Tensor | None, cp_group: Any, device: torch.device, padded: bool) -> SeqParams | None:
-        """Offsets of the packed row, and the runs that attend to one another both ways; None where there is neither.
+    def seq_params(
+        self, bidirectional: Tensor | None, cp_group: ProcessGroup | None, device: torch.device, padded: bool
+    ) -> SeqParams | None:
+        """Offsets of the packed row, and its bidirectional spans; None where there is neither.
 
-        Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `two_way`: (R, T') bool,
-        the tokens of the runs.
+        Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `bidirectional`: (R, T')
+        bool, the tokens of the spans.
         """
         parts, blocks, whole = self.parts, None, self.parts.whole
-        if two_way is not None:
-            runs = (two_way & ~parts.padding_mask, parts.token_index)
+        if bidirectional is not None:
+            runs = (bidirectional & ~parts.padding_mask, parts.token_index)
             blocks = Blocks.of(*(runs if whole is None else map(self.take, runs)))
         if padded:
             return SeqParams(qkv_format="sbhd", blocks=blocks) if blocks and blocks.spans else None
@@ -117,16 +122,16 @@ class ContextShard:
 
     def placements(self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]) -> dict[str, Placement]:
         """Rows as this rank counts them, of embeddings as they stand once gathered."""
-        rows, found = self.parts.input_ids.shape[0], {}
+        rows, local_placements = self.parts.input_ids.shape[0], {}
         for name, placement in placements.items():
             column, row = placement.rows // rows, placement.rows % rows
-            here = self.local[column]
-            keep = here >= 0
+            local = self.local[column]
+            keep = local >= 0
             source = placement.source[keep]
             if name in shares:
                 source = shares[name].place[source]
-            found[name] = Placement(here[keep] * rows + row[keep], source)
-        return found
+            local_placements[name] = Placement(local[keep] * rows + row[keep], source)
+        return local_placements
 
     def labels(self, ahead: int = 1) -> Labels:
         """Labels whose losses this rank works out, each predicted by the token `ahead` tokens before it in its own segment."""
@@ -136,16 +141,16 @@ class ContextShard:
         assert bool((parts.segment_ids[row, column + ahead] == parts.segment_ids[row, column]).all()), (
             "a label out of its segment"
         )
-        place = self.place[column] * rows + row
+        state = self.place[column] * rows + row
         if self.size == 1:
-            return Labels(place, parts.labels[row, column + ahead], (row, column + ahead))
-        place, order = place.sort()
+            return Labels(state, parts.labels[row, column + ahead], (row, column + ahead))
+        state, order = state.sort()
         label = (row[order], column[order] + ahead)
         states = len(self.index) * rows
-        counts = torch.bincount(place // states, minlength=self.size).tolist()
-        sent, received = share_out(counts, self.rank)
-        own = place.split(counts)[self.rank] - self.rank * states
-        first = len(place) * self.rank // self.size
+        counts = torch.bincount(state // states, minlength=self.size).tolist()
+        sent, received = balance_labels(counts, self.rank)
+        own = state.split(counts)[self.rank] - self.rank * states
+        first = len(state) * self.rank // self.size
         label = (label[0].narrow(0, first, sum(received)), label[1].narrow(0, first, sum(received)))
         return Labels(own, parts.labels[label], label, sent, received)
 
@@ -154,26 +159,26 @@ class ContextShard:
         parts, rows = self.parts, self.parts.labels.shape[0]
         follows = F.pad(parts.segment_ids, (0, 1), value=-1)[:, 1:]
         row, column = ((parts.segment_ids >= 0) & (follows != parts.segment_ids)).nonzero(as_tuple=True)
-        here = self.local[column]
-        keep = here >= 0
-        row, column, here = row[keep], column[keep], here[keep]
-        return Labels(here * rows + row, parts.input_ids[row, column], (row, column))
+        local = self.local[column]
+        keep = local >= 0
+        row, column, local = row[keep], column[keep], local[keep]
+        return Labels(local * rows + row, parts.input_ids[row, column], (row, column))
 
     def successors(self, depth: int) -> tuple[Tensor, Tensor, dict[str, Placement]]:
-        """What stands `depth` tokens behind each token of this rank in its own segment, for multi-token prediction.
+        """The token `depth` tokens after each token of this rank in its own segment, for multi-token prediction.
 
         Returns:
             (R, T'/cp) int64 token ids, 0 where there is none; (R, T'/cp) bool, True where there is none; and
             placements of their media, rows counted over the whole micro-batch.
         """
         parts, rows = self.parts, self.parts.input_ids.shape[0]
-        there = (parts.token_index >= depth) & ~parts.padding_mask  # as somebody's token t + depth
-        there = F.pad(there[:, depth:], (0, depth))
-        ids = F.pad(parts.input_ids[:, depth:], (0, depth)).masked_fill(~there, 0)
+        exists = (parts.token_index >= depth) & ~parts.padding_mask  # as some token's token t + depth
+        exists = F.pad(exists[:, depth:], (0, depth))
+        ids = F.pad(parts.input_ids[:, depth:], (0, depth)).masked_fill(~exists, 0)
         placements = {}
         for name, placement in parts.placements.items():
             column, row = placement.rows // rows, placement.rows % rows
             keep = parts.token_index[row, column] >= depth
             flat = (column - depth) * rows + row
             placements[name] = Placement(flat[keep], placement.source[keep])
-        return self.take(ids), ~self.take(there), placements
+        return self.take(ids), ~self.take(exists), placements

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from zoo.data.sample import MicroBatch
 from zoo.parallel.world import World
-from zoo.steps.losses.preference import METRICS, AnswerLoss, PreferenceLoss
-from zoo.steps.losses.unpaired import UnpairedLoss
+from zoo.steps.preference import METRICS, AnswerLoss, KTOLoss, PreferenceLoss
 from zoo.types import JsonObject
 
 PAIR_METRICS = ("loss", "exact_match", *METRICS)
@@ -30,7 +29,7 @@ def metric_sums(loss: AnswerLoss | None) -> LabelSums | PairSums | UnpairedSums:
     """Sums for the rows of a loss of preferences; without one, for plain answers."""
     if loss is None:
         return LabelSums()
-    if isinstance(loss, UnpairedLoss):
+    if isinstance(loss, KTOLoss):
         return UnpairedSums(loss)
     assert isinstance(loss, PreferenceLoss)
     return PairSums(loss)
@@ -97,7 +96,7 @@ class PairSums:
 class UnpairedSums:
     """Labelled answers by kind of row: what their losses follow from, once the divergence over all of them is known."""
 
-    def __init__(self, loss: UnpairedLoss) -> None:
+    def __init__(self, loss: KTOLoss) -> None:
         self.loss = loss
         self.kinds: dict[str, list[tuple[float, ...]]] = {}
 

@@ -21,8 +21,8 @@ from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch
 from zoo.parallel.object_group import object_group
 from zoo.parallel.world import World
-from zoo.steps.losses.preference import AnswerLoss
 from zoo.steps.packed_step import PackedStep
+from zoo.steps.preference import AnswerLoss
 from zoo.training.eval_metrics import Kinds, RowTable, metric_sums
 from zoo.types import JsonObject
 
@@ -95,7 +95,7 @@ def evaluate(
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
         For pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
-        `zoo.steps.losses.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
+        `zoo.steps.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
     """
     sums = metric_sums(preference)
     with in_eval_mode(chunks):

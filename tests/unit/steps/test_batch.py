@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.config.schema import PackingConfig
 from zoo.data.sample import MicroBatch, Sample, collate
 from zoo.packing import PackedLayout
-from zoo.steps import PackedStep
+from zoo.steps import Objective, PackedStep, StepRank
 from zoo.steps.batch import layout_of
 
 
@@ -23,21 +23,23 @@ def loaded(align: int, pad_to: int | None = None) -> MicroBatch:
     return collate(samples, PackedLayout.from_lengths([len(ids) for ids in rows], align, pad_to))
 
 
-def step(align: int, pad_to: int | None = None, mode: str = "thd", **kwargs: Any) -> PackedStep:
-    return PackedStep(None, PackingConfig(mode=mode, align=align, pad_to=pad_to), "cpu", **kwargs)
+def step(align: int, pad_to: int | None = None, mode: Any = "thd", vocabulary: int | None = None) -> PackedStep:
+    config: Any = None  # a plain step reads nothing of it
+    packing = PackingConfig(mode=mode, align=align, pad_to=pad_to)
+    return PackedStep(config, packing, StepRank(torch.device("cpu")), Objective(mtp_depths=1), vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize(("align", "pad_to"), [(1, None), (4, None), (4, 64)])
 def test_the_loaders_layout_is_not_built_again(align: int, pad_to: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = loaded(align, pad_to)
-    plain, _ = step(align, pad_to, mtp_depths=1).prepare(replace(batch, layout=None))
+    plain, _ = step(align, pad_to).prepare(replace(batch, layout=None))
 
     def again(*_: Any, **__: Any) -> PackedLayout:
         raise AssertionError("the layout is built again")
 
     monkeypatch.setattr(PackedLayout, "from_lengths", again)
     monkeypatch.setattr(PackedLayout, "from_mask", again)
-    inputs, _ = step(align, pad_to, mtp_depths=1).prepare(batch)
+    inputs, _ = step(align, pad_to).prepare(batch)
     torch.testing.assert_close(inputs.input_ids, plain.input_ids, rtol=0, atol=0)
     torch.testing.assert_close(inputs.positions, plain.positions, rtol=0, atol=0)
     torch.testing.assert_close(inputs.ahead[0].input_ids, plain.ahead[0].input_ids, rtol=0, atol=0)

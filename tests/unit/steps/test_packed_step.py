@@ -13,9 +13,8 @@ from torch import Tensor
 
 from zoo.config.schema import PackingConfig
 from zoo.packing import PackedLayout
-from zoo.steps import PackedStep
-from zoo.steps.expansion import expand_row
-from zoo.steps.media import MediaStream
+from zoo.steps import Objective, PackedStep, StepRank
+from zoo.steps.media import MediaStream, expand_row
 from zoo.steps.shard import IGNORE
 
 IMAGE = 99
@@ -67,8 +66,11 @@ def batch(rows: list[list[int]], labels: list[list[int]] | None = None, **media:
     return Batch(ids, wanted, mask, None, {name: torch.tensor(value) for name, value in media.items()})
 
 
-def step(kind: type[PackedStep] = PackedStep, mode: str = "thd", align: int = 1, **kwargs: Any) -> Any:
-    return kind(None, PackingConfig(mode=mode, align=align), "cpu", **kwargs)
+def step(
+    kind: type[PackedStep] = PackedStep, mode: str = "thd", align: int = 1, cp_group: Any = None, mtp_depths: int = 0
+) -> Any:
+    rank = StepRank(torch.device("cpu"), cp_group=cp_group)
+    return kind(None, PackingConfig(mode=mode, align=align), rank, Objective(mtp_depths=mtp_depths))
 
 
 MEDIA_ROWS = [[1, IMAGE, 2, IMAGE, 3], [4, 5], [IMAGE, 6]]

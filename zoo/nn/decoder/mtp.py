@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.block import run_layer
-from zoo.nn.decoder.label_shares import Exchange
+from zoo.nn.decoder.label_balancing import LabelExchange
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Ahead:
     placements: Mapping[str, Any]  # tower name -> Placement: rows whose token t+k is of a medium
     label_rows: Tensor  # (M,) int64 rows whose token t+k+1 has a label
     targets: Tensor  # (N,) int64 that token, of each state after the exchange if there is one
-    label_exchange: Exchange | None = None  # brings the states of label_rows to the ranks of their targets
+    label_exchange: LabelExchange | None = None  # brings the states of label_rows to the ranks of their targets
 
 
 class MultiTokenPrediction(MegatronModule):

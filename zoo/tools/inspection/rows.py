@@ -17,6 +17,7 @@ from zoo.data.sample import IGNORE
 from zoo.model.build import Assembly
 from zoo.planner.sample_costs import training_cost
 from zoo.records import reading_back
+from zoo.steps import StepRank
 
 MEDIA = ("image", "video", "audio")
 KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss
@@ -92,7 +93,7 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: dict[str, 
             loader.load_state_dict(data)
     if recipe.train.steps is None and not source.rows.has_stream:
         loader.end_after(recipe.train.epochs or 1.0)
-    step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))
+    step = assembly.family.load("step")(assembly.config, recipe.packing, StepRank(torch.device("cpu")))
     tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
     found: list[PackedRow] = []
     while len(found) < count and (batches := loader.next_step()):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.packing import PackedLayout
-from zoo.steps.whole_segments import SLACK, WholeSegments, whole_segments
+from zoo.steps.sample_level_cp import SLACK, SampleLevelSplit, split_by_samples
 
 
 def by_token(length: int) -> float:
@@ -27,9 +27,9 @@ def made(
     align: int | None = None,
     most: int = 10**9,
     pad_to: int | None = None,
-) -> WholeSegments | None:
+) -> SampleLevelSplit | None:
     layout = PackedLayout.from_lengths(lengths, align or 2 * size, pad_to)
-    return whole_segments(layout, size, flops, most, pad_to)
+    return split_by_samples(layout, size, flops, most, pad_to)
 
 
 @settings(deadline=None)
@@ -56,7 +56,7 @@ def test_every_token_is_on_one_rank_and_ranks_have_equally_many(lengths: list[in
 
 def test_tokens_move_from_one_layout_to_the_other() -> None:
     given_layout = PackedLayout.from_lengths([3, 5, 2], 4)
-    found = whole_segments(given_layout, 2, by_token, 100)
+    found = split_by_samples(given_layout, 2, by_token, 100)
     assert found is not None and found.layout.padded_lengths == (3, 6, 3)
     row = torch.arange(given_layout.total)[None]
     moved = found.lay_out(row, given_layout, -1)

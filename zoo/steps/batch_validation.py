@@ -1,4 +1,4 @@
-"""What a batch states twice must agree, or the batch is refused; nothing it carries is ignored in silence.
+"""Batch validation: fields that state the same twice must agree, or the batch is refused; no field is ignored in silence.
 
 A foreign loop's batch often carries more than a step needs: offsets beside a mask, lengths beside both, positions. A batch
 that was packed by one of them must not be read by another.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.packing import PackedLayout
-from zoo.steps.batch import short
+from zoo.steps.batch import MicroBatchLike, short
 from zoo.steps.media import MediaStream
 from zoo.steps.shard import IGNORE
 
@@ -23,7 +22,7 @@ from zoo.steps.shard import IGNORE
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def check_layout(batch: Any, layout: PackedLayout) -> None:
+def check_layout(batch: MicroBatchLike, layout: PackedLayout) -> None:
     """Hold lengths, offsets, `layout` and shapes of a batch against the layout that a step made of it.
 
     Raises:
@@ -46,19 +45,24 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
             "takes its lengths and no mask, a padded batch lengths of its rows"
         )
     for name in OFFSETS:
-        given = getattr(batch, name, None)
-        if given is not None:
-            _check_offsets(name, given, layout)
-    given = getattr(batch, "layout", None)
-    if given is not None and given != layout:  # a padded batch's, beside its mask; `layout_of` checks a packed row's
+        stated = getattr(batch, name, None)
+        offsets = None if stated is None else torch.as_tensor(stated).flatten().long().tolist()
+        known = [list(accumulate(lengths, initial=0)) for lengths in (layout.lengths, layout.padded_lengths)]
+        if offsets is not None and offsets not in known:
+            raise ValueError(
+                f"the batch's {name} are {short(offsets)}, but its segments have {short(layout.lengths)} tokens; hand over lengths "
+                "or a mask that say the same, or leave them out"
+            )
+    stated = getattr(batch, "layout", None)
+    if stated is not None and stated != layout:  # a padded batch's, next to its mask; `layout_of` checks a packed row's
         raise ValueError(
-            f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(layout.padded_lengths)}; "
+            f"the batch's layout has segments of {short(stated.padded_lengths)} tokens, the step's {short(layout.padded_lengths)}; "
             "make it with the step's packing.align and packing.pad_to"
         )
 
 
 def check_ids(ids: Tensor, labels: Tensor, rows: int | None) -> None:
-    """Hold the ids of a packed row and its labels against an embedding of so many rows; None: of no matter how many.
+    """Hold the ids of a packed row and its labels against an embedding of so many rows; None: any number.
 
     Tensor-parallel ranks would take an id behind them for one of padding, or none, and say nothing.
 
@@ -76,21 +80,11 @@ def check_ids(ids: Tensor, labels: Tensor, rows: int | None) -> None:
             )
 
 
-def _check_offsets(name: str, given: Any, layout: PackedLayout) -> None:
-    found = [int(offset) for offset in torch.as_tensor(given).flatten().tolist()]
-    known = (layout.lengths, layout.padded_lengths)
-    if found not in [list(accumulate(lengths, initial=0)) for lengths in known]:
-        raise ValueError(
-            f"the batch's {name} are {short(found)}, but its segments have {short(layout.lengths)} tokens; hand over lengths "
-            "or a mask that say the same, or leave them out"
-        )
-
-
-def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, shape: Sequence[int]) -> None:
+def check_positions(stated: Tensor | None, source: Tensor, positions: Tensor, shape: Sequence[int]) -> None:
     """Hold a batch's own positions against those of the family's rule, at every token of the batch.
 
     Args:
-        given: (B, T0) or (A, B, T0), the batch's `position_ids`; None where it has none.
+        stated: (B, T0) or (A, B, T0), the batch's `position_ids`; None where it has none.
         source: (1, T) int64 index into the flattened batch, -1 for what it does not have.
         positions: (A, 1, T).
         shape: (B, T0) of the batch.
@@ -98,9 +92,9 @@ def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, sha
     Raises:
         ValueError: another shape, or another position at any token.
     """
-    if given is None:
+    if stated is None:
         return
-    own = given.cpu()
+    own = stated.cpu()
     wanted = [tuple(shape), (1, *shape), (len(positions), *shape)]
     if tuple(own.shape) not in wanted:
         raise ValueError(f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from zoo.steps.logprobs import sum_over_context
-from zoo.steps.losses.distillation import DistillationLoss
-from zoo.steps.losses.preference import AnswerLoss
+from zoo.steps.preference import AnswerLoss
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss needs beside the model's output, on this rank."""
+    """What the loss needs besides the model's output, on this rank."""
 
     label_segments: Tensor  # (N,) int64 on the host: the segment of each label row of this rank
     num_segments: int
@@ -24,20 +28,84 @@ class LossInputs:
     ahead_source: Tensor  # (N',) int64 on the host: the same of all depths' labels of multi-token prediction
     label_weights: Tensor | None = None  # (N,) float32 on the device; None where all are 1
     ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
-    # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for what he does not have
+    # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for tokens it does not have
     token_source: Tensor | None = None
-    reference: Tensor | None = (
-        None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
-    )
+    # (S,) float32 on the device: a reference model's log-probability of each segment's labels
+    reference: Tensor | None = None
     desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
-    kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
-    spare: bool = False  # of a micro-batch that only keeps a rank in step: neither loss nor metrics count
+    kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
+    spare: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 
     def counted(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics as they count: zeros of a `spare` micro-batch."""
+        """Loss and metrics as they count; those of a `spare` micro-batch are zeros."""
         if not self.spare:
             return loss, metrics
         return loss * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """The loss of a student: (1 - weight) * cross entropy + weight * temperature^2 * divergence of each label (arXiv 1503.02531).
+
+    Attributes:
+        weight: of the divergence, 0 to 1.
+        temperature: at which both distributions are compared; its square keeps the gradient's size.
+    """
+
+    weight: float
+    temperature: float
+    names: ClassVar[tuple[str, ...]] = ("ce", "kl")
+
+    def __call__(self, nll: Tensor, divergence: Tensor) -> Tensor:
+        """(N,) of negative log likelihoods (N,) and divergences (N,)."""
+        return (1 - self.weight) * nll + self.weight * self.temperature**2 * divergence
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Metrics for the log: means over the labels, by their weights."""
+        return {name: sums[name] / (count or 1.0) for name in self.names}
+
+
+class _SumContext(FunctionCtx):
+    factor: int
+
+
+class _SumOverContext(torch.autograd.Function):
+    """The sum of a tensor over a group. In the backward pass each rank's gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx: _SumContext, mine: Tensor, group: ProcessGroup, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = mine.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.factor, None, None
+
+
+def sum_over_context(values: Tensor, cp_group: ProcessGroup | None) -> Tensor:
+    """The sum of a tensor over context-parallel ranks; None: there is one rank.
+
+    All tensor and context parallel ranks compute their loss alike, from such sums. Its gradient has the right scale when
+    gradients are *averaged* over data and context parallel ranks together, as zoo's, megatron-core's (call
+    `finalize_model_grads` after the last `backward()`) and PyTorch's DDP do: the result is the mean of the data-parallel ranks'
+    losses. Without a DDP, add the gradients up over these ranks
+    (`parallel_state.get_data_parallel_group(with_context_parallel=True)`) and divide by their number. Gradients of experts are
+    added up over the expert data-parallel group and divided by the same number.
+
+    To that end each rank's gradient is multiplied by the context-parallel size. megatron-core's schedules
+    (`get_forward_backward_func`, with a loss function that returns two values) do so themselves, so it is not done under them.
+    """
+    if cp_group is None:
+        return values
+    frame, factor = sys._getframe().f_back, cp_group.size()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "megatron.core.pipeline_parallel.schedules":
+            factor = 1
+        frame = frame.f_back
+    total: Tensor = _SumOverContext.apply(values, cp_group, factor)
+    return total
 
 
 def label_loss(
@@ -80,7 +148,7 @@ def label_loss(
 
 
 def answer_loss(
-    nll: Tensor, loss_inputs: LossInputs, preference: AnswerLoss, cp_group: Any, *, counts: bool
+    nll: Tensor, loss_inputs: LossInputs, preference: AnswerLoss, cp_group: ProcessGroup | None, *, counts: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum over the pairs or answers of the micro-batch, of (N,) values of this rank's labels.
 
@@ -96,8 +164,9 @@ def answer_loss(
     answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
     answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
     answers = sum_over_context(answers, cp_group)
-    known = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
-    losses, metrics = preference(answers[0], answers[1].detach(), *known)
+    losses, metrics = preference(
+        answers[0], answers[1].detach(), loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl
+    )
     total = losses.sum()
     sums = {name: value.sum() * float(counts) for name, value in metrics.items()}
     sums["nll"] = total.detach() * float(counts)

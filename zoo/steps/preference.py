@@ -1,7 +1,7 @@
-"""Losses over pairs of answers to one question, of which the first is the better one: DPO, IPO, SimPO, ORPO.
+"""Losses of whole answers: of pairs, of which the first is the better one (DPO, IPO, SimPO, ORPO), and of labelled ones (KTO).
 
-A pair is two neighbouring segments of a packed row. Its loss depends on the log-probabilities of both answers, so it is no
-sum over tokens; every context-parallel rank computes it from the sums of all ranks' tokens.
+An answer is a segment of a packed row, a pair two neighbouring segments. The loss depends on the log-probabilities of whole
+answers, so it is no sum over tokens; every context-parallel rank computes it from the sums of all ranks' tokens.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CERTAIN = -1e-6  # log-probability per token above which an answer's odds are no
 
 
 class Losses(NamedTuple):
-    """What an `AnswerLoss` gives: losses (P,) fp32, differentiable, and by its `names` (P,) fp32 without gradient."""
+    """Losses (P,) fp32 of an `AnswerLoss`, differentiable, and by its `names` (P,) fp32 without gradient."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
 
 
 class AnswerLoss(Protocol):
-    """A loss of whole answers: of pairs (`PreferenceLoss`), or of labelled ones (`zoo.steps.losses.unpaired.UnpairedLoss`)."""
+    """A loss of whole answers: of pairs (`PreferenceLoss`), or of labelled ones (`KTOLoss`)."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the values beside the losses, whose sums `means` takes."""
+        """Names of the values next to the losses, whose sums `means` takes."""
 
     @property
     def referenced(self) -> bool:
@@ -103,7 +103,7 @@ class PreferenceLoss:
             logprobs: (2 P,) fp32 sums over each answer's tokens, of chosen and rejected answers by turns.
             labels: (2 P,) how many tokens these are.
             reference: (2 P,) fp32, `logprobs` of the reference model; None where the loss has none.
-            desirable: None, and so is `kl`: they are of labelled answers.
+            desirable: None, as is `kl`: labelled answers have them.
 
         Raises:
             ValueError: an odd number of answers, or no reference for a loss that has one.
@@ -125,8 +125,8 @@ class PreferenceLoss:
         losses = self._losses(*values.view(-1, 2).T)
         rewards = self.beta * (total if self.referenced else values).detach()
         chosen, rejected = rewards.view(-1, 2).T
-        found = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
-        return Losses(losses, dict(zip(METRICS, found, strict=True)))
+        metrics = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
+        return Losses(losses, dict(zip(METRICS, metrics, strict=True)))
 
     def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics of the log: the number of pairs, and means over them."""
@@ -152,3 +152,72 @@ def _log1mexp(x: Tensor) -> Tensor:
     near = x > -math.log(2)
     by_expm1 = torch.log(-torch.expm1(x.where(near, x.new_tensor(-0.5))))
     return by_expm1.where(near, torch.log1p(-torch.exp(x.where(~near, x.new_tensor(-1.0)))))
+
+
+@dataclass(frozen=True)
+class KTOLoss:
+    """The loss of single answers with a label, desirable or not: KTO (arXiv 2402.01306, eq. 7 and 8), as TRL has it.
+
+    An answer's log-probability against the reference's is compared with how far the policy has moved from the reference at all:
+    an estimate of their KL divergence from answers that belong to other questions, over the whole step and without gradient
+    (`zoo.training.preference.divergence`).
+
+    Attributes:
+        beta: how much the loss makes of a difference.
+        desirable_weight: weight of desirable answers in the loss.
+        undesirable_weight: weight of the others.
+    """
+
+    beta: float
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    names: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "right", "desirable", "kl")
+    referenced: ClassVar[bool] = True
+    scores: ClassVar[bool] = False
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        labels: Tensor,
+        reference: Tensor | None,
+        desirable: Tensor | None = None,
+        kl: Tensor | None = None,
+    ) -> Losses:
+        """Losses of S answers.
+
+        Args:
+            logprobs: (S,) fp32 sums over each answer's tokens.
+            labels: (S,) how many tokens these are.
+            reference: (S,) fp32, `logprobs` of the reference model.
+            desirable: (S,) bool, whether an answer is.
+            kl: () fp32, the divergence of policy and reference, at least 0.
+
+        Raises:
+            ValueError: one of the last three is missing.
+        """
+        if reference is None or desirable is None or kl is None:
+            raise ValueError(
+                "train.loss=kto needs the reference's log-probabilities, whether each answer is desirable, and the divergence "
+                "of the step; the batch has not all of them"
+            )
+        ratio = logprobs.float() - reference
+        sign = desirable.float() * 2 - 1
+        weights = desirable.float() * (self.desirable_weight - self.undesirable_weight)
+        losses = (weights + self.undesirable_weight) * (1 - (self.beta * sign * (ratio - kl)).sigmoid())
+        rewards, good = self.beta * ratio.detach(), desirable.float()
+        right = (sign * (ratio.detach() - kl) > 0).float()
+        metrics = (rewards * good, rewards * (1 - good), right, good, kl.expand_as(good))
+        return Losses(losses, dict(zip(self.names, metrics, strict=True)))
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Metrics for the log of sums over `count` answers; rewards are means over answers of a kind."""
+        chosen = sums["chosen"] / max(sums["desirable"], 1.0)
+        rejected = sums["rejected"] / max(count - sums["desirable"], 1.0)
+        return {
+            "answers": int(count),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": sums["right"] / max(count, 1.0),
+            "kl": sums["kl"] / max(count, 1.0),
+        }

@@ -6,29 +6,30 @@ others wait. A state travels to the rank whose share it is in: hidden size numbe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
-class Exchange(NamedTuple):
+class LabelExchange(NamedTuple):
     """States on their way to the ranks that compute their logits.
 
     group: of context-parallel ranks. sent, received: rows to and from each of them, in the ranks' order.
     """
 
-    group: Any
+    group: ProcessGroup
     sent: list[int]
     received: list[int]
 
     def __call__(self, states: Tensor) -> Tensor:
         """(sum of sent, hidden) of this rank's tokens -> (sum of received, hidden) of its labels; differentiable. All ranks call it."""
-        found: Tensor = all_to_all(self.group, states, self.received, self.sent)
-        return found
+        received: Tensor = all_to_all(self.group, states, self.received, self.sent)
+        return received
 
 
-def share_out(counts: list[int], rank: int) -> tuple[list[int], list[int]]:
+def balance_labels(counts: list[int], rank: int) -> tuple[list[int], list[int]]:
     """How many labels a rank sends to each rank, and gets from each, where rank r's tokens predict counts[r] of them.
 
     All labels in the ranks' order are cut into equal parts, a rank more or less: rank r gets the r-th.

@@ -1,10 +1,10 @@
-"""Rows whose segments context-parallel ranks hold whole, in the place of chunks of each.
+"""Sample-level context parallelism: ranks hold some segments of a row whole, in the place of chunks of each.
 
 A row of many samples needs no exchange between ranks where each holds some of the samples: attention, convolution and state never
 leave a sample. It takes ranks with equally many tokens, and about equally much work: a sample longer than a rank's share has
 to be cut.
 
-Guarantees: every segment is on one rank, all ranks hold the same number of tokens, and every rank finds the same from the same lengths.
+Guarantees: every segment is on one rank, all ranks hold the same number of tokens, and every rank computes the same split from the same lengths.
 Costs: O(S log S) on the host for S segments, for each of at most TRIES improvements.
 """
 
@@ -25,7 +25,7 @@ SLACK = 0.05  # of a rank's work that may be padding or waiting: cutting samples
 
 
 @dataclass(frozen=True)
-class WholeSegments:
+class SampleLevelSplit:
     """A packed row, and the rank that holds each segment.
 
     Attributes:
@@ -42,8 +42,11 @@ class WholeSegments:
         """The packed row that a rank holds: its segments, in the order of the row."""
         mine = self._segments(rank)
         lengths, padded = self.layout.lengths, self.layout.padded_lengths
-        kept = tuple(lengths[segment] for segment in mine), tuple(padded[segment] for segment in mine)
-        return PackedLayout(*kept, device=self.layout.device)
+        return PackedLayout(
+            tuple(lengths[segment] for segment in mine),
+            tuple(padded[segment] for segment in mine),
+            device=self.layout.device,
+        )
 
     def index(self, rank: int) -> Tensor:
         """(T / size,) int64 positions in the row of a rank's tokens, in the order in which it holds them."""
@@ -58,18 +61,18 @@ class WholeSegments:
         restore[gathered] = index.arange(gathered.numel())
         return restore
 
-    def lay_out(self, row: Tensor, given: PackedLayout, fill: complex) -> Tensor:
-        """(1, T', ...) of the layout `given`, of the same segments, -> (1, T, ...) of this one, `fill` on padding."""
-        real = row[0].index_select(0, given.real_index)
+    def lay_out(self, row: Tensor, layout: PackedLayout, fill: complex) -> Tensor:
+        """(1, T', ...) of another layout of the same segments -> (1, T, ...) of this one, `fill` on padding."""
+        real = row[0].index_select(0, layout.real_index)
         return index.put(real, 0, self.layout.real_index, self.layout.total, fill)[None]
 
     def _segments(self, rank: int) -> list[int]:
         return [segment for segment, holder in enumerate(self.rank_of) if holder == rank]
 
 
-def whole_segments(
+def split_by_samples(
     layout: PackedLayout, size: int, flops: Callable[[int], float], most: int, pad_to: int | None = None
-) -> WholeSegments | None:
+) -> SampleLevelSplit | None:
     """How `size` ranks can hold the segments of a row whole; None where they are better cut.
 
     Args:
@@ -98,7 +101,7 @@ def whole_segments(
     cut = (sum(work) + of_padding * (layout.total - layout.real_tokens)) / size
     if max(own + of_padding * (tokens - count) for own, count in zip(work, held, strict=True)) > (1 + SLACK) * cut:
         return None
-    return WholeSegments(PackedLayout(lengths, tuple(padded)), tuple(rank_of), size)
+    return SampleLevelSplit(PackedLayout(lengths, tuple(padded)), tuple(rank_of), size)
 
 
 def _balanced(lengths: Sequence[int], size: int) -> tuple[list[int], int]:
@@ -107,40 +110,39 @@ def _balanced(lengths: Sequence[int], size: int) -> tuple[list[int], int]:
     Longest first, each to the rank with the fewest; then the fullest rank gives one to the emptiest, or swaps two with it.
     """
     held: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (length, segment) by rank
-    sums = [0] * size
-    for length, segment in sorted(((length, at) for at, length in enumerate(lengths)), reverse=True):
-        rank = sums.index(min(sums))
+    tokens = [0] * size
+    for length, segment in sorted(((length, segment) for segment, length in enumerate(lengths)), reverse=True):
+        rank = tokens.index(min(tokens))
         held[rank].append((length, segment))
-        sums[rank] += length
+        tokens[rank] += length
     for _ in range(TRIES):
-        most, least = sums.index(max(sums)), sums.index(min(sums))
-        found = _exchange(held[most], held[least], sums[most] - sums[least])
-        if found is None:
+        most, least = tokens.index(max(tokens)), tokens.index(min(tokens))
+        swap = _best_swap(held[most], held[least], tokens[most] - tokens[least])
+        if swap is None:
             break
-        given, taken = found
-        for one, source, target in ((given, most, least), (taken, least, most)):
-            if one is not None:
-                held[source].remove(one)
-                held[target].append(one)
-                sums[source] -= one[0]
-                sums[target] += one[0]
+        for moved, source, target in ((swap[0], most, least), (swap[1], least, most)):
+            if moved is not None:
+                held[source].remove(moved)
+                held[target].append(moved)
+                tokens[source] -= moved[0]
+                tokens[target] += moved[0]
     rank_of = [0] * len(lengths)
     for rank, segments in enumerate(held):
         for _, segment in segments:
             rank_of[segment] = rank
-    return rank_of, max(sums)
+    return rank_of, max(tokens)
 
 
-def _exchange(
+def _best_swap(
     fuller: Sequence[tuple[int, int]], emptier: Sequence[tuple[int, int]], gap: int
 ) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
-    """What the fuller rank gives, and takes for it, so that what is left of `gap` is smallest; None where nothing makes it smaller."""
-    there = [(0, -1), *sorted(emptier)]
-    best, found = gap, None
-    for given in sorted(fuller):
-        place = bisect(there, (given[0] - gap // 2, -1))
-        for taken in there[max(0, place - 1) : place + 1]:
-            left = abs(gap - 2 * (given[0] - taken[0]))
-            if left < best:
-                best, found = left, (given, taken if taken[1] >= 0 else None)
-    return found
+    """The segment that the fuller rank gives, and the one it gets for it, so that the rest of `gap` is smallest; None: no swap helps."""
+    in_return = [(0, -1), *sorted(emptier)]
+    smallest, swap = gap, None
+    for segment in sorted(fuller):
+        middle = bisect(in_return, (segment[0] - gap // 2, -1))
+        for other in in_return[max(0, middle - 1) : middle + 1]:
+            left = abs(gap - 2 * (segment[0] - other[0]))
+            if left < smallest:
+                smallest, swap = left, (segment, other if other[1] >= 0 else None)
+    return swap

@@ -1,1 +1,0 @@
-"""Losses of whole answers, and of a student beside its teacher."""
