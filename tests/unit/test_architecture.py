@@ -276,7 +276,7 @@ LONGER = {
     "zoo/training/trainer.py": 645,
     "zoo/nn/multimodal.py": 423,
     "zoo/packing/layout.py": 500,
-    "zoo/steps/packed_step.py": 442,
+    "zoo/steps/packed_step.py": 443,
 }
 
 
