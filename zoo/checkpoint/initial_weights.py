@@ -47,7 +47,7 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
         if fresh:  # a reward model's head
             _draw(chunks, assembly, recipe, world, only=fresh)
         return
-    terminal.doing("drawing random weights")
+    terminal.set_status("drawing random weights")
     _draw(chunks, assembly, recipe, world)
 
 

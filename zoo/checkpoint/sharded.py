@@ -83,7 +83,7 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     Raises:
         Damaged: on all ranks, where any has read what was not written; what was built holds some of it.
     """
-    terminal.doing("loading the checkpoint")
+    terminal.set_status("loading the checkpoint")
     with together():
         _load(trainable, checkpoint, world, ranks)
     spread_completed(trainable)

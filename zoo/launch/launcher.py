@@ -25,7 +25,7 @@ from zoo.launch.waiting_ranks import WaitingRanks, waiting_ranks
 from zoo.logging import terminal
 from zoo.logging.result import TrainResult
 from zoo.parallel.megatron.core_import import import_core, importing
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.processes import end_with_parent
 from zoo.parallel.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
 from zoo.subprocesses import module_command
@@ -44,7 +44,7 @@ class WorkerError(RuntimeError):
         self.reported = code in (2, LOST) or code > 128
 
 
-@untouched()
+@preserve_process_state()
 @worker_processes.ended()
 def launch(
     recipe: Recipe | str | Path,
@@ -98,7 +98,7 @@ def launch(
             return _train_in_children(children[0], planned, ranks)
     if under_torchrun():
         end_with_parent()
-    terminal.doing("importing PyTorch and Megatron-Core")
+    terminal.set_status("importing PyTorch and Megatron-Core")
     with importing(own=here):
         import_core()
         from zoo.training.trainer import run_rank
@@ -106,7 +106,7 @@ def launch(
     return run_rank(planned, callbacks)
 
 
-@untouched()
+@preserve_process_state()
 def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh: bool = False) -> Any:
     """Call the function `task` ("module:name") with a recipe on every rank; return what rank 0 returned.
 
@@ -144,7 +144,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
 
 def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> TrainResult:
     messages: list[str] = []
-    terminal.doing(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
+    terminal.set_status(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
     terminal.hand_over()
     code = children.train(recipe, messages)
     if code not in (INTERRUPTED, PREEMPTED):

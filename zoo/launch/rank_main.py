@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 def _ended(work: Callable[[], int]) -> int:
     """The exit code of a rank that does this; what has failed is left for the launcher."""
     try:
-        with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
+        with interrupts() as stop, stop.re_raise_signal():  # importing the loop takes seconds
             code = work()
         user_code.forget()
         return code

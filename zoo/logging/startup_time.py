@@ -44,7 +44,7 @@ class Startup:
             self.rates[stage] = round(nbytes / 1e9 / max(now - self._last, 1e-9), 3)
         self._last = now
         if stage in _NEXT:
-            terminal.doing(_NEXT[stage])
+            terminal.set_status(_NEXT[stage])
         return self
 
     @property

@@ -41,7 +41,7 @@ class LiveLine:
         self._what = ""
         self._say(text)
 
-    def doing(self, what: str) -> None:
+    def set_status(self, what: str) -> None:
         """Say what is being done, and after a while for how long, until `show` or the next call."""
         if not self.live:
             return
@@ -153,7 +153,7 @@ _line: LiveLine | None = None  # this process's, while `live_terminal` is open
 
 @contextmanager
 def live_terminal() -> Iterator[None]:
-    """A block in which `doing` and the progress bar are drawn where stdout is a terminal; what is printed goes above them."""
+    """A block in which `set_status` and the progress bar are drawn where stdout is a terminal; what is printed goes above them."""
     global _line
     line = LiveLine(sys.stdout)
     if _line is not None or not line.live or os.environ.get("RANK", "0") != "0":
@@ -179,10 +179,10 @@ def live_line(stream: TextIO | None = None) -> LiveLine:
     return LiveLine(stream) if stream is not None else _line or LiveLine(sys.stdout)
 
 
-def doing(what: str) -> None:
+def set_status(what: str) -> None:
     """Say on the terminal what is being done."""
     if _line is not None:
-        _line.doing(what)
+        _line.set_status(what)
 
 
 def detail(text: str) -> None:

@@ -20,9 +20,9 @@ _LOGGERS = ("", "megatron", "torch.utils.cpp_extension")
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """Restore the process at the end of the block: environment, working folder, filters of warnings and logs, hooks, random
-    states, and torch's settings. Also a decorator: `@untouched()`.
+    states, and torch's settings. Also a decorator: `@preserve_process_state()`.
     """
     restore = [_environment(), _warnings(), *map(_logger, _LOGGERS), _hooks(), _random()]
     if "torch" in sys.modules:

@@ -57,7 +57,7 @@ class Interrupts:
             self._deferring = False
 
     @contextmanager
-    def undisguised(self) -> Iterator[None]:
+    def re_raise_signal(self) -> Iterator[None]:
         """Raise the KeyboardInterrupt of a signal again, where a library has turned it into another exception."""
         try:
             yield

@@ -22,7 +22,7 @@ from zoo.errors import UserError
 from zoo.nn.graphs.recorder import release_all
 from zoo.parallel import determinism
 from zoo.parallel.megatron import compat, cpu_host
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 
 TIMEOUT = timedelta(minutes=30)
 SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3
@@ -92,7 +92,7 @@ def settings(recipe: Recipe, device: torch.device | None = None) -> Iterator[tor
     The caller's settings are back after the block. `device`: what an earlier block of this process got. Without it, a GPU is the
     one of LOCAL_RANK, or the caller's current one where torch.distributed is in use already.
     """
-    with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
+    with preserve_process_state(), cpu_host.redirected() as on_cpu, compat.installed():
         determinism.install(recipe, on_cpu)
         if device is not None:
             pass  # known from an earlier block
@@ -196,7 +196,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 @contextmanager
 def alone(recipe: Recipe) -> Iterator[World]:
     """A world of this process alone, whatever launcher started it and whatever its parallel sizes are."""
-    with untouched():
+    with preserve_process_state():
         for name in _LAUNCHED:
             os.environ.pop(name, None)
         with open_world(on_one_rank(recipe)) as here:

@@ -90,7 +90,7 @@ def rows_sent(text: Any, parallel: ParallelConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """Sizes of one recipe's row, from which the bytes a layer keeps follow."""
 
     recipe: Recipe

@@ -15,7 +15,7 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import LayerKind, ModelCost, TowerCost
-from zoo.planner.activations import FP32, Kept, Row
+from zoo.planner.activations import FP32, Row, SavedActivations
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 
 MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
@@ -184,7 +184,7 @@ def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, flo
 def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> list[float]:
     """Bytes of activations at the widest moment, by stage."""
     parallel = recipe.parallel
-    kept = Kept(recipe, model.text, model.traits, row, fused)
+    kept = SavedActivations(recipe, model.text, model.traits, row, fused)
     micro_batches = max(
         1, recipe.train.global_batch * parallel.tp * parallel.pp * parallel.cp // (ranks * recipe.train.micro_batch)
     )
@@ -215,7 +215,7 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
+def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
     """(bytes stored, bytes beside them in the backward pass of the widest layer)."""
     counts = Counter(layers)
     halves = {kind: kept.layer(kind) for kind in counts}
@@ -236,7 +236,7 @@ def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[fl
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)
 
 
-def _first(kept: Kept, model: Model) -> float:
+def _first(kept: SavedActivations, model: Model) -> float:
     """What embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
     trained = set(model.trained_parts)

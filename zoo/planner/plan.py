@@ -26,7 +26,7 @@ from zoo.config.schema.run import Recompute
 from zoo.config.validate import validate
 from zoo.errors import ConfigError, size
 from zoo.parallel.megatron.core_import import import_core
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.planner import memory as planned_memory
 from zoo.planner.activations import Row
 from zoo.planner.layouts import choose_layout, spare
@@ -85,7 +85,7 @@ def _plain(text: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
-@untouched()
+@preserve_process_state()
 def plan(
     recipe: Recipe | str | Path,
     ranks: int | None = None,

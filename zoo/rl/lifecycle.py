@@ -23,7 +23,7 @@ from zoo.errors import UserError
 from zoo.launch.slurm import join_slurm
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.object_group import refuse_different
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, groups, settings
 from zoo.planner.plan_process import planned
 from zoo.rl.batch import Sparse
@@ -83,7 +83,7 @@ class OpenModel:
         """
         recipe = load_recipe(recipe)
         refuse_without_effect(recipe)
-        with untouched():
+        with preserve_process_state():
             import_core()
             if beside is None and not dist.is_initialized():
                 join_slurm()

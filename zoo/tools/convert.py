@@ -46,7 +46,7 @@ from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import MetaModel, build_meta_model, published_names
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
@@ -78,7 +78,7 @@ class Conversion:
         return sum(tensor.nbytes for tensor in self.planned)
 
 
-@untouched()
+@preserve_process_state()
 def convert(
     source: Model,
     target: str | Path,

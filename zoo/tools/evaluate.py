@@ -26,7 +26,7 @@ from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.asking import Rows, asked, check_counts
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import batch_sums, recipe_batches
@@ -52,7 +52,7 @@ class Evaluation:
     predictions: list[dict[str, Any]] = field(default_factory=list)
 
 
-@untouched()
+@preserve_process_state()
 def evaluate(
     path: Model,
     rows: Rows = None,

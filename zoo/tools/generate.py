@@ -31,14 +31,14 @@ from zoo.generation.sampling import Sampling
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
 from zoo.tools.out_file import KeptRows, out_file
 
 Media = Any  # a file, a picture, an array, bytes; or a list of these
 
 
-@untouched()
+@preserve_process_state()
 def generate(
     path: Model,
     rows: Rows = None,

@@ -26,14 +26,14 @@ from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked, check_counts
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import forward_only, recipe_batches
 
 
-@untouched()
+@preserve_process_state()
 def score(
     path: Model,
     rows: Rows = None,

@@ -26,7 +26,7 @@ from zoo.logging.result import Model
 from zoo.model import build
 from zoo.nn.head.distillation import TopK
 from zoo.parallel.object_group import agreed, object_group
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
 from zoo.tools.asking import Rows, asked
 from zoo.training.distillation.teacher import top_tokens_of
@@ -48,7 +48,7 @@ DATA = (
 )
 
 
-@untouched()
+@preserve_process_state()
 def top_tokens(
     path: Model,
     rows: Rows,

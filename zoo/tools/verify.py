@@ -35,7 +35,7 @@ from zoo.errors import UserError
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import build_meta_model, published_names
 from zoo.model.run_settings import as_overrides, settings_of
-from zoo.parallel.process_state import untouched
+from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.convert import convert
 from zoo.tools.hf_score import hf_logprobs
 from zoo.tools.score import score
@@ -92,7 +92,7 @@ class Verification:
         return found
 
 
-@untouched()
+@preserve_process_state()
 def verify(
     a: Model,
     b: Model,

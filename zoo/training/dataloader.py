@@ -97,7 +97,7 @@ def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter |
             rows = len(loader.source)
             measured = rows if rows <= EXACT_ROWS else LENGTH_PROBES
             rows_read.expected = rows_read.read + measured // loader.lengths.group.size
-        terminal.doing("reading lengths")
+        terminal.set_status("reading lengths")
         steps = loader.steps_for_epochs(train.epochs or 1.0)
     check_schedule(train, steps)
     return steps

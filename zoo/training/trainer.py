@@ -59,9 +59,9 @@ from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
 from zoo.training.reference import Reference
 from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, step_record
-from zoo.watchdog.heartbeat import Watch
+from zoo.watchdog.heartbeat import HeartbeatMonitor
 from zoo.watchdog.progress import Progress
-from zoo.watchdog.resources import explained, memory_explained
+from zoo.watchdog.resources import translate_oom_errors, translate_resource_errors
 from zoo.watchdog.run_lock import RunLock
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
     startup = Startup("imports")
     with ExitStack() as stack:
         stop = stack.enter_context(interrupts())
-        stack.enter_context(explained(recipe))
-        stack.enter_context(stop.undisguised())
+        stack.enter_context(translate_resource_errors(recipe))
+        stack.enter_context(stop.re_raise_signal())
         if os.environ.get("RANK", "0") == "0":  # before anything is built; the other ranks wait until it joins them
             ranks = int(os.environ.get("WORLD_SIZE", "1"))
             refuse_misfit(validate(recipe, ranks), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
@@ -101,8 +101,8 @@ def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
         opened = open_callbacks(recipe, callbacks, world.is_main)
         assert recipe.run.dir is not None  # derived by validate
         lock = stack.enter_context(RunLock(Path(recipe.run.dir), world.rank, world.size))
-        progress = stack.enter_context(Watch(recipe, world, stop, lock)).progress
-        stack.enter_context(memory_explained(recipe))
+        progress = stack.enter_context(HeartbeatMonitor(recipe, world, stop, lock)).progress
+        stack.enter_context(translate_oom_errors(recipe))
         stack.enter_context(explain_refusals())
         # No local name holds the trainer, so that its memory is free when the stack ends.
         return stack.enter_context(Trainer(recipe, world, stop, startup, progress, opened)).train()

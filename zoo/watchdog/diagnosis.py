@@ -36,7 +36,7 @@ class Heartbeat:
 
 
 @dataclass
-class Seen:
+class PeerState:
     """A rank as another one sees it, with times on that one's monotonic clock."""
 
     heartbeat: Heartbeat
@@ -67,7 +67,7 @@ class Diagnosis:
 
 
 def diagnose(
-    seen: Mapping[int, Seen], *, silence: float, stuck: float, alive: Mapping[int, bool]
+    seen: Mapping[int, PeerState], *, silence: float, stuck: float, alive: Mapping[int, bool]
 ) -> tuple[str, list[int]] | None:
     """The reason for leaving and the ranks that are the cause; None while the run may go on.
 
@@ -102,7 +102,7 @@ def _behind(heartbeats: Sequence[Heartbeat]) -> list[int]:
 
 
 def describe(
-    reason: str, blamed: Sequence[int], seen: Mapping[int, Seen], *, limit: float, checkpoint: Path | None
+    reason: str, blamed: Sequence[int], seen: Mapping[int, PeerState], *, limit: float, checkpoint: Path | None
 ) -> str:
     """One line: who, its last step and phase, what each of the others was waiting for, and how to resume.
 

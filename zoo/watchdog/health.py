@@ -13,7 +13,7 @@ from zoo.errors import UserError
 from zoo.files import file_clock, read_object, write_atomically
 from zoo.parallel.processes import birth, machine
 from zoo.records import Check, conforms, is_count, is_number, is_text, is_time
-from zoo.watchdog.diagnosis import Seen
+from zoo.watchdog.diagnosis import PeerState
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
 HEALTH = "health.json"
@@ -25,7 +25,7 @@ _RANK: dict[str, Check] = {
 }  # fmt: skip
 
 
-def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
+def write_health(folder: Path, seen: Mapping[int, PeerState], every: float) -> None:
     """Write health.json, where the run has a log already; `every`: seconds between two heartbeats of a rank."""
     if not (folder / "train.jsonl").is_file():
         return

@@ -1,4 +1,4 @@
-"""`Watch`: the ranks of a run exchange heartbeats, and leave together when one rank is lost or none makes progress.
+"""`HeartbeatMonitor`: the ranks of a run exchange heartbeats, and leave together when one rank is lost or none makes progress.
 
 A thread of each rank puts its :class:`Heartbeat` into the store that torch.distributed was started with, reads the heartbeats
 of all other ranks, and diagnoses the run from them. The first rank that finds the run lost writes the one message; all ranks
@@ -38,7 +38,7 @@ from zoo.logging.run_log import append_event, has_ended
 from zoo.parallel.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.parallel.world import World
-from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
+from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, PeerState, describe, diagnose
 from zoo.watchdog.health import forget_health, write_health
 from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import DISK
@@ -52,7 +52,7 @@ _STORE_SECONDS = 5.0  # longest wait for an answer of the store
 _EXCHANGES = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "store")
 
 
-class Watch:
+class HeartbeatMonitor:
     """Sends the heartbeats of this rank and reads those of the others while the block that it is entered for trains."""
 
     def __init__(self, recipe: Recipe, world: World, stop: Interrupts, lock: RunLock | None = None) -> None:
@@ -69,7 +69,7 @@ class Watch:
         self._heartbeat = Heartbeat(
             world.rank, 0, self.progress.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
         )
-        self._seen = {world.rank: Seen(self._heartbeat)}
+        self._seen = {world.rank: PeerState(self._heartbeat)}
         self._error: BaseException | None = None  # an exchange broke, and it is not known yet which rank broke it
         self._unheard = 0.0  # the time since which the store has not answered; 0: it answers
         self._store: Any = None
@@ -78,7 +78,7 @@ class Watch:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zoo-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HeartbeatMonitor:
         if self._size > 1:
             from torch.distributed.distributed_c10d import _get_default_store
 
@@ -191,7 +191,7 @@ class Watch:
         self._unheard = 0.0
         for rank, value in zip(others, values, strict=True):
             heartbeat = Heartbeat.from_json(json.loads(value))
-            self._seen.setdefault(rank, Seen(heartbeat)).update(heartbeat)
+            self._seen.setdefault(rank, PeerState(heartbeat)).update(heartbeat)
         return Diagnosis(**json.loads(diagnosis)) if diagnosis else None
 
     def _ask(self, question: Callable[[], Any]) -> Any:

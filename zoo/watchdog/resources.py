@@ -41,7 +41,7 @@ _WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 
 
 @contextmanager
-def explained(recipe: Recipe) -> Iterator[None]:
+def translate_resource_errors(recipe: Recipe) -> Iterator[None]:
     """Raise a UserError where a resource is used up inside the block."""
     try:
         yield
@@ -55,8 +55,8 @@ def explained(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def memory_explained(recipe: Recipe) -> Iterator[None]:
-    """`explained` for memory alone, to be entered where other ranks still wait.
+def translate_oom_errors(recipe: Recipe) -> Iterator[None]:
+    """`translate_resource_errors` for memory alone, to be entered where other ranks still wait.
 
     Planning takes seconds, and a launcher ends the other ranks soon after the first has ended.
     """

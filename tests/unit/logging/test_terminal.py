@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 
 from zoo.logging import terminal
-from zoo.logging.terminal import LiveLine, detail, doing, hand_over, live_terminal
+from zoo.logging.terminal import LiveLine, detail, hand_over, live_terminal, set_status
 from zoo.parallel.signals import ERASE
 
 
@@ -59,26 +59,26 @@ def test_other_text_scrolls_above_the_line(monkeypatch: pytest.MonkeyPatch) -> N
     with as_output(monkeypatch) as screen:
         before = sys.stdout, sys.stderr
         with live_terminal():
-            doing("loading weights")
+            set_status("loading weights")
             detail("3.1 of 8.9 GB")
             print("a message")
             assert screen.shows("a message", "loading weights 3.1 of 8.9 GB")
             print("a warn", end="", file=sys.stderr)
-            doing("first step")
+            set_status("first step")
             assert screen.shows("a message", "a warn")  # unfinished text is not drawn over
             print("ing", file=sys.stderr)
             assert screen.shows("a message", "a warning", "first step")
             assert sys.stdout.isatty() and sys.stdout.fileno() == before[0].fileno()
         assert screen.shows("a message", "a warning", "")
         assert (sys.stdout, sys.stderr) == before
-        doing("nothing")
+        set_status("nothing")
         assert screen.shows("a message", "a warning", "")
 
 
 def test_an_error_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_output(monkeypatch) as screen:
         with pytest.raises(KeyboardInterrupt), live_terminal():
-            doing("first step")
+            set_status("first step")
             raise KeyboardInterrupt
         assert screen.shows("")
 
@@ -88,7 +88,7 @@ def test_it_is_said_how_long_something_takes(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(terminal, "_TICK", 0.01)
         monkeypatch.setattr(terminal, "_LONG", 0.0)
         with live_terminal():
-            doing("planning")
+            set_status("planning")
             assert screen.shows("planning (0 s)")
         assert screen.shows("")
 
@@ -96,7 +96,7 @@ def test_it_is_said_how_long_something_takes(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_take_the_line_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with as_output(monkeypatch) as screen:
         with live_terminal():
-            doing("starting 2 ranks")
+            set_status("starting 2 ranks")
             hand_over()
             assert screen.shows("starting 2 ranks")
             os.write(sys.stdout.fileno(), f"{ERASE}step 1/9".encode())  # a rank, which is then killed
@@ -109,7 +109,7 @@ def test_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch, name: str, valu
     with as_output(monkeypatch) as screen:
         monkeypatch.setenv(name, value)
         with live_terminal():
-            doing("first step")
+            set_status("first step")
             print("a message")
         assert screen.shows("a message", "")
 

@@ -22,7 +22,7 @@ from zoo.parallel.signals import Preempted, interrupts
     ],
 )
 def test_an_interrupt_in_the_guise_of_an_error(number: signal.Signals, raised: type[BaseException]) -> None:
-    with pytest.raises(raised), interrupts() as stop, stop.undisguised():
+    with pytest.raises(raised), interrupts() as stop, stop.re_raise_signal():
         try:
             os.kill(os.getpid(), number)
         except KeyboardInterrupt as error:
@@ -31,9 +31,9 @@ def test_an_interrupt_in_the_guise_of_an_error(number: signal.Signals, raised: t
 
 def test_an_error_of_its_own_stays() -> None:
     """Also where a signal was noted: the step that was to be ended has failed by itself."""
-    with pytest.raises(RuntimeError), interrupts() as stop, stop.undisguised():
+    with pytest.raises(RuntimeError), interrupts() as stop, stop.re_raise_signal():
         raise RuntimeError("no")
-    with pytest.raises(OSError, match="full"), interrupts() as stop, stop.undisguised(), stop.deferred():
+    with pytest.raises(OSError, match="full"), interrupts() as stop, stop.re_raise_signal(), stop.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         raise OSError("full")
 

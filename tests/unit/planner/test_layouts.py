@@ -16,7 +16,7 @@ from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
-from zoo.planner.activations import Kept, Row
+from zoo.planner.activations import Row, SavedActivations
 from zoo.planner.layouts import candidates, choose_layout, room
 from zoo.planner.memory import Model, memory
 from zoo.planner.plan import choose_layout_here, model_of, plan, refuse_misfit
@@ -138,7 +138,7 @@ def test_memory_for_rows_that_may_come(changes: tuple[str, ...], gb: float) -> N
     given = "parallel.plan=[]", "nproc=4", "parallel.ep=4", "engine.precision=bf16", "packing.budget=10240"
     recipe = load_recipe("qwen3_vl_moe_sft", ["size=30b-a3b", "hardware=8xh200", *given, *changes])
     text = model("qwen3_vl_moe_sft", "30b-a3b").text
-    kept = Kept(recipe, text, (), Row((10240,), 10240, {}), fused=True)
+    kept = SavedActivations(recipe, text, (), Row((10240,), 10240, {}), fused=True)
     assert kept.unused_rows() == pytest.approx(gb * 1e9, rel=0.02)
 
 

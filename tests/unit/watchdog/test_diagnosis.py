@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from zoo.parallel.processes import birth
-from zoo.watchdog.diagnosis import Heartbeat, Seen, describe, diagnose
+from zoo.watchdog.diagnosis import Heartbeat, PeerState, describe, diagnose
 from zoo.watchdog.progress import Moment, where
 
 
 def seen(
     rank: int, moves: int = 7, waits_in: str = "all_reduce", *, moved: float = 0.0, heard: float = 0.0, **more
-) -> Seen:
+) -> PeerState:
     """A rank that moved, and was heard, so many seconds ago."""
     at = Moment(3, "data", moves, moves, 1.0, "zoo/training/trainer.py:1", waits_in)
     now = time.monotonic()
-    return Seen(Heartbeat(rank, 1, at, "here", 1, "0", **more), now - heard, now - moved)
+    return PeerState(Heartbeat(rank, 1, at, "here", 1, "0", **more), now - heard, now - moved)
 
 
-def found(*ranks: Seen, alive: dict[int, bool] | None = None, silence: float = 60.0, stuck: float = 100.0):
+def found(*ranks: PeerState, alive: dict[int, bool] | None = None, silence: float = 60.0, stuck: float = 100.0):
     return diagnose({one.heartbeat.rank: one for one in ranks}, silence=silence, stuck=stuck, alive=alive or {})
 
 
@@ -64,7 +64,7 @@ def test_the_message() -> None:
 def test_beats_travel() -> None:
     heartbeat = seen(4, state="failed", error="x").heartbeat
     assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
-    here = Seen(heartbeat, heard=0.0, moved=0.0)
+    here = PeerState(heartbeat, heard=0.0, moved=0.0)
     here.update(replace(heartbeat, count=2))
     assert here.heard > 0 and here.moved == 0
 

@@ -9,8 +9,8 @@ import pytest
 
 from zoo.logging.run_log import append_event
 from zoo.parallel.processes import machine
-from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
-from zoo.watchdog.heartbeat import Watch
+from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, PeerState
+from zoo.watchdog.heartbeat import HeartbeatMonitor
 from zoo.watchdog.progress import Progress
 
 
@@ -23,10 +23,10 @@ def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rank 1 of two on this machine; rank 0's process is no more."""
     recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=10.0))
     world: Any = SimpleNamespace(rank=1, size=2)
-    watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
+    watch: Any = HeartbeatMonitor(recipe, world, SimpleNamespace(asked=False))
     gone = Heartbeat(0, 7, Progress().moment(), machine(), 2**22 + 1, "1")
     watch._store = object()
-    watch._seen[0] = Seen(gone)
+    watch._seen[0] = PeerState(gone)
 
     def leave(diagnosis: Diagnosis, reported: bool = False) -> None:
         raise Left(diagnosis)

@@ -57,13 +57,13 @@ def _run(arguments: Sequence[str]) -> int:
     from zoo.config.compose import resolve
     from zoo.launch.launcher import launch
     from zoo.logging.startup_time import note_command
-    from zoo.logging.terminal import doing
+    from zoo.logging.terminal import set_status
 
     note_command()
     resolved = resolve(name, overrides)
     if "--slurm-template" in flags:
         return _template(resolved.recipe, rest)
-    doing("planning" if resolved.recipe.parallel.plan else "checking the recipe and its data")
+    set_status("planning" if resolved.recipe.parallel.plan else "checking the recipe and its data")
 
     def announce(recipe: Recipe, ranks: int) -> None:
         if os.environ.get("RANK", "0") != "0":
