@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing a test needs lies on the
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers run side by side, and tiny tensors gain nothing
 
-from support import slow_tests, turns
+from support import turns
+
+_cases: Counter[str] = Counter()  # cases of each function so far
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    slow_tests.mark(item)
+    """Of the cases of a test that is marked `sampled(n)`, each n-th stays in the fast tier; the others are slow."""
+    sampled = item.get_closest_marker("sampled")
+    if sampled:
+        function = item.nodeid.partition("[")[0]
+        if _cases[function] % sampled.args[0]:
+            item.add_marker(pytest.mark.slow)
+        _cases[function] += 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,6 +18,8 @@ from support.commands import Zoo, events, logged, metrics, summary
 from zoo.config.locate import checkpoints
 from zoo.launch.rank_group import free_port
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 15.0  # in which the others leave, on a busy machine
 

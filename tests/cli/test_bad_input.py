@@ -85,6 +85,7 @@ def test_a_folder_that_is_no_run_folder_keeps_its_config(zoo: Zoo, tmp_path: Pat
     assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
 
 
+@pytest.mark.slow
 def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
     """A misspelt target is reported before weights are written; an adapter by itself is no checkpoint."""
     message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "lora.rank=4", "lora.targets=[qproj]"))
@@ -127,6 +128,7 @@ def bad_rows(folder: Path) -> dict[str, tuple[Any, str, str]]:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["json", "key", "missing", "count", "image", "sound", "video", "long"])
 def test_a_bad_row_ends_the_run_where_it_is_not_to_be_skipped(zoo: Zoo, tmp_path: Path, name: str) -> None:
     row, _, text = bad_rows(tmp_path)[name]
@@ -137,6 +139,7 @@ def test_a_bad_row_ends_the_run_where_it_is_not_to_be_skipped(zoo: Zoo, tmp_path
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_bad_rows_are_left_out_counted_and_listed(zoo: Zoo, tmp_path: Path) -> None:
     bad = bad_rows(tmp_path)
     rows = [row for number, entry in enumerate(bad.values()) for row in (text_row(number), entry[0])]
@@ -162,6 +165,7 @@ def test_bad_rows_are_left_out_counted_and_listed(zoo: Zoo, tmp_path: Path) -> N
         assert entry["cause"] == cause and text in entry["message"]
 
 
+@pytest.mark.slow
 def test_overlong_rows_are_dropped_or_cut(zoo: Zoo, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [text_row(1), bad_rows(tmp_path)["long"][0]])
     for overlong, counts in (("drop", {"overlong": 1}), ("truncate_text", {})):
@@ -171,6 +175,7 @@ def test_overlong_rows_are_dropped_or_cut(zoo: Zoo, tmp_path: Path) -> None:
         assert summary(folder)["skipped_rows"] == counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.commands import Zoo, logged, summary, text_row, write_rows
+
+pytestmark = pytest.mark.slow
 
 SURPRISE = "zebra quartz 8 7 6 5 fjord vex"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.commands import Zoo
 
+pytestmark = pytest.mark.slow
+
 FAULTS = Path(__file__).parents[1] / "support" / "faults"
 HEAD = """
 import logging, os, random, resource, signal, sys, threading, time, warnings

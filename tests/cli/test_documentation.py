@@ -48,6 +48,7 @@ def test_every_block_is_run_or_listed() -> None:
     assert set(NOT_RUN) - used == set() and set(PAGES_NOT_RUN) <= set(NAMED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_what_a_page_says_runs(name: str, folder: Path, zoo: Zoo) -> None:
     page = Page(name, folder, Zoo(zoo.server, folder, folder))

@@ -47,18 +47,21 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {Path(part.partition("\n")[0]).name: part for part in parts}
 
 
+@pytest.mark.slow
 def test_training_from_python_learns_colours(printed: dict[str, str]) -> None:
     found = re.search(r"30 steps, loss ([\d.]+) -> ([\d.]+)", printed["train_from_python.py"])
     assert found is not None, printed
     assert float(found[2]) < 0.5 * float(found[1])
 
 
+@pytest.mark.slow
 def test_rows_of_a_form_of_ones_own_are_learnt(printed: dict[str, str]) -> None:
     found = re.search(r"20 steps on sums, loss ([\d.]+) -> ([\d.]+)", printed["own_format.py"])
     assert found is not None, printed
     assert float(found[2]) < 0.7 * float(found[1])
 
 
+@pytest.mark.slow
 def test_conversion_loses_nothing(printed: dict[str, str]) -> None:
     text = printed["convert_and_verify.py"]
     assert re.search(r"tensors: \{'equal': \d+\}, equal: True", text), text
@@ -66,6 +69,7 @@ def test_conversion_loses_nothing(printed: dict[str, str]) -> None:
     assert "transformers reads 1,322,304 parameters" in text
 
 
+@pytest.mark.slow
 def test_plans_are_made_without_the_machine(printed: dict[str, str]) -> None:
     lines = printed["plan_a_run.py"].splitlines()[1:]
     assert len(lines) == 3

@@ -13,6 +13,7 @@ import pytest
 from support.commands import STEPS, Ended, Zoo, events, logged, metrics, summary, weights
 
 
+@pytest.mark.slow
 def test_while_training_it_saves_and_the_same_command_goes_on(
     zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_before_the_first_step_nothing_is_written(zoo: Zoo, tmp_path: Path, stag
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "reached"),
     [
@@ -81,6 +83,7 @@ def test_after_the_last_step_only_the_rest_is_left_to_do(
     assert (summary(folder)["interrupted"], summary(folder)["final_loss"]) == (False, logged(folder)[0]["loss"])
 
 
+@pytest.mark.slow
 def test_a_second_one_stops_at_once(zoo: Zoo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     running = zoo.start_training(folder, "train.steps=500")
@@ -93,6 +96,7 @@ def test_a_second_one_stops_at_once(zoo: Zoo, tmp_path: Path) -> None:
     assert not list((folder / "checkpoints").glob("iter_*"))
 
 
+@pytest.mark.slow
 def test_decoding_workers_end_with_the_run(zoo: Zoo, tmp_path: Path) -> None:
     """Also where it is stopped at once."""
     folder = tmp_path / "run"
@@ -128,6 +132,7 @@ def children(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(zoo: Zoo, tmp_path: Path) -> None:
     """While the first trains; a killed one's folder is taken over by the same command, which says so."""
     folder = tmp_path / "run"

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from support.commands import Zoo, logged, text_row, write_rows
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
     heavy, light = text_row(123), text_row(45678)

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.commands import Zoo, metrics, summary
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
 

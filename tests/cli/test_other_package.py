@@ -31,6 +31,7 @@ def zoo(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_family_of_another_package(installed: dict[str, str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -8,6 +8,8 @@ import pytest
 from PIL import Image
 from support.commands import STEPS, Zoo, events, logged, metrics, summary, text_row, weights, write_rows
 
+pytestmark = pytest.mark.slow
+
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

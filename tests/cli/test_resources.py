@@ -13,6 +13,7 @@ from zoo.checkpoint import integrity
 from zoo.config.locate import checkpoints
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_for_what_is_kept(zoo: Zoo, tmp_path: Path) -> None:
     """Said before anything is built: three checkpoints are there while the third is written."""
     with mounted(tmp_path / "disk", "size=32m") as disk:
@@ -24,6 +25,7 @@ def test_a_disk_that_is_too_small_for_what_is_kept(zoo: Zoo, tmp_path: Path) -> 
         assert zoo(*arguments, "train.save=weights").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
     """Somebody else fills it behind the first checkpoint; with more room the same command goes on from there."""
@@ -60,6 +62,7 @@ def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int)
         assert {"iter_29", "iter_30"} <= {*left} <= {"best", "iter_29", "iter_30"}, left
 
 
+@pytest.mark.slow
 def test_a_folder_that_can_only_be_read(zoo: Zoo, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "ro") as disk:
         message = zoo.refused(*zoo.train_arguments(disk / "run"))
@@ -69,6 +72,7 @@ def test_a_folder_that_can_only_be_read(zoo: Zoo, tmp_path: Path) -> None:
         assert message.startswith(f"{disk}") and "its file system is read-only" in message, message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
     """The run reports it; once the file system is back, the same command resumes from a whole checkpoint, to the same steps."""
@@ -106,6 +110,7 @@ def test_too_little_address_space_is_said_before_anything_hangs(zoo: Zoo, tmp_pa
     assert "a rank takes 2.5 GB for its libraries and threads, beside the model: raise it" in message
 
 
+@pytest.mark.slow
 def test_used_up_host_memory_is_reported_with_the_planners_estimates(zoo: Zoo, tmp_path: Path) -> None:
     """The limit is set once the run has started, behind the check that would refuse it.
 

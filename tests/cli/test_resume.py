@@ -9,6 +9,8 @@ from support.commands import STEPS, Zoo, logged, summary, text_row, write_rows
 
 from zoo.checkpoint.integrity import write_manifest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:

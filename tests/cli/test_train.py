@@ -73,6 +73,7 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert ended["metrics"]["by_kind"].keys() == {"image", "text"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
     folder, _ = finished
     before = times(folder)
@@ -83,6 +84,7 @@ def test_a_finished_run_is_left_as_it_is(zoo: Zoo, finished: tuple[Path, Ended])
     assert times(folder) == before
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
     changed = ("train.lr=1e-3", "run.accept_changes=[train.lr]", "log.tensorboard=false", "log.predictions=0")
     done = zoo.train(copied, f"train.steps={STEPS + 2}", *changed)
@@ -110,6 +112,7 @@ def test_the_saved_config_repeats_the_run_to_the_bit(zoo: Zoo, finished: tuple[P
     assert not (tmp_path / "again" / "tensorboard").exists()
 
 
+@pytest.mark.slow
 def test_another_models_run_folder_is_refused(zoo: Zoo, copied: Path) -> None:
     before = times(copied)
     key = "thinker_config.text_config.moe_intermediate_size"
@@ -124,6 +127,7 @@ def test_another_models_run_folder_is_refused(zoo: Zoo, copied: Path) -> None:
     assert times(copied) == before
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
     done = zoo.train(tmp_path / "run", "train.steps=3", "export=false", tty=True)
     assert done.code == 0, done
@@ -167,6 +171,7 @@ def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
     assert (done.code, done.err) == (0, "") and done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "headline", "rows"),
     [

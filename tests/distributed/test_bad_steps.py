@@ -40,6 +40,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(layout: str, pool: Pool, tmp_path: Path) -> None:
     size, overrides = LAYOUTS[layout]
@@ -76,6 +77,7 @@ def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(layout: str, poo
     assert len(samples) == len(set(samples)) and all(source.startswith("digits:train:") for source in samples)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_behind_bad_steps_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     """The counts, too; and Adam's step count, which is behind the run's."""
     poison = {2: (0, "gradient"), 5: (1, "loss")}
@@ -92,6 +94,7 @@ def test_a_run_goes_on_behind_bad_steps_to_the_bit(pool: Pool, tmp_path: Path) -
     assert summary["skipped_steps"] == {"gradient": 1, "loss": 1}
 
 
+@pytest.mark.slow
 def test_the_run_stops_after_so_many_bad_steps_in_a_row_and_is_saved(pool: Pool, tmp_path: Path) -> None:
     poison = {1: (1, "gradient"), 3: (0, "loss"), 4: (1, "gradient")}
     overrides = [*COMMON, f"run.dir={tmp_path}", "train.bad_steps=2"]
@@ -103,6 +106,7 @@ def test_the_run_stops_after_so_many_bad_steps_in_a_row_and_is_saved(pool: Pool,
     assert json.loads((tmp_path / "summary.json").read_text())["skipped_steps"] == {"gradient": 2, "loss": 2}
 
 
+@pytest.mark.slow
 def test_every_update_uses_the_rate_of_the_schedule(pool: Pool, tmp_path: Path) -> None:
     """A step that is left out is no update; a part has a rate of its own; a resumed run has more steps."""
     run = [
@@ -127,6 +131,7 @@ def test_every_update_uses_the_rate_of_the_schedule(pool: Pool, tmp_path: Path) 
     assert rates == pytest.approx([0.5e-3, 0.5e-3, *wanted[1:], cosine(5, 7), cosine(6, 7)], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_one_step_trains(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(1, train_poisoned, [*COMMON, "train.steps=1", f"run.dir={tmp_path}"], {}, timeout=300.0)
     before, after = found[0]["states"][1]

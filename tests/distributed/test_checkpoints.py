@@ -31,6 +31,8 @@ from support.tiny_qwen25_omni import load_thinker, write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 
+pytestmark = pytest.mark.slow
+
 LOGPROBS = 5e-5
 LAYERS = {"num_hidden_layers": 4}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {

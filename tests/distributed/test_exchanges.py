@@ -26,6 +26,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_exchange_the_metrics_of_a_step_once(layout: str, pool: Pool, tmp_path: Path) -> None:
     """Loss, labels, gradient norm, the experts' balance, times, flags of the run and of a save: one all-reduce."""
@@ -35,6 +36,7 @@ def test_ranks_exchange_the_metrics_of_a_step_once(layout: str, pool: Pool, tmp_
         assert steps == [["world.py"]] * len(steps), steps
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_values_come_by_rank(size: int, pool: Pool) -> None:
     for rank, (_, told) in enumerate(pool.run(size, exchange_values)):

@@ -11,6 +11,8 @@ from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
 from support.rank_gradients import Held, Layout, Plan
 
+pytestmark = pytest.mark.sampled(8)
+
 
 @pytest.fixture(scope="module")
 def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Plan, Held]]:

@@ -9,6 +9,8 @@ from support.matrix import MODELS
 from support.pool import Pool
 from support.weights import tensors
 
+pytestmark = pytest.mark.slow
+
 COMMON = (
     *rank_tasks.ADAMW, "train.steps=1", "train.global_batch=1", "train.lr=1e-2", "train.schedule=constant", "train.warmup_steps=0",
     "packing.budget=512", "data.lookahead=2", "log.tensorboard=false", "log.predictions=0", "train.eval_rows=0",

@@ -13,6 +13,8 @@ from support.pool import Pool
 
 from zoo.config.recipes.matrix import SFT, matrix, recipe_names
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 STEPS = 20
 LIMIT = 3e-3  # relative; what other processors and decoders may change in the first steps

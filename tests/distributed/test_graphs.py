@@ -12,6 +12,8 @@ from support.pool import Pool
 from support.rank_gradients import Layout, Plan, run_captured, run_layouts
 from support.stacks import TINY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])
 @pytest.mark.parametrize(("ranks", "overrides"), [(2, ("parallel.tp=2",)), (2, ())], ids=["tp2", "dp2"])

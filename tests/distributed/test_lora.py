@@ -121,6 +121,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("parallel", "model"), CASES)
 def test_gradients_of_adapters(
     parallel: str,
@@ -155,6 +156,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", DROPPED)
 def test_dropout_under_tensor_parallel(parallel: str, pool: Pool, prepared: Callable[[str], Prepared]) -> None:
     """Ranks with the same input drop the same of it: what they hold twice has the same gradient to the bit."""

@@ -16,6 +16,8 @@ from support import rank_tasks
 from support.pool import Pool, PoolError
 from support.weights import tensors
 
+pytestmark = pytest.mark.slow
+
 FOLLOWED, ADAPTERS = 5e-5, 2e-4  # as test_training.py has them for the hybrid
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (

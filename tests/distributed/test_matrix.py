@@ -178,6 +178,7 @@ def test_matrix(
     measured[parallel, model] = largest
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("parallel", "model"),
     [

@@ -8,6 +8,8 @@ from support.pool import Pool, PoolError
 
 from zoo.config.locate import checkpoints
 
+pytestmark = pytest.mark.slow
+
 COMMON = (
     "train.steps=3",
     "train.global_batch=4",

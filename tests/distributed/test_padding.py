@@ -123,6 +123,7 @@ def poisoned(prepared: Prepared, mode: str) -> Batch:
     return replace(batch, input_ids=ids, labels=labels)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", ["thd", "none"])
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_poisoned_padding(

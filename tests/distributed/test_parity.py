@@ -87,6 +87,7 @@ def same(
     assert largest < limit, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_packed(
     parallel: str,
@@ -108,6 +109,7 @@ def plain_tied(pool: Pool, tied_omni: Path, packed: str, labels: int) -> tuple[f
     return total_loss(held), full_gradients(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", TIED)
 def test_tied_embeddings(
     parallel: str,
@@ -174,6 +176,7 @@ QUIET = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", QUIET)
 def test_a_micro_batch_without_labels_and_one_without_media(
     parallel: str,

@@ -16,6 +16,8 @@ from zoo.config.validate import validate
 from zoo.planner.memory import Memory, in_flight, memory
 from zoo.planner.plan import model_of
 
+pytestmark = pytest.mark.slow
+
 ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")
 MORE = [
     *((name, size, 1, f"engine.recompute={how}") for name, size in RECIPES[:5] for how in ("selective", "full")),

@@ -7,6 +7,8 @@ import pytest
 from support import rank_tasks
 from support.pool import Pool, PoolError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_world_can_be_entered_again_and_again(pool: Pool) -> None:
     """Other sizes and groups each time, in the same processes."""

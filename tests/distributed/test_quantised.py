@@ -18,6 +18,8 @@ from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 
+pytestmark = pytest.mark.slow
+
 LOGPROBS = 5e-5
 Call = Callable[..., Any]
 

@@ -17,6 +17,8 @@ from support import rank_tasks
 from support.pool import Pool
 from support.tiny import RECIPES
 
+pytestmark = pytest.mark.slow
+
 COMMON = (
     "train.steps=4", "train.warmup_steps=0", "train.lr=1e-3", "train.eval_rows=2", "data.lookahead=8", "data.augment=0",
     "packing.budget=512", "packing.align=4", "log.tensorboard=false", "log.predictions=0",

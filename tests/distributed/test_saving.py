@@ -71,6 +71,7 @@ def goes_on_from(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_save_goes_on_under_any_layout(
     saved: str,
@@ -173,6 +174,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path) -> None:
     newest = copied / "checkpoints" / "iter_4"
@@ -186,6 +188,7 @@ def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path
     assert not any(integrity.faults(path) for path in checkpoints(copied))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everywhere", [False, True], ids=["in one", "in all"])
 def test_damage_beside_the_weights_stops_no_run(everywhere: bool, pool: Pool, copied: Path, tmp_path: Path) -> None:
     """It is taken from another checkpoint; where it is whole in none, the run goes on and its next checkpoint has it."""
@@ -206,6 +209,7 @@ def test_damage_beside_the_weights_stops_no_run(everywhere: bool, pool: Pool, co
     pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 
 
+@pytest.mark.slow
 def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -> None:
     for folder in checkpoints(copied):
         cut_short(folder)
@@ -214,6 +218,7 @@ def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -
     assert len(checkpoints(copied)) == 2
 
 
+@pytest.mark.slow
 def test_other_commands_name_the_damaged_file(pool: Pool, copied: Path, tmp_path: Path) -> None:
     """As far as they read it: a conversion needs no moments."""
     spoil_tensors(copied / "checkpoints" / "iter_4")
@@ -275,6 +280,7 @@ TRAPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", TRAPS)
 def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: Path, tmp_path: Path) -> None:
     """The sums are right: whoever changes a file can change them too."""
@@ -291,6 +297,7 @@ def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: P
     assert not sprung.exists()
 
 
+@pytest.mark.slow
 def test_weights_alone_are_a_checkpoint_too(pool: Pool, tmp_path: Path) -> None:
     """The moments of a run that is resumed from it begin at zero, and that is said; its weights are those of the save."""
     folder = tmp_path / "run"
@@ -306,6 +313,7 @@ def test_weights_alone_are_a_checkpoint_too(pool: Pool, tmp_path: Path) -> None:
     assert again[2]["loss"] == pytest.approx(whole[2]["loss"], rel=1e-5)  # before an update without moments
 
 
+@pytest.mark.slow
 def test_saves_by_the_clock(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = [*SMALL, "train.save_every=0", "train.save_minutes=1e-9", "train.keep=9", f"run.dir={folder}"]
@@ -313,6 +321,7 @@ def test_saves_by_the_clock(pool: Pool, tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(folder)] == ["iter_1", "iter_2", "iter_3", "iter_4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(culprit: int, pool: Pool, tmp_path: Path) -> None:
     """At the next step at the latest after it has failed, naming the file. Both ranks write here: stages of a pipeline."""
@@ -326,6 +335,7 @@ def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(culprit: i
     assert not list((folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_is_left_in_its_stage(pool: Pool, tmp_path: Path) -> None:
     """To the bit, as the run without a stage; the export comes through the stage too."""
     folder, stage = tmp_path / "run", tmp_path / "stage"

@@ -12,6 +12,8 @@ from support.pool import Pool
 
 from zoo.launch.rank_group import free_port
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1e-5
 # eps above the gradients' rounding noise, which Adam would otherwise blow up to steps of size lr.
 COMMON = (

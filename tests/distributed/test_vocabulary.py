@@ -46,6 +46,7 @@ def train(pool: Pool, ranks: int, overrides: list[str], *more: str) -> dict[str,
     return pool.run(ranks, rank_tasks.train, [*overrides, *more], "qwen35_vl_sft", "tiny", timeout=300.0)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_the_key_it_is_one_sentence(
     ranks: int, folder: Path, overrides: list[str], pool: Pool, tmp_path: Path
@@ -54,6 +55,7 @@ def test_without_the_key_it_is_one_sentence(
         train(pool, ranks, overrides, f"model.init={folder}", f"run.dir={tmp_path}", f"parallel.tp={ranks}")
 
 
+@pytest.mark.slow
 def test_any_layout_trains_them_as_one_rank_does(
     folder: Path, overrides: list[str], pool: Pool, tmp_path: Path
 ) -> None:

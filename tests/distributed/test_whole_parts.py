@@ -19,6 +19,8 @@ from support.pool import Pool, PoolError
 from support.preference import pair_run, write_pairs
 from support.weights import tensors
 
+pytestmark = pytest.mark.slow
+
 FOLLOWED, TENSORS = 5e-5, 2e-4  # as test_lora_runs.py has them
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (

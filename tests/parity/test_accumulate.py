@@ -46,6 +46,7 @@ def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[i
     return count, {name: p.main_grad.clone() for name, p in chunks[0].named_parameters() if p.requires_grad}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "overrides",
     [(), ("model.freeze=[vision]",), ("engine.recompute=selective",), ("engine.recompute=full",)],

@@ -77,6 +77,7 @@ def calls(subject: Subject) -> dict[str, Call]:
     }
 
 
+@pytest.mark.sampled(4)
 def test_alternating_calls_give_what_a_fresh_model_gives(subject: Subject) -> None:
     """To the bit: the same call does the same arithmetic, whatever came before it."""
     kinds = calls(subject)
@@ -94,6 +95,7 @@ def test_alternating_calls_give_what_a_fresh_model_gives(subject: Subject) -> No
         torch.testing.assert_close(parameter, weights[name], rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 def test_a_call_writes_nothing_on_the_modules(subject: Subject) -> None:
     zoo = subject.load()
 

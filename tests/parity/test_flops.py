@@ -33,6 +33,7 @@ def _counter() -> Any:
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("name", "size"), RECIPES)
 def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
     recipe = validate(load_recipe(name, [f"size={size}", "hardware=cpu", "data.augment=0"]), 1)

@@ -98,6 +98,7 @@ def test_an_image_sees_itself_both_ways(pair: Pair) -> None:
     assert worst([other], [pair.logits[0]]) > 0.01
 
 
+@pytest.mark.slow
 def test_the_window_is_counted_within_a_segment(pair: Pair, tmp_path: Path, cpu_world: Any) -> None:
     """A longer window changes long rows alone, and is what transformers makes of it."""
     wider = load(write_tiny_gemma3(tmp_path, sliding_window=20), cpu_world)
@@ -109,6 +110,7 @@ def test_the_window_is_counted_within_a_segment(pair: Pair, tmp_path: Path, cpu_
     assert worst([wider.logits[short][:12]], [pair.logits[short][:12]]) < LOGITS
 
 
+@pytest.mark.slow
 def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     """They serve as the head, and their gradient has two sources, of which one is scaled."""
     pair = load(write_tiny_gemma3(tmp_path, tied=True), cpu_world)
@@ -135,6 +137,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("config", VARIANTS)
 def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_gemma3(tmp_path, seed=1, **config), cpu_world)

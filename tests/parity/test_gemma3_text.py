@@ -47,6 +47,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", VARIANTS)
 def test_other_architectures(text: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_gemma3_text(tmp_path, seed=1, **text), cpu_world)

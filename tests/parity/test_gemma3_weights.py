@@ -13,6 +13,7 @@ FAMILY = "model.family=gemma3"
 NAMES = ("published", "as saved", "in memory")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_goes_in_comes_out_as_published(tied: bool, names: str, tmp_path: Path, cpu_world: Any) -> None:

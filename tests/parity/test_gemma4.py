@@ -70,6 +70,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", VARIANTS)
 def test_settings_that_change_the_arithmetic(text: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_gemma4(tmp_path, seed=1, **text), cpu_world)

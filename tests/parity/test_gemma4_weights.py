@@ -12,6 +12,8 @@ from support.weights import differences, export, tensors
 from zoo.errors import UserError
 from zoo.models.gemma4.config import Gemma4Config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_goes_in_comes_out(tied: bool, tmp_path: Path, cpu_world: Any) -> None:

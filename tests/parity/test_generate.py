@@ -11,6 +11,7 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return FAMILIES[request.param](tmp_path_factory.mktemp("generate"), cpu_world)
 
 
+@pytest.mark.sampled(20)
 def test_greedy_answers_are_those_of_transformers(asked: Asked) -> None:
     assert len(set(asked.lengths)) > 3, "of different lengths"
     wanted = asked.wanted()

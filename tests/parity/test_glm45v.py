@@ -75,6 +75,7 @@ def test_a_video_that_a_sample_leaves_open_takes_no_image_of_the_next(pair: Pair
     assert worst(pair.zoo.logits(packed_batch([video, image]), align=4), alone) < LOGITS
 
 
+@pytest.mark.slow
 def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     """They serve as the head, so logits are several times larger, and their gradient has two sources."""
     pair = load(write_tiny_glm45v(tmp_path, tied=True), cpu_world)
@@ -108,12 +109,14 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS)
 def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_glm45v(tmp_path, seed=1, **config), cpu_world)
     assert worst(pair.zoo.logits(packed_batch(pair.samples), align=4), pair.logits) < 2 * LOGITS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [

@@ -13,6 +13,7 @@ from support.weights import differences, export, tensors
 FAMILY = "model.family=glm45v"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "as in memory"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_goes_in_comes_out_as_published(tied: bool, published: bool, tmp_path: Path, cpu_world: Any) -> None:

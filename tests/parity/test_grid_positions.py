@@ -134,6 +134,7 @@ def wanted(family: Family, ids: Tensor, row: list[Medium]) -> Tensor:
     return hf.get_rope_index(ids[None], types[None], **media)[0][:, 0]
 
 
+@pytest.mark.sampled(2)
 @QUIET
 @given(pack=st.lists(ROWS, min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
 def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, family: Family) -> None:

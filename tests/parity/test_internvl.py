@@ -62,6 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class TestRows(PairTests):
     """What every family with a vision tower must pass."""
 
+    @pytest.mark.sampled(3)
     def test_the_rows_are_what_they_should_be(self, pair: Pair) -> None:
         media = {name: example.sample.media for name, example in pair.examples.items()}
         tiles = {name: int(m["num_tiles"]) for name, m in media.items() if "num_tiles" in m}
@@ -76,6 +77,7 @@ class TestRows(PairTests):
         for logits in pair.logits:
             assert 0.5 < float(logits.std()) < 2, "of order one, so that an absolute error means something"
 
+    @pytest.mark.slow
     def test_text_alone_leaves_the_tower_a_zero_gradient(self, pair: Pair) -> None:
         samples = [pair.examples[name].sample for name in ("text-short", "text-long")]
         _, gradients = pair.zoo.gradients([packed_batch(samples)], pair.count)
@@ -86,6 +88,7 @@ class TestRows(PairTests):
             assert bool(gradient.any()) != name.startswith(("vision.", "projector.")), name
 
 
+@pytest.mark.slow
 def test_tiles_change_the_logits_of_their_sample_alone(pair: Pair) -> None:
     """So that the tests above can see an embedding that is lost, or that lands in another sample."""
     samples = [pair.examples[name].sample for name in ("wide", "text-short", "image+video")]
@@ -98,6 +101,7 @@ def test_tiles_change_the_logits_of_their_sample_alone(pair: Pair) -> None:
         assert wide == text == 0.0 and both > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_what_ranks_encode_of_shared_media_is_what_one_would(ranks: int, pair: Pair) -> None:
     """Tiles go to ranks one by one, so that none has over one more than another; some may be left without any."""
@@ -128,6 +132,7 @@ BUILT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "change"), BUILT)
 def test_other_architectures(kind: str, change: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_internvl(tmp_path, kind, seed=1, **change), cpu_world)
@@ -138,6 +143,7 @@ def test_other_architectures(kind: str, change: dict, tmp_path: Path, cpu_world:
     assert max(errors.values()) < 2 * GRADIENTS
 
 
+@pytest.mark.slow
 def test_a_dynamic_rotary_embedding_is_the_default_one_within_its_length(tmp_path: Path, cpu_world: Any) -> None:
     """As of InternVL3; beyond it transformers stretches the embedding, sample by sample."""
     folder = write_tiny_internvl(tmp_path, "qwen2", text={"max_position_embeddings": 100})

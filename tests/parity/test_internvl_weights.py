@@ -13,6 +13,7 @@ FAMILY = ("model.family=internvl", "packing.budget=2048")
 CHECKPOINTS = [*((kind, {}) for kind in VARIANTS), ("qwen3", {"tied": True})]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "as in memory"])
 @pytest.mark.parametrize(("kind", "config"), CHECKPOINTS, ids=[*VARIANTS, "tied"])
 def test_what_goes_in_comes_out_as_published(

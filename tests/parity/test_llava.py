@@ -148,6 +148,7 @@ def test_tiles_of_images_of_any_size_are_laid_out_alike(pair: LlavaPair) -> None
         assert len(found) == config.tiling.image_tokens(*size, len(features))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("packing", [{}, {"align": 4}, {"mode": "none"}], ids=str)
 @pytest.mark.parametrize("shape", ["packed", "padded"])
 def test_one_placeholder_a_medium_gives_the_same(shape: str, packing: dict, pair: LlavaPair) -> None:
@@ -300,6 +301,7 @@ BUILT = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("kind", "change"), BUILT)
 def test_other_architectures(kind: str, change: dict, tmp_path: Path, cpu_world: Any) -> None:
     tied = change.get("tied", False)  # logits are then about six times larger

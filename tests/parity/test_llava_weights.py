@@ -28,6 +28,7 @@ def in_memory(saved: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", ["published", "saved", "in memory"])
 @pytest.mark.parametrize(("kind", "config"), CHECKPOINTS)
 def test_what_goes_in_comes_out_as_published(

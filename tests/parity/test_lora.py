@@ -70,6 +70,7 @@ def assert_same(adapted: Adapted, batches: list[Any], **packing: Any) -> None:
     assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
 
 
+@pytest.mark.sampled(14)
 def test_peft_gives_the_same_logits(adapted: Adapted) -> None:
     wanted = adapted.logits()
     with adapted.peft.disable_adapter():
@@ -80,6 +81,7 @@ def test_peft_gives_the_same_logits(adapted: Adapted) -> None:
     assert worst(padded, wanted) < LOGITS
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_peft_gives_the_same_gradients(layout: str, adapted: Adapted) -> None:
     if layout == "packed":
@@ -88,6 +90,7 @@ def test_peft_gives_the_same_gradients(layout: str, adapted: Adapted) -> None:
         assert_same(adapted, [padded_batch(adapted.samples, "mixed")], mode="none")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("few", FEW)
 def test_a_part_of_the_linears(few: str, checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path) -> None:
     name, targets = FEW[few]
@@ -97,6 +100,7 @@ def test_a_part_of_the_linears(few: str, checkpoint: Callable[[str], Path], cpu_
     assert_same(adapted, [packed_batch(adapted.samples)])
 
 
+@pytest.mark.sampled(9)
 def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any, tmp_path: Path) -> None:
     """lora.init of what peft has saved, then the merged weights: in transformers, without peft, the same logits; what has no adapter is untouched."""
     adapted.peft.save_pretrained(tmp_path / "by_peft")
@@ -133,6 +137,7 @@ def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any,
         assert same == before.keys() - changed
 
 
+@pytest.mark.sampled(7)
 def test_what_peft_is_told(adapted: Adapted) -> None:
     """Whole names, so that no module of another part has an adapter; every tensor is used."""
     config = json.loads((adapted.exported / "adapter_config.json").read_text())
@@ -169,6 +174,7 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
         with_adapters(replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35 experts"])
 def test_layers_that_are_made_again_drop_the_same(

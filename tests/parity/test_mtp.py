@@ -158,6 +158,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_multi_token_prediction(layout: str, pair: Pair) -> None:
     batches, packing = LAYOUTS[layout](pair.samples)
@@ -170,6 +171,7 @@ def test_multi_token_prediction(layout: str, pair: Pair) -> None:
     assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
 
 
+@pytest.mark.sampled(2)
 def test_metrics_of_both_losses(pair: Pair) -> None:
     step = pair.zoo.step()
     output, loss_function = step(iter([packed_batch(pair.samples)]), pair.zoo.model, loss_scale=1.0)

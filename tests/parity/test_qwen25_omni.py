@@ -56,6 +56,7 @@ class TestRows(PairTests):
             assert 0.5 < float(logits.std()) < 2, "of order one, so that an absolute error means something"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_whole_model(pair: Pair, tmp_path: Path, cpu_world: Any) -> None:
     whole = Zoo.load(write_tiny_qwen25_omni(tmp_path, whole=True), cpu_world, FAMILY)
     assert worst(whole.logits(packed_batch(pair.samples)), pair.logits) < LOGITS
@@ -86,6 +87,7 @@ def test_tokens_of_a_clip_are_those_of_transformers(pair: Pair) -> None:
     assert [audio_tokens(n) for n in frames.tolist()] == wanted.tolist()
 
 
+@pytest.mark.slow
 def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     """They serve as the head, so logits are several times larger, and their gradient has two sources."""
     pair = load(write_tiny_qwen25_omni(tmp_path, tied=True), cpu_world)
@@ -111,12 +113,14 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS)
 def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_qwen25_omni(tmp_path, seed=1, **config), cpu_world)
     assert worst(pair.zoo.logits(packed_batch(pair.samples), align=4), pair.logits) < 2 * LOGITS
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
@@ -134,6 +138,7 @@ def test_what_is_refused(config: dict, complaint: str) -> None:
         Qwen25OmniConfig.from_arch(thinker_config(**config).to_dict())
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_thinker_of_a_whole_model(pair: Pair, tmp_path: Path) -> None:
     """Its class of the whole model wants a file of speakers, which only published folders have."""
     model = load_thinker(write_tiny_qwen25_omni(tmp_path, whole=True))

@@ -12,6 +12,7 @@ from support.weights import differences, export, tensors
 FAMILY = "model.family=qwen25_omni"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "thinker"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_goes_in_comes_out_as_published(tied: bool, whole: bool, tmp_path: Path, cpu_world: Any) -> None:

@@ -64,6 +64,7 @@ def test_the_clock_of_a_video_moves_its_frames(pair: Pair) -> None:
         sample.media.update(before)
 
 
+@pytest.mark.slow
 def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     """They serve as the head, so logits are several times larger, and their gradient has two sources."""
     pair = load(write_tiny_qwen25_vl(tmp_path, tied=True), cpu_world)
@@ -91,6 +92,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("config", VARIANTS)
 def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_qwen25_vl(tmp_path, seed=1, **config), cpu_world)

@@ -47,6 +47,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("text", VARIANTS)
 def test_other_architectures_or_an_error(
     text: dict, tmp_path: Path, cpu_world: Any, request: pytest.FixtureRequest

@@ -56,6 +56,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("text", VARIANTS)
 def test_other_architectures_or_an_error(text: dict, tmp_path: Path, cpu_world: Any) -> None:
     folder = write_tiny_qwen35(tmp_path, seed=1, **text)

@@ -17,6 +17,7 @@ FAMILY = "model.family=qwen35_vl"
 WITH, WITHOUT = "train.mtp_loss=0.1", "train.mtp_loss=0"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mtp", [WITH, WITHOUT])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])

@@ -95,6 +95,7 @@ def test_clips_of_any_length_side_by_side_give_what_each_gives_alone(pair: Pair)
         model.zero_grad(set_to_none=True)
 
 
+@pytest.mark.slow
 def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     """They serve as the head, so logits are several times larger, and their gradient has two sources."""
     pair = load(write_tiny_qwen3_asr(tmp_path, tied=True), cpu_world)
@@ -119,6 +120,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS)
 def test_other_architectures(config: dict, tmp_path: Path, cpu_world: Any) -> None:
     pair = load(write_tiny_qwen3_asr(tmp_path, seed=1, **config), cpu_world)
@@ -147,6 +149,7 @@ def test_what_is_refused(change: dict, complaint: str) -> None:
         Qwen3ASRConfig.from_arch(arch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_goes_in_comes_out_as_published(tied: bool, tmp_path: Path, cpu_world: Any) -> None:
     from transformers import Qwen3ASRForConditionalGeneration

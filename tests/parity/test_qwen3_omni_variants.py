@@ -35,6 +35,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("text", VARIANTS)
 def test_logits_or_an_error(text: dict, tmp_path: Path, cpu_world: Any, examples: dict[str, Example]) -> None:
     folder = write_tiny_omni(tmp_path, whole=False, **text).thinker

@@ -42,6 +42,7 @@ class TestRows(PairTests):
     """What every family with a vision tower must pass."""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize(
     "deepstack", [(), (4,), (3, 0), (0, 1, 2, 3, 4)], ids=["none", "last", "backwards", "a layer each"]
@@ -107,6 +108,7 @@ def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     assert max(errors.values()) < GRADIENTS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inside", [True, False, None])
 def test_the_top_level_says_whether_embeddings_are_tied(inside: bool | None, tmp_path: Path, cpu_world: Any) -> None:
     folder = write_tiny_qwen3_vl(tmp_path, tie_word_embeddings=inside)
@@ -131,6 +133,7 @@ VARIANTS = [
 REFUSED = ({"attention_bias": True}, {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}})
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("text", VARIANTS)
 def test_other_architectures_or_an_error(text: dict, tmp_path: Path, cpu_world: Any) -> None:
     folder = write_tiny_qwen3_vl(tmp_path, seed=1, **text)

@@ -23,6 +23,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "as transformers saves"])
 @pytest.mark.parametrize("config", VARIANTS)
 def test_what_goes_in_comes_out_as_published(config: dict, published: bool, tmp_path: Path, cpu_world: Any) -> None:

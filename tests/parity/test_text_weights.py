@@ -44,6 +44,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("published", [True, False], ids=["as published", "experts in stacks"])
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_in_comes_out_as_published(name: str, published: bool, tmp_path: Path, cpu_world: Any) -> None:
@@ -84,6 +85,7 @@ def test_the_number_of_experts_has_its_published_key(tmp_path: Path, cpu_world: 
         assert json.loads((out / "config.json").read_text())["num_experts"] == 6
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path, cpu_world: Any) -> None:
     """As in Qwen3-0.6B and 1.7B."""
     folder = write_tiny_qwen3(tmp_path / "in", tied=True)

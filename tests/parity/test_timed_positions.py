@@ -130,6 +130,7 @@ def is_spoken(row: list[Medium]) -> bool:
     return any(medium.kind == "spoken" for medium in row)
 
 
+@pytest.mark.sampled(2)
 @QUIET
 @given(row=rows(EXACT))
 def test_positions_of_any_mixture(row: list[Medium], both: tuple[Zoo, Any]) -> None:
@@ -146,6 +147,7 @@ def test_positions_at_any_frame_rate(row: list[Medium], zoo: Zoo, hf: Any) -> No
     torch.testing.assert_close(found(zoo, ids, media), wanted(hf, ids, media, is_spoken(row)), rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @QUIET
 @given(pack=st.lists(rows(EXACT), min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
 def test_positions_restart_in_each_segment(
@@ -171,6 +173,7 @@ def test_positions_restart_in_each_segment(
         torch.testing.assert_close(behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 def test_positions_of_the_real_rows(both: tuple[Zoo, Any]) -> None:
     zoo, hf = both
     for name, example in make_examples(zoo.assembly.processor).items():

@@ -62,6 +62,7 @@ def test_a_special_token_that_no_sample_holds_needs_no_row(tmp_path: Path) -> No
         build.assemble(recipe_for(folder, "model.family=qwen3"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_new_rows_are_the_mean_and_are_exported(

@@ -26,6 +26,8 @@ from zoo.errors import UserError
 from zoo.model import build
 from zoo.registry import get_family
 
+pytestmark = pytest.mark.sampled(9)
+
 LOGITS, GRADIENTS = 4e-5, 2e-5
 
 

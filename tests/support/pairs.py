@@ -135,6 +135,7 @@ class TextPairTests:
         found = [pair.zoo.logits(packed_batch([sample]))[0] for sample in pair.samples]
         assert worst(found, pair.logits) < pair.logits_limit
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("packing", [{}, {"align": 4}, {"align": 6, "pad_to": 1026}], ids=str)
     def test_rows_packed(self, packing: dict, pair: Pair) -> None:
         found = pair.zoo.logits(packed_batch(pair.samples), **packing)
@@ -144,12 +145,14 @@ class TextPairTests:
         found = pair.zoo.logits(packed_batch(pair.samples[::-1]), align=4)
         assert worst(found[::-1], pair.logits) < pair.logits_limit
 
+    @pytest.mark.sampled(7)
     @pytest.mark.parametrize("side", ["right", "left", "mixed"])
     @pytest.mark.parametrize("packing", [{}, {"mode": "none"}, {"mode": "none", "align": 8}], ids=str)
     def test_rows_from_a_padded_batch(self, side: str, packing: dict, pair: Pair) -> None:
         batch = padded_batch(pair.samples, side, extra=3)
         assert worst(pair.zoo.logits(batch, **packing), pair.logits) < pair.logits_limit
 
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_every_gradient(self, layout: str, pair: Pair) -> None:
         batches, packing = LAYOUTS[layout](pair.samples)
@@ -158,6 +161,7 @@ class TextPairTests:
         errors = pair.errors(trained(pair, gradients))
         assert not {name: error for name, error in errors.items() if not error < pair.gradients_limit}
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("recompute", ["selective", "full"])
     def test_activations_made_again_give_the_same_gradients(self, recompute: str, pair: Pair) -> None:
         """Also of deepstack features, which reach layers that are run twice."""

@@ -36,5 +36,5 @@ def test_tests_that_a_change_touches(check: ModuleType) -> None:
     assert "tests/unit/packing/test_layout.py" in check.touched(["zoo/packing/layout.py"], unit)
     assert check.touched(["docs/packing.md"], unit) == ["tests/unit/test_docs.py"]
     assert check.touched(["tests/parity/test_llava.py"], unit) == ["tests/parity/test_llava.py"]
-    assert "tests/unit/test_turns.py" in check.touched(["tests/support/slow_tests.py"], unit)
+    assert "tests/unit/test_turns.py" in check.touched(["tests/support/turns.py"], unit)
     assert check.touched([], unit) == []

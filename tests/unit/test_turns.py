@@ -1,6 +1,5 @@
 """How tests are shared out: what is slow, in which turn it runs, and what a run of continuous integration says in the end."""
 
-import ast
 import importlib.util
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from types import ModuleType
 
 import pytest
 from support import turns
-from support.slow_tests import SLOW, TESTS
 
 REPO = Path(__file__).parents[2]
+TESTS = REPO / "tests"
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +22,6 @@ def run_tests() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("file", SLOW)
-def test_functions_that_are_called_slow_are_there(file: str) -> None:
-    inherited = (TESTS / "support/pairs.py").read_text()  # TestRows
-    nodes = [*ast.walk(ast.parse((TESTS / file).read_text())), *ast.walk(ast.parse(inherited))]
-    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    assert SLOW[file].keys() - {"*"} <= functions, "tests/support/slow_tests.py names a test that is gone"
 
 
 def test_pieces_hold_every_test_once_and_an_equal_share_of_each_file() -> None:
@@ -83,6 +74,7 @@ def test_summaries_are_read_and_summed(run_tests: ModuleType) -> None:
     assert run_tests.counts("") == {}
 
 
+@pytest.mark.slow
 def test_a_slow_case_that_fails_runs_once_more(
     tmp_path: Path, run_tests: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +127,7 @@ def test_no_test_starts_when_its_time_is_not_there(tmp_path: Path) -> None:
     assert "1 tests left out: no time remained for them" in done.stdout and "::test_long" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_fails_alone_too_fails_the_run(
     tmp_path: Path, run_tests: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_number_that_makes_no_sense_is_refused() -> None:
         bench_data.run(bench_data.Options(steps=0))
 
 
+@pytest.mark.slow
 def test_rows_are_measured_without_encoding_where_nothing_changes_them() -> None:
     report = bench_data.run(bench_data.Options(size="2b", **SMALL))
     assert report.known == 1.0 and report.measured > 1

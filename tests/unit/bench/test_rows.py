@@ -36,6 +36,7 @@ def tiny(name: str) -> Recipe:
     return bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1"])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", MEDIA)
 def test_rows_side_by_side_are_to_transformers_what_they_are_alone(name: str) -> None:
     recipe = tiny(name)
@@ -59,12 +60,14 @@ def test_rows_side_by_side_are_to_transformers_what_they_are_alone(name: str) ->
     assert float(together.loss) == pytest.approx(float(mean), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_medium_that_leaves_no_room_for_text_is_refused() -> None:
     assembly = build.assemble(tiny("llava_sft"))
     with pytest.raises(UserError, match=r"a sample of LLaVA.* has \d+ tokens with one of text .*; give longest="):
         examples(assembly, 1, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEDIA)
 def test_zoo_and_transformers_train_on_the_same_samples(name: str, cpu_world: Any, tmp_path: Path) -> None:
     recipe = tiny(name)

@@ -161,6 +161,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 SMALL = ["size=tiny", "longest=128", "samples=4", "passes=1", "backends=torch"]
 
 
+@pytest.mark.slow
 def test_the_same_samples_packed_padded_and_under_transformers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +246,7 @@ def test_experts_are_drawn_evenly() -> None:
     torch.testing.assert_close(gates.grad, torch.full((8, 16), 2 * 4096.0), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.CaptureFixture[str]) -> None:
     options = bench_train.Options(
         size="tiny", longest=64, samples=2, passes=1, settings=("packed:1",), backends=("te", "torch")
@@ -255,6 +257,7 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
     assert "skipped: Transformer Engine" in bench_train.row(lines[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -17,6 +17,7 @@ def report() -> bench.Report:
     return bench.run(OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", length_sets.SETS)
 def test_rows_are_full_and_ranks_even(name: str, report: bench.Report) -> None:
     dealt, by_tokens, by_cost = report.sets[name]
@@ -28,6 +29,7 @@ def test_rows_are_full_and_ranks_even(name: str, report: bench.Report) -> None:
     assert dealt.worst[64] > 0.2
 
 
+@pytest.mark.slow
 def test_table_and_json_say_the_same(report: bench.Report) -> None:
     tree = json.loads(json.dumps(asdict(report)))
     text = bench.table(report)

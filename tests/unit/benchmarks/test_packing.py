@@ -44,6 +44,7 @@ def test_python_does_not_loop_over_tokens() -> None:
     assert few == many < 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select(cp: int) -> None:
     case = packing.measure(Options(repeats=1), cp)
@@ -51,6 +52,7 @@ def test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select(cp: 
     assert all(line.bytes_ratio <= 1.5 for line in case.lines if line.elements)
 
 
+@pytest.mark.slow
 def test_bytes_grow_with_the_tokens() -> None:
     few, many = (packing.measure(SMALL, 2, times).together.moved for times in (100, 400))
     assert many == pytest.approx(4 * few, rel=0.01)

@@ -197,6 +197,7 @@ def test_a_copy_on_another_stage_is_read_and_not_written_again(tmp_path: Path) -
     assert_same_tensors(tmp_path / "out", full)
 
 
+@pytest.mark.slow
 def test_under_gloo(tiny: Tiny, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

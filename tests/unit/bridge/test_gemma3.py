@@ -12,6 +12,7 @@ from zoo.model.meta_model import build_meta_model
 SIZES = {"4b": 883, "12b": 1065, "27b": 1247}  # tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     from transformers import AutoModelForImageTextToText, Gemma3Config

@@ -10,6 +10,7 @@ from zoo.model.meta_model import build_meta_model
 SIZES = {"31b": 1188}  # tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     from transformers import AutoModelForImageTextToText, Gemma4Config

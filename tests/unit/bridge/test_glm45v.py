@@ -28,6 +28,7 @@ SPARSE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     from transformers import AutoModelForImageTextToText, Glm4vMoeConfig

@@ -24,6 +24,7 @@ EXPERTS = ("mlp.router.weight", "mlp.experts.weight1", "mlp.experts.weight2")
 ZOO = {"vision_tower.": "vision.", "multi_modal_projector.": "projector."}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     from transformers import AutoModelForImageTextToText

@@ -8,6 +8,8 @@ from support.config_keys import CASES, tiny_arch
 
 from zoo.model.meta_model import build_meta_model
 
+pytestmark = pytest.mark.sampled(9)
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_finds_its_weights_by_the_names_that_zoo_writes(case: str) -> None:

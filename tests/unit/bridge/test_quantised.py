@@ -53,6 +53,7 @@ def test_as_transformers_dequantises(tmp_path: Path, shape: tuple[int, ...], sca
         assert same(reader.read("a.weight"), wanted) and same(reader.get("a.weight"), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(10, 15), (1, 1), (13, 6), (4, 7), (2, 9, 20), (300, 7001)], ids=str)
 def test_blocks_that_are_cut_short_and_every_slice(tmp_path: Path, shape: tuple[int, ...]) -> None:
     stored = pair("a.weight", shape)

@@ -21,6 +21,7 @@ PARTS = (
 TOWERS = {"thinker.visual.": "vision.", "thinker.audio_tower.": "audio."}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration

@@ -34,6 +34,7 @@ def of_transformers(size: str) -> tuple[Any, dict[str, tuple[int, ...]]]:
     return config, {name: tuple(tensor.shape) for name, tensor in shapes.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_covers_names_and_shapes(size: str) -> None:
     count, tied = SIZES[size]

@@ -9,6 +9,7 @@ from zoo.model.meta_model import build_meta_model
 TENSORS = {"0.6b": 611, "1.7b": 707}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", TENSORS)
 def test_names_and_shapes_are_those_of_transformers(size: str) -> None:
     from transformers import Qwen3ASRConfig, Qwen3ASRForConditionalGeneration

@@ -42,6 +42,7 @@ def of_transformers(recipe: str, size: str) -> tuple[dict[str, Any], dict[str, t
     return arch, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("recipe", "size"), PUBLISHED)
 def test_the_tables_cover_names_and_shapes(recipe: str, size: str) -> None:
     count, parameters = PUBLISHED[recipe, size]

@@ -54,6 +54,7 @@ def test_a_run_that_saves_at_its_end_alone_has_one_checkpoint(capsys: pytest.Cap
     assert save["disk"] == save["all"] == 2 * 31_070_754_032
 
 
+@pytest.mark.slow
 def test_a_plan_says_nothing_else() -> None:
     """No library's warnings: those of transformers about the keys of published configs, say."""
     command = [sys.executable, "-m", "zoo", "plan", "qwen3_omni_sft", "size=30b-a3b", "hardware=8xh200"]
@@ -62,6 +63,7 @@ def test_a_plan_says_nothing_else() -> None:
     assert done.stdout.startswith("qwen3_omni_sft  size 30b-a3b")
 
 
+@pytest.mark.slow
 def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BIG, "parallel.plan=[]"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out

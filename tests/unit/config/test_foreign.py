@@ -26,6 +26,7 @@ def test_every_target_is_a_key_and_every_name_means_one_thing() -> None:
         assert name not in keys(Recipe) and name == name.lower()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", COMMON)
 def test_common_names(name: str) -> None:
     for key in (name, f"train.{name}", f"training.{name}", name.upper(), name.replace("_", "-")):

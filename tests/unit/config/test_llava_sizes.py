@@ -33,6 +33,7 @@ def processor(size: str) -> LlavaProcessor:
     return build_processor(config(size).hf)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_parameters_of_every_size(size: str) -> None:
     from transformers import AutoModelForImageTextToText

@@ -131,6 +131,7 @@ def test_tags_make_nothing(tag: str) -> None:
         read_yaml(f"a: {tag} b")
 
 
+@pytest.mark.slow
 def test_programs_give_values_of_the_same_bounds() -> None:
     recipe = load_recipe("llava_sft")
     deep: Any = []

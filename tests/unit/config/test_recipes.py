@@ -24,6 +24,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(("name", "size"), PAIRS)
 def test_a_recipe_resolves_at_every_size_and_on_all_hardware(name: str, size: str) -> None:
     assert validate(load_recipe(name, [f"size={size}"]), 1).size == size
@@ -133,6 +134,7 @@ def family_config(family: str, size: str) -> Any:
     return get_family(family).load("config").from_arch(arch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "size"), SIZES)
 def test_parameters_of_every_size(family: str, size: str) -> None:
     import torch
@@ -155,6 +157,7 @@ def test_tiny_sizes_have_the_ids_of_the_bundled_tokenizer(family: str, size: str
     assert hf.text_config.vocab_size == len(processor.tokenizer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "thinker", "whole"),
     [("tiny", 1_256_128, 1_256_128), ("3b", 4_703_464_448, 5_537_120_640), ("7b", 8_931_813_888, 10_732_225_408)],

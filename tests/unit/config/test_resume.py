@@ -38,6 +38,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("key", [key for key in FIXED if key != "model.arch"])
 def test_every_fixed_key_is_compared(key: str) -> None:
     before = recipe().replace({"engine.fp8": True} if key == "engine.fp8_recipe" else {})

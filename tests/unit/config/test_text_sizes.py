@@ -31,6 +31,7 @@ def config_of(family: str, size: str) -> Any:
     return get_family(family).load("config").from_arch(arch)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("family", "size"), [(family, size) for family, sizes in PARAMETERS.items() for size in sizes])
 def test_parameters_of_every_size(family: str, size: str) -> None:
     import torch

@@ -94,6 +94,7 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
 # --- refusals
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [

@@ -81,6 +81,7 @@ def test_not_without_a_gpu_or_with_several_architectures(monkeypatch: pytest.Mon
         assert ENABLED not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [False, True])
 def test_it_is_said_before_megatron_core_is_imported(task: bool, tmp_path: Path) -> None:
     """With Transformer Engine that imports FlashAttention 4, which reads it then."""

@@ -369,6 +369,7 @@ def test_the_worker_maps_what_happens_to_exit_codes(
     assert capsys.readouterr().err.endswith("ZeroDivisionError\n")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deaf", [False, True], ids=["in Python", "waiting for the store"])
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> None:
     text = """

@@ -47,6 +47,7 @@ def test_a_start_without_bytecode_is_told_what_costs_it(monkeypatch: pytest.Monk
     assert _compiled_anew() is None
 
 
+@pytest.mark.slow
 def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     code = main(

@@ -175,6 +175,7 @@ def other_values(key: str, value: Any) -> list[Any]:
     return [3]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("case", "part"), PLACES)
 def test_every_key_is_used_or_refused_or_in_the_list(case: str, part: str) -> None:
     arch, silent, loud = tiny_arch(case), [], []
@@ -199,6 +200,7 @@ def test_every_key_is_used_or_refused_or_in_the_list(case: str, part: str) -> No
     assert not loud, f"in the list of what nobody reads, but read: {loud}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_ignores_what_is_in_the_list(case: str) -> None:
     arch, count = tiny_arch(case), 0
@@ -245,6 +247,7 @@ STRAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> None:
     arch = tiny_arch(case)
@@ -270,6 +273,7 @@ def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> Non
     torch.testing.assert_close(plain_logits(case, stray), plain_logits(case, arch), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "part", "key", "value"),
     [
@@ -319,6 +323,7 @@ def test_the_gate_of_linear_attention_is_the_one_that_is_built(case: str) -> Non
             made_of(case, changed(arch, "text_config", "output_gate_type", other))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("case", NESTED)
@@ -355,6 +360,7 @@ LISTED = (
 HOSTILE = [10**9, 10**12, 10**400, -(10**12), 1e308, float("nan"), float("inf"), "64", True, {}, {"a": 1}]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "part"), PLACES)
 def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
     """All that is refused is refused before transformers sees it: nothing is built, nothing loops."""
@@ -372,6 +378,7 @@ def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
             assert len(str(caught.value)) < 300
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("value", [None, [], "x", 3, True])
 @pytest.mark.parametrize(
     ("case", "key"), [(case, key) for case in NESTED for key in ("text_config", "vision_config") if has_part(case, key)]

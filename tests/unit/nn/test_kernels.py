@@ -34,6 +34,7 @@ def output(script: str, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @needs_triton
 def test_interpreted_kernels_equal_plain_pytorch() -> None:
     errors = output("interpret_kernels.py", TRITON_INTERPRET="1")
@@ -76,6 +77,7 @@ def test_a_kernel_with_a_setting_is_launched_without_its_tuner(hooked: bool, mon
     assert not _use("fla.kernels", "kernel", {"BT": 8}) and not _use("fla.kernels", "other", {})
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("family", "kernels"),
@@ -92,6 +94,7 @@ def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(family: str,
     assert {"rotary._heads_forward", "rotary._heads_backward"} <= set(found["kernels"]), "the decoder's heads"
 
 
+@pytest.mark.slow
 @needs_triton
 def test_they_compile_for_a_gpu_without_running_out_of_registers() -> None:
     found = output("compile_kernels.py")
@@ -101,6 +104,7 @@ def test_they_compile_for_a_gpu_without_running_out_of_registers() -> None:
     assert not any(found.values()), {name: spilled for name, spilled in found.items() if spilled}
 
 
+@pytest.mark.slow
 @needs_triton
 def test_updates_in_one_kernel_are_those_of_plain_pytorch() -> None:
     """Clipped or not, some steps left out; a value next to the edge of two is rounded the other way now and then."""

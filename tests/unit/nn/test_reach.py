@@ -79,6 +79,7 @@ def gradients(out: Tensor, given: tuple[Tensor, ...], real: Tensor) -> tuple[Ten
     return torch.autograd.grad(out[real].square().sum(), given)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [None, 1, 4, 6, 100])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_whole_row(name: str, window: int | None, way: str) -> None:
@@ -91,6 +92,7 @@ def test_a_whole_row(name: str, window: int | None, way: str) -> None:
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("window", [None, 4, 6])
 @pytest.mark.parametrize("name", LAYOUTS)

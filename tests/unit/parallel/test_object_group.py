@@ -35,6 +35,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+@pytest.mark.slow
 def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     text = """
         from types import SimpleNamespace
@@ -62,6 +63,7 @@ def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     assert (tmp_path / "raised0").exists() and (tmp_path / "raised1").exists()
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path) -> None:
     """`model.init` is a run that trains on: a rank that looks later would take a newer one."""
     text = """
@@ -83,6 +85,7 @@ def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path)
     assert ranks(text, tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_ranks_with_different_recipes_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
         from zoo.config.schema import Recipe, TrainConfig

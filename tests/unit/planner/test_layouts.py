@@ -58,6 +58,7 @@ def test_all_families_are_here() -> None:
     assert {load_recipe(name, ["size=tiny"]).model.family for name in recipe_names()} == set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_a_size_on_every_machine(name: str, size: str) -> None:
     for hardware in (f"{count}x{kind}" for kind in KINDS for count in COUNTS):
@@ -82,6 +83,7 @@ def test_a_size_on_every_machine(name: str, size: str) -> None:
         assert chosen.train.global_batch % data_parallel(chosen, ranks) == 0
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "size", "hardware"),
     [
@@ -190,6 +192,7 @@ def test_adapters_of_a_base_in_fp8_fit_one_gpu() -> None:
     assert not dense.fits and dense.worst.weights == pytest.approx(62.8e9, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_each_measure_saves() -> None:
     recipe, ranks = resolved("qwen3_vl_sft", "32b", "8xh100")
     found = plan(recipe, ranks)
@@ -205,6 +208,7 @@ def test_a_plan_says_what_each_measure_saves() -> None:
     assert any(line.startswith("  would save GB: ") and "full recompute" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_layers_that_stages_do_not_divide() -> None:
     """94 layers over 4 stages; the first stage has the towers and fewer layers."""
     chosen = chosen_for("qwen3_vl_moe_sft", "235b-a22b", "8x8xh200", "parallel.pp=4")
@@ -323,6 +327,7 @@ def small() -> Recipe:
     return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
 
 
+@pytest.mark.sampled(2)
 def test_a_model_that_cannot_fit_is_refused_with_a_fix(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.planner import plan as planning
 
@@ -337,6 +342,7 @@ def test_a_model_that_cannot_fit_is_refused_with_a_fix(small: Recipe, monkeypatc
         assert "zoo plan" in str(caught.value)
 
 
+@pytest.mark.sampled(2)
 def test_a_plan_in_numbers(small: Recipe) -> None:
     found: dict[str, Any] = plan(replace(small), 1).as_dict()
     assert found["parameters"]["total"] == 1_322_304

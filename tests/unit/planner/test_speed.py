@@ -16,6 +16,8 @@ from zoo.planner.plan import model_of
 from zoo.planner.speed import Speed
 from zoo.registry import get_family
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(zoo.__file__).parents[1] / "benchmarks/results"
 
 

@@ -52,6 +52,7 @@ def write(folder: Path, arch: dict[str, Any], layouts: dict[str, Layout], carrie
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("case", CASES)
 def test_names_and_bytes_come_back_in_every_published_layout(case: str, tied: bool, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("recipe", "size", "kind"), RECORDED)
 def test_a_line_of_the_table(recipe: str, size: str, kind: str) -> None:
     assert " | ".join(map(str, line(recipe, size, kind))) == RECORDED[recipe, size, kind]

@@ -31,6 +31,7 @@ def with_head(folder: Path, add: float) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_differs_is_found(tmp_path: Path) -> None:
     plain = write_tiny_qwen3_vl(tmp_path / "plain", tied=True)
     same, other = with_head(tmp_path / "same", 0.0), with_head(tmp_path / "other", 1.0)
@@ -68,6 +69,7 @@ def test_a_run_is_compared_as_its_export_has_it_and_nothing_is_written(
     assert verify(run, run).equal and beside.read_text() == whole, "it is restored first"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("architectures", [None, [], ["Qwen3VLModel"], ["BertModel", "GPT2Model"]])
 def test_transformers_model_is_that_of_the_model_type(
     architectures: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -25,6 +25,7 @@ def recipe(tmp_path: Path) -> Any:
     return validate(load_recipe("qwen35_vl_moe_sft", ["size=tiny-moe", "hardware=cpu", f"run.dir={tmp_path}"]), 1)
 
 
+@pytest.mark.sampled(4)
 def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_recipes([recipe])
     assert found.right
@@ -53,6 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "cache" / "zoo" / "doctor"
 
 
+@pytest.mark.slow
 def test_the_check_before_training_is_made_once(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_the_check_before_training_is_made_once(
         assert len(list(gpu.glob("*.json"))) == count, "kernels that a variable chooses are checked by themselves"
 
 
+@pytest.mark.sampled(2)
 def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def write_much(folder: Path) -> None:
             file.write(bytes(2**16)), time.sleep(0.05)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("work", ["write", "digest", "copy", "files", "manifest"])
 def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large").write_bytes(bytes(2**22))
@@ -108,6 +109,7 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
     assert len({*found}) >= 3, found  # a busy machine may let a look or two see nothing new
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("phase", "thread"), [("save", "zoo-save"), ("data", "zoo-data"), ("eval", "x")])
 def test_one_that_hangs_shows_no_sign(phase: str, thread: str) -> None:
     found = signs_of_life(phase, thread, lambda _: STOP.wait(60) and None)

@@ -89,6 +89,7 @@ def test_a_killed_run_s_lock_is_taken_over_at_once_and_that_is_said(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("left", [None, "dead", "damaged"])
 def test_of_many_starts_in_one_moment_one_wins(tmp_path: Path, left: str | None) -> None:
     if left == "dead":

@@ -72,6 +72,7 @@ def test_what_is_given_is_evaluated() -> None:
     assert evaluated(train, "data.eval=[auto, other.jsonl]") == ["a.jsonl", "other.jsonl"]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("value", ["none", "None", "[]", "null", "[none]"])
 @pytest.mark.parametrize("train", ["digits:train", "{path: a.jsonl, held_out: 0.1}"])
 def test_none_evaluates_nothing(value: str, train: str, tmp_path: Path) -> None:

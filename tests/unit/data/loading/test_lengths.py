@@ -288,6 +288,7 @@ def test_a_run_resumes_to_the_sample_on_another_number_of_ranks(
     assert global_steps([head for head, _ in heads]) + global_steps(tails) == whole
 
 
+@pytest.mark.slow
 @MANY
 @given(st.integers(0, 9), st.sampled_from([2, 3, 8]))
 def test_another_global_batch_continues_with_the_same_bins(stop: int, global_batch: int) -> None:
@@ -398,6 +399,7 @@ def test_a_stream_is_the_same_however_sizes_are_kept(stop: int, monkeypatch: pyt
     assert head + steps(again, 10 - stop) == wanted
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_samples_leave_nothing_behind() -> None:
     """Objects held after 20,000 samples and after 100,000: rows, sizes and a full cache are all there is."""
     texts: Texts = [(n % 23 + 1, 0 if n % 100 == 7 else n % 23 + 1 + (n % 50 == 9)) for n in range(500)]

@@ -176,6 +176,7 @@ def empty_mb(workers: DecodingWorkers) -> float:
     return max(peaks)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks at /proc")
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_worker_keeps_its_bounds(kind: str, name: str, workers: DecodingWorkers, empty_mb: float) -> None:
@@ -232,6 +233,7 @@ def test_plain_sizes_are_those_of_the_whole_file(tmp_path: Path) -> None:
     assert sizes.plain_size(Blob(saved(Image.new("RGB", (3, 2)), "WEBP"), "x")) is None
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("without end", f"the line is over {LINE_MB} MiB"), ("of objects", "messages are over the limit"), ("of media", "media are over the limit"),

@@ -66,6 +66,7 @@ def test_the_bundled_rows(family: Processor) -> None:
     assert known == sum("audio" not in row.media for row in rows[::2])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(7, 9), (40, 900), (33, 71), (1200, 900), (2000, 31)])
 def test_images_of_any_shape(shape: tuple[int, int], family: Processor, tmp_path: Path) -> None:
     images = tuple(draw(tmp_path, name, shape, 0) for name in "ab")

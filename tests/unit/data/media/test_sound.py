@@ -96,6 +96,7 @@ def hold_the_mean(path: Path, write_one: Any, channels: int, off: float) -> None
     assert amplitudes(load_audio(path), channels) == pytest.approx([0.5 / channels] * channels, rel=2 * off)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "codec", "rate", "layout"),
     [(name, codec, rate, layout) for name, codec, rate, layouts in COMPRESSED for layout in layouts],

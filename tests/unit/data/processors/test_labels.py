@@ -122,6 +122,7 @@ def test_answers_and_texts_end_at_tokens_that_exports_name(family: tuple[Process
     assert all(processor.tokenizer.convert_tokens_to_ids(text) == n for text, n in processor.ends.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ANSWERS)
 @pytest.mark.parametrize("system", [None, "Be brief. "], ids=["", "system"])
 def test_labels_say_what_the_assistant_says(

@@ -82,6 +82,7 @@ def test_a_clip_too_short_for_a_token_is_refused(processor: Qwen25OmniProcessor,
     assert encode(processor, silence(tmp_path, 321)).media["feature_lens"].tolist() == [3]
 
 
+@pytest.mark.slow
 def test_saved_files_load_by_auto_and_by_us(processor: Qwen25OmniProcessor, tmp_path: Path) -> None:
     from transformers import AutoProcessor, Qwen2_5OmniProcessor
 

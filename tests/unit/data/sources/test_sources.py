@@ -310,6 +310,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_is_drawn_and_resumed_to_the_sample(processor: Processor, folder: Path, name: str) -> None:
     def fresh(seed: int = 1234) -> BatchLoader:

@@ -17,6 +17,7 @@ from zoo.tools.inspection.lengths import filling
 from zoo.tools.inspection.rows import packed_rows
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["thd", "none"])
 @pytest.mark.parametrize("name", ["qwen3_omni_sft", "llava_onevision_sft"])
 def test_every_token_is_in_one_span(name: str, mode: str) -> None:
