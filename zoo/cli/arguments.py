@@ -132,7 +132,8 @@ def refuse_foreign(arguments: Sequence[str]) -> None:
     named = dict(text.split("=", 1) for text in overrides if "=" in text)
     for name in _FILE_OPTIONS:
         if (file := named.get(name, named.get(name.replace("_", "-")))) is not None:
-            refuse_foreign_file(file, load_recipe)
+            others = [text for text in overrides if text.partition("=")[0].replace("-", "_") != name]
+            refuse_foreign_file(file, load_recipe, override_layer(others))
             raise ConfigError(f"no recipe is given: its file is named itself: zoo train {file}")
     if not overrides or not all(map(_FOREIGN.match, overrides)) or not any(map(_is_foreign, named)):
         return

@@ -98,9 +98,13 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     if isinstance(recipe, Recipe):
         chain, held = hand_built_chain(recipe, typed)
         objects = {key: rows for key, rows in held.items() if key not in _keys_of([typed])} | objects
-    else:
-        refuse_foreign_file(str(recipe), load_recipe)
+    elif isinstance(recipe, str | Path):
+        refuse_foreign_file(str(recipe), load_recipe, typed)
         chain = base_chain(str(recipe), typed)
+    else:
+        raise ConfigError(
+            f"recipe={shown_value(recipe)}: wanted a recipe's name, the path of a YAML file or a zoo.Recipe"
+        )
     root, own = chain.root, [*chain.own, typed]
     refuse_unknown(chain.name, [layer for layer in (root, *own) if not is_shipped(layer)], load_recipe)
     layers, stamps, sized = [without_file_keys(root)], {}, True

@@ -139,7 +139,7 @@ def parse_entry(value: Any, key: str) -> DataEntry:
         _check_rows(value, key)
         return DataEntry(rows=value)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: {value!r} is no entry; a path or {{path: ..., format: ...}} is wanted")
+        raise ConfigError(f"{key}: {shown_value(value)} is no entry; a path or {{path: ..., format: ...}} is wanted")
     known = {item.name: item for item in fields(DataEntry)}
     unknown = unknown_keys(value)
     if unknown:
@@ -283,7 +283,7 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
             "str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false",
             "dict[str, str | None]": "a mapping of zoo's names to the source's", "list[str]": "a list of texts",
         }[plain]  # fmt: skip
-        raise ConfigError(f"{key}: {name}={value!r}: wanted {said}")
+        raise ConfigError(f"{key}: {name}={shown_value(value)}: wanted {said}")
 
 
 def _check(entry: DataEntry, key: str) -> None:
@@ -342,7 +342,7 @@ def _check_columns(entry: DataEntry, key: str) -> None:
         plain = column is None or (isinstance(column, str) and column)
         if not isinstance(name, str) or not plain:
             raise ConfigError(
-                f"{key}: columns of {entry}: {name!r}: {column!r}: wanted two names, or null for a column that is not read"
+                f"{key}: columns of {entry}: {shown_value(name)}: {shown_value(column)}: wanted two names, or null for a column that is not read"
             )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.layers.keys import nearest
-from zoo.config.layers.layer import Layer, filled
+from zoo.config.layers.layer import ROWS_FILE, Layer, filled
 from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
 from zoo.config.recipes.matrix import RecipeParts, names_in, recipe_names, size_order
 from zoo.errors import ConfigError
@@ -41,6 +41,11 @@ def root_recipes() -> list[str]:
 def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     """The recipe file of that name or path; `beside` is a folder that a relative path may start from."""
     path = as_path(name_or_path)
+    if ROWS_FILE.fullmatch(name_or_path) and not name_or_path.endswith(".json"):
+        raise ConfigError(
+            f"recipe={name_or_path}: a file of rows, and no recipe; name a recipe, and the rows as data.train={name_or_path}: "
+            f"zoo train recipe={root_recipes()[0]} data.train={name_or_path}"
+        )
     if path is None:
         if name_or_path not in names_in():
             raise ConfigError(f"recipe={name_or_path}: {_unknown('recipe', name_or_path, recipe_names())}")
@@ -51,8 +56,12 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
         hint = nearest(path.stem, recipe_names())
         raise ConfigError(f"recipe={name_or_path}: no such file; recipes by name: {', '.join(hint) or 'zoo list'}")
     if path.is_dir():
-        inside = " (a run's recipe is its config.yaml)" if (path / "config.yaml").is_file() else ""
-        raise ConfigError(f"recipe={name_or_path}: a folder; wanted a YAML file{inside}")
+        hint = f"rows are named as data.train={name_or_path}"
+        if (path / "config.yaml").is_file():
+            hint = "a run's recipe is its config.yaml"
+        elif (path / "config.json").is_file():
+            hint = f"weights are named as model.init={name_or_path}"
+        raise ConfigError(f"recipe={name_or_path}: a folder; wanted a YAML file ({hint})")
     return _read(path)
 
 
@@ -162,7 +171,8 @@ def _read(file: Traversable) -> Layer:
         where = f"{file}:{error.line}: no valid YAML" if error.line else str(file)
         raise ConfigError(f"{where}: {error}{_tab_hint(file, error.line)}") from None
     if not isinstance(parsed, dict | None):
-        kind = "a list" if isinstance(parsed, list) else "one value"
+        rows = f" (rows are named as data.train={file})" if str(file).endswith(".json") else ""
+        kind = f"a list{rows}" if isinstance(parsed, list) else "one value"
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found {kind}")
     found = parsed or {}
     odd = [key for key in found if not isinstance(key, str) or not _NAME.fullmatch(key)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.entries import parse_entry
+from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
@@ -48,6 +49,7 @@ class WorkerError(RuntimeError):
 @worker_processes.ended()
 def launch(
     recipe: Recipe | str | Path,
+    overrides: Overrides = (),
     *,
     data: Any = None,
     eval_data: Any = None,
@@ -63,6 +65,7 @@ def launch(
 
     Args:
         recipe: as `zoo.load_recipe` takes it: a `zoo.Recipe`, composed or built by hand, a recipe's name, or a path of its file.
+        overrides: of its keys, as `zoo.load_recipe` takes them.
         data: in the place of data.train: rows (a list of dicts with pictures, arrays and bytes in them, any iterable of
             these, a datasets.Dataset, a pandas DataFrame) or entries. Rows are written to the run folder once, for all ranks to map.
         eval_data: the same in the place of data.eval.
@@ -77,7 +80,7 @@ def launch(
         WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    recipe = with_files(load_recipe(recipe), data, eval_data)
+    recipe = with_files(load_recipe(recipe, overrides), data, eval_data)
     here = here and not (callbacks or _calls_users(recipe))  # whose functions may end a process
     with ExitStack() as stack:
         children: list[WaitingRanks] = []

@@ -18,6 +18,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
 from zoo.config.devices import cores, gpu_count, gpu_memory
 from zoo.config.files import AUTO, CPU
+from zoo.config.layers.layer import Overrides
 from zoo.config.locate import is_hub_id, locate, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.recipes.published import arch_of_hub
@@ -90,6 +91,7 @@ def plan(
     recipe: Recipe | str | Path,
     ranks: int | None = None,
     *,
+    overrides: Overrides = (),
     labels: float | None = None,
     media: float | None = None,
     here: bool | None = None,
@@ -99,6 +101,7 @@ def plan(
     Args:
         recipe: as `zoo.load_recipe` takes it: a `zoo.Recipe`, composed or built by hand, a recipe's name, or a path of its file.
         ranks: default: those of the recipe's hardware, or of this machine.
+        overrides: of the recipe's keys, as `zoo.load_recipe` takes them.
         labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.rows`.
         media: share of a row's tokens that belong to media; default: the one in `zoo.planner.rows`.
         here: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
@@ -107,7 +110,7 @@ def plan(
     Raises:
         ConfigError: the recipe does not fit that many ranks, or the architecture is not known here.
     """
-    recipe = load_recipe(recipe)
+    recipe = load_recipe(recipe, overrides)
     refuse_without_effect(recipe)
     ranks = planned_ranks(recipe) if ranks is None else ranks
     here = recipe.hardware in (None, AUTO, CPU) if here is None else here

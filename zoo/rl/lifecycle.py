@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel
+from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError
@@ -68,7 +69,14 @@ class OpenModel:
         ranks.engines.append(self)
 
     @classmethod
-    def open(cls, recipe: Recipe | str | Path, *, train: bool = True, beside: OpenModel | None = None) -> Self:
+    def open(
+        cls,
+        recipe: Recipe | str | Path,
+        overrides: Overrides = (),
+        *,
+        train: bool = True,
+        beside: OpenModel | None = None,
+    ) -> Self:
         """Start the process groups, build the recipe's model and load its weights. Every rank calls it.
 
         Args:
@@ -81,7 +89,7 @@ class OpenModel:
         Raises:
             UserError: the recipe cannot run on these ranks, another engine is open, or the weights do not fit.
         """
-        recipe = load_recipe(recipe)
+        recipe = load_recipe(recipe, overrides)
         refuse_without_effect(recipe)
         with preserve_process_state():
             import_core()

@@ -367,3 +367,26 @@ def test_a_tab_is_named() -> None:
     Path("my.yaml").write_text("base: llava_sft\ntrain:\n\tsteps: 5\n")
     with pytest.raises(ConfigError, match=r"my.yaml:3: .*begins with a tab: indent by spaces"):
         load_recipe("my.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings", "gone"),
+    [
+        (["learning_rate=2e-5", "--num-train-epochs=1"], {"train.lr": 2e-5, "train.epochs": 1}, ["1.0e-4", "0.0001"]),
+        (["train.lr=2e-5", "train.steps=7"], {"train.lr": 2e-5, "train.steps": 7}, ["train.epochs"]),
+        (["data.train=[{path: a.jsonl, weight: 1}]"], {"data.train": [{"path": "a.jsonl", "weight": 1}]}, ["mine"]),
+        (["model.init=Qwen/Qwen3-8B"], {"model.init": "Qwen/Qwen3-8B"}, ["qwen3_vl", "Qwen3-VL"]),
+        (["lora_rank=64", "run.dir=/tmp/x"], {"lora.rank": 64, "lora.alpha": 128, "run.dir": "/tmp/x"}, ["saves/x"]),
+    ],
+)
+def test_overrides_behind_a_foreign_file_replace_what_it_says(
+    overrides: list[str], settings: dict[str, Any], gone: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "their.yaml"
+    file.write_text(LLAMA_FACTORY, encoding="utf-8")
+    with pytest.raises(ConfigError, match="a file of LLaMA-Factory, and no recipe") as caught:
+        load_recipe(file, overrides)
+    answer = str(caught.value).partition("\n")[2]
+    command = dict(text.partition("=")[::2] for text in shlex.split(answer.splitlines()[0])[2:])
+    assert {key: read_yaml(command[key]) for key in settings} == settings
+    assert not any(text in answer for text in gone), answer

@@ -8,7 +8,7 @@ from support.recipes import NAME, error_of, write
 from zoo.config import compose
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.files import root_recipes
-from zoo.errors import UserError
+from zoo.errors import ConfigError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -177,3 +177,23 @@ def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
 def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
     arch = load_recipe(NAME, ["size=tiny", "model.arch.thinker_config.audio_config.dropout=0.1"]).model.arch
     assert arch["thinker_config"]["audio_config"]["dropout"] == 0.1
+
+
+@pytest.mark.parametrize("rows", ["rows.jsonl", "data/rows.csv", "/data/shard-000.tar", "a.parquet"])
+def test_a_file_of_rows_is_no_recipe(rows: str) -> None:
+    for name in (rows, Path(rows)):
+        with pytest.raises(ConfigError, match=f"recipe={rows}: a file of rows, and no recipe; .* data.train={rows}"):
+            load_recipe(name)
+    with pytest.raises(ConfigError, match=f"a file of rows is given as data.train={rows}"):
+        load_recipe("qwen3_vl_sft", [rows])
+
+
+def test_a_folder_or_a_list_in_the_place_of_a_recipe_says_what_it_may_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a folder; wanted a YAML file \(rows are named as data.train="):
+        load_recipe(tmp_path)
+    (tmp_path / "rows.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"found a list \(rows are named as data.train="):
+        load_recipe(tmp_path / "rows.json")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"a folder; wanted a YAML file \(weights are named as model.init="):
+        load_recipe(tmp_path)

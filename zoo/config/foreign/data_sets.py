@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zoo.config.layers.layer import ROWS_FILE
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.locate import is_hub_id
 from zoo.files import expanded
@@ -16,7 +17,6 @@ FORMS = {
     "alpaca": "alpaca", "sharegpt": "conversations", "chat_template": "", "openai": "", "chatml": "", "chat": "", "completion": "text", "pretraining": "text",
     "pretrain": "text", "instruction": "alpaca", "preference": "preference", "ranking": "preference", "dpo": "preference", "rm": "preference",
 }  # fmt: skip
-_FILE = re.compile(r".*\.(jsonl?|csv|tsv|parquet|txt|tar|arrow)", re.IGNORECASE)
 # Keys of axolotl that name columns -> zoo's name of the column.
 _COLUMNS = {
     "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected", "field": "text", "field_instruction": "instruction",
@@ -63,7 +63,7 @@ def read_sets(given: Any, folder: Any = None) -> Sets:
 def _of_name(name: str, listed: Mapping[str, Any]) -> Any:
     name = _SAMPLED.sub("", name)
     name = name.removeprefix("hf::").removeprefix("ms::").removeprefix("HF::").removeprefix("MS::")
-    if _FILE.fullmatch(name) or expanded(name).exists():
+    if ROWS_FILE.fullmatch(name) or expanded(name).exists():
         return name
     if name in listed:
         return listed[name]

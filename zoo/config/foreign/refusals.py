@@ -7,20 +7,23 @@ from typing import Any
 
 from zoo.config.entries import unknown_keys
 from zoo.config.files import as_path
-from zoo.config.foreign.programs import flattened, program_of
+from zoo.config.foreign.programs import flattened, leaf, program_of
 from zoo.config.foreign.translation import Load, translate
 from zoo.config.layers.foreign import foreign_hint
 from zoo.config.layers.layer import Edit, Layer
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.layers.tree import read_leaves, together
-from zoo.config.recipes.chain import FILE_KEYS
+from zoo.config.recipes.chain import CHOICES, FILE_KEYS
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
 
-def refuse_foreign_file(name_or_path: str, load: Load) -> None:
-    """ConfigError for a file that was written for another trainer, with the command that does the same here."""
+def refuse_foreign_file(name_or_path: str, load: Load, overrides: Layer) -> None:
+    """ConfigError for a file that was written for another trainer, with the command that does the same here.
+
+    The overrides behind the file, in zoo's names or in those of the trainer, replace what the file says.
+    """
     path = as_path(name_or_path)
     if path is None or not path.is_file():
         return
@@ -29,11 +32,17 @@ def refuse_foreign_file(name_or_path: str, load: Load) -> None:
     except (UnreadableError, OSError):
         return  # which reading it says
     program = program_of(tree) if isinstance(tree, dict) and all(isinstance(key, str) for key in tree) else None
-    if program is not None:
-        raise ConfigError(
-            f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n"
-            f"{translate(dict(flattened(tree)), load, program)}"
-        )
+    if program is None:
+        return
+    leaves, unknown = read_leaves(Recipe, overrides.tree)
+    own = {**dict(leaves), **{key: overrides.tree[key] for key in CHOICES if key in overrides.tree}}
+    own |= {edit.path: edit.value for edit in overrides.edits}
+    foreign = {wrong.key: wrong.value for wrong in unknown if wrong.key not in CHOICES}
+    names = {leaf(key) for key in foreign}
+    flat = {key: value for key, value in flattened(tree) if leaf(key) not in names} | foreign
+    raise ConfigError(
+        f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n{translate(flat, load, program, own=own)}"
+    )
 
 
 def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:

@@ -46,15 +46,27 @@ _EVAL_SETS = (
 )  # fmt: skip
 
 
-def translate(flat: Mapping[str, Any], load: Load, program: str = "", recipe: str | None = None) -> Translation:
+def translate(
+    flat: Mapping[str, Any],
+    load: Load,
+    program: str = "",
+    recipe: str | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> Translation:
     """The settings of another trainer, by dotted key, as zoo's.
 
     Args:
         load: resolves a recipe's name and overrides, and refuses keys without an effect.
         program: the trainer, where it is known: what it does by default is set, too.
         recipe: the recipe that the user has named; default: the one that fits the model and the method.
+        own: zoo's keys that the user has set beside them, which replace theirs.
     """
-    reader = Reader(flat, program, recipe)
+    own = own or {}
+    left = {key: value for key, value in flat.items() if not _stands_for_one_of(own, key)}
+    if "model.init" in own:  # which says what recipe fits
+        left["model_name_or_path"] = own["model.init"]
+    reader = Reader(left, program, recipe)
+    reader.found.settings |= own
     if recipe is None:
         reader.found.instead = _other_verb(reader)
     read_schedule(reader)
@@ -64,8 +76,17 @@ def translate(flat: Mapping[str, Any], load: Load, program: str = "", recipe: st
     read_choices(reader)
     for key, value in list(reader.left.items()):
         _read_other(reader.found, key, value)
+    reader.found.open = {key: text for key, text in reader.found.open.items() if key.partition("=")[0] not in own}
     _keep_those_with_effect(reader.found, load)
     return reader.found
+
+
+def _stands_for_one_of(own: Mapping[str, Any], key: str) -> bool:
+    """Whether a foreign key means nothing else than one of zoo's that the user has set."""
+    meaning = NAMES.get(foreign_name(key) or "")
+    stands_for = {_SAME.get(leaf(key), ""), *(meaning.keys if meaning is not None and len(meaning.keys) == 1 else ())}
+    lengths = {"train.steps", "train.epochs"}
+    return not stands_for.isdisjoint({*own, *(() if lengths.isdisjoint(own) else lengths)})
 
 
 def _other_verb(reader: Reader) -> str | None:

@@ -169,7 +169,10 @@ def show_value(value: Any) -> str:
         return f"[{', '.join(show_value(item) for item in value)}]"
     if isinstance(value, int) and value.bit_length() > 200:  # which Python may refuse to write out
         return f"a number of some {value.bit_length() * 3 // 10} digits"
-    return str(value)
+    try:
+        return str(value)
+    except (Exception, SystemExit):  # of a program's object
+        return f"an object of the type {type(value).__name__}"
 
 
 def shown_value(value: Any) -> str:

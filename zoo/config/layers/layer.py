@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from decimal import Decimal
+from enum import Enum
+from math import prod
+from numbers import Rational
 from typing import Any
 
 from zoo.config.layers.keys import shown_value
-from zoo.config.layers.reader import MOST_DEPTH, MOST_TEXT, UnreadableError, check_size, read_yaml
+from zoo.config.layers.reader import MOST_DEPTH, MOST_NODES, MOST_TEXT, UnreadableError, check_size, read_yaml
 from zoo.config.layers.section import given
-from zoo.errors import ConfigError, printable
+from zoo.errors import ConfigError, UserError, printable
+from zoo.user_code import calling
 
 _REFERENCE = re.compile(r"(\\*)\$\{([^{}]*)\}?")
 _DOLLAR = re.compile(r"(\\*)\$\{")
@@ -22,8 +29,11 @@ _VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
 _ENTRY = re.compile(r"([\w.]+)\[(\d{1,9})\]((?:\.\w+)*)")  # data.train[0].weight
 
 _LONGEST_KEY = 300  # characters
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_WANTED = "a text, a number, true, false, null, a list or a mapping"
+ROWS_FILE = re.compile(r".*\.(jsonl?|csv|tsv|parquet|txt|tar|arrow)", re.IGNORECASE)
 
-Overrides = Sequence[str] | Mapping[str, Any]
+Overrides = Sequence[str] | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,17 @@ def override_layer(overrides: Overrides) -> Layer:
     if isinstance(overrides, Mapping):
         if "recipe" in overrides:
             raise ConfigError("overrides: recipe: the recipe is named once, before its overrides")
-        return layer_of((key, plain_values(value)) for key, value in overrides.items())
+        return layer_of(plain_values(overrides).items())
     pairs = []
     for text in [overrides] if isinstance(overrides, str) else overrides:
         if not isinstance(text, str):
             raise ConfigError(f"{shown_value(text)}: an override is a text such as 'train.steps=100'")
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals or not key:
-            raise ConfigError(f"{printable(text, 200)}: an override is written key=value, such as train.steps=100")
+            rows = f"; a file of rows is given as data.train={text}" if ROWS_FILE.fullmatch(text) else ""
+            raise ConfigError(
+                f"{printable(text, 200)}: an override is written key=value, such as train.steps=100{rows}"
+            )
         if key == "recipe":
             raise ConfigError(f"{text}: the recipe is named once, before its overrides")
         pairs.append((key, parse_value(key, value)))
@@ -139,23 +152,67 @@ def parse_value(key: str, text: str) -> Any:
     return filled(parsed, key, "")
 
 
-def plain_values(value: Any) -> Any:
-    """A program's value as plain ones in which no text is a reference; a section as what its program has given of it."""
+def plain_values(value: object, *, whole: bool = False) -> Any:
+    """A program's value as what a file could hold, in which no text is a reference.
+
+    Scalars and arrays of torch and numpy, enums, paths, bytes, sets and fractions become numbers, texts and lists. A section becomes a
+    mapping of the keys that its program has given, of all if it is wanted `whole`.
+
+    Raises:
+        ConfigError: a value that stands for none of these; one sentence that names its key.
+    """
     try:
-        return escaped(_given_values(value))
+        with reading_objects():
+            return escaped(_plain(value, "", whole))
     except RecursionError:
         raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None
 
 
-def _given_values(value: Any) -> Any:
+@contextmanager
+def reading_objects(key: str = "a value of a recipe") -> Iterator[None]:
+    """Make one sentence of whatever a program's objects raise when they are read as values of a recipe."""
+    try:
+        with calling(key):
+            yield
+    except (UserError, RecursionError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: it can't be read ({type(error).__name__}); wanted {_WANTED}") from error
+
+
+def _plain(value: Any, key: str, whole: bool) -> Any:
+    if type(value) in _PLAIN_TYPES:
+        return value
+    if isinstance(value, Enum):
+        return _plain(value.value, key, whole)
+    if isinstance(value, str):
+        return str.__str__(value)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in fields(value) if item.name in given(value)]
-        return {name: _given_values(getattr(value, name)) for name in names}
+        value = {item.name: getattr(value, item.name) for item in fields(value) if whole or item.name in given(value)}
     if isinstance(value, Mapping):
-        return {name: _given_values(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_given_values(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+        mapping = {}
+        for name, item in value.items():
+            name = name.value if isinstance(name, Enum) else name
+            inner = f"{key}.{shown_value(name)}".lstrip(".")
+            if not isinstance(name, _PLAIN_TYPES):
+                raise ConfigError(f"{inner}: no such key; wanted a text such as train.lr")
+            with reading_objects(inner):
+                mapping[_plain(name, inner, whole)] = _plain(item, inner, whole)
+        return mapping
+    if isinstance(value, list | tuple | deque | KeysView | ValuesView):
+        return [_plain(item, key, whole) for item in value]
+    if isinstance(value, Set):
+        return [_plain(item, key, whole) for item in sorted(value, key=str)]
+    if isinstance(value, bytes | os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, Decimal | Rational):
+        number = float(value)
+        return int(number) if number.is_integer() and "." not in str(value) else number
+    if hasattr(value, "tolist") and prod(getattr(value, "shape", ())) <= MOST_NODES:  # of torch and numpy
+        return _plain(value.tolist(), key, whole)
+    raise ConfigError(
+        f"{key}={shown_value(value)}: the type {type(value).__name__} is no value of a recipe; wanted {_WANTED}"
+    )
 
 
 def escaped(value: Any) -> Any:
@@ -184,16 +241,16 @@ def filled(value: Any, key: str, where: str) -> Any:
                 f"{where}{key}: {printable(match[0], 100)}: no such reference; ${{oc.env:NAME}} is an environment "
                 r"variable, \${ a dollar and a brace"
             )
-        found = os.environ.get(variable[1], variable[2])
-        if found is None:
+        text = os.environ.get(variable[1], variable[2])
+        if text is None:
             raise ConfigError(
                 f"{where}{key}: the environment variable {variable[1]} is not set; set it, or give a value for "
                 f"that case: ${{oc.env:{variable[1]},VALUE}}"
             )
-        left -= len(found)
+        left -= len(text)
         if left < 0:
             raise ConfigError(f"{where}{key}: over {MOST_TEXT:,} characters with its environment variables")
-        return kept + found
+        return kept + text
 
     return _texts(value, lambda text: _escaped(_REFERENCE.sub(fill, text)))
 

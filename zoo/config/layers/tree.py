@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.layers.foreign import foreign_hint
 from zoo.config.layers.keys import Key, choices_of, keys, sections, shown_value, unknown_hint
-from zoo.config.layers.layer import Edit, Layer, escaped, layer_of, merge_into, nested
+from zoo.config.layers.layer import Edit, Layer, layer_of, merge_into, nested, plain_values
 from zoo.errors import ConfigError, printable
 
 _MOST_PROBLEMS = 60  # unknown keys that are looked at
@@ -222,9 +222,9 @@ def to_values(tree: DictConfig) -> Any:
 def replaced[S](values: S, changes: Mapping[str, Any]) -> S:
     """A copy of a dataclass with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
     tree = schema_tree(type(values))
-    apply(tree, layer_of(_plain(values).items()))
+    apply(tree, layer_of(plain_values(values, whole=True).items()))
     for key, value in changes.items():
-        apply(tree, layer_of([(key, _plain(value))]))
+        apply(tree, layer_of(plain_values({key: value}, whole=True).items()))
     result = to_values(tree)
     assert isinstance(result, type(values))
     return result
@@ -235,7 +235,7 @@ def changed_keys(values: Any, changes: Mapping[str, Any]) -> frozenset[str]:
     found: set[str] = set()
     before = values_of(values)
     for key, value in changes.items():
-        layer = layer_of([(key, _plain(value))])
+        layer = layer_of(plain_values({key: value}, whole=True).items())
         leaves = leaves_of(type(values), layer.tree)
         found |= {name for name, new in leaves if not is_dataclass(value) or new != before[name]}
         found |= {edit.key for edit in layer.edits}
@@ -246,11 +246,3 @@ def values_of(values: Any) -> dict[str, Any]:
     """Every key of a dataclass of dataclasses with its value."""
     schema: type = type(values)
     return {key: attrgetter(key)(values) for key in keys(schema)}
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, in which no text is a reference."""
-    try:
-        return escaped(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
-    except RecursionError:
-        raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None

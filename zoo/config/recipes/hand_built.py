@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from zoo.config.entries import split_objects
-from zoo.config.layers.layer import Layer, Overrides, layer_of, override_layer, plain_values
+from zoo.config.layers.layer import Layer, Overrides, layer_of, override_layer, plain_values, reading_objects
 from zoo.config.recipes.chain import Chain, base_chain, on_program
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
@@ -26,7 +26,7 @@ def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, lis
     said = {key: attrgetter(key)(recipe) for key in recipe.set_by_user if key != "recipe"}
     plain, objects = split_objects(said)
     rows = {f"data.{name}": entries for name, entries in objects.items()}
-    own = layer_of((key, plain_values(value)) for key, value in {**plain, **{key: [] for key in rows}}.items())
+    own = layer_of(plain_values({**plain, **{key: [] for key in rows}}).items())
     is_label = recipe.recipe == Recipe.recipe or (
         bool(recipe.model.family) and recipe.recipe not in recipe_names() and "/" not in recipe.recipe
     )
@@ -40,7 +40,8 @@ def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[Any]]]:
     """Overrides as a layer, with an empty list in the place of rows as objects, and these by key."""
     if not isinstance(overrides, Mapping):
         return override_layer(overrides), {}
-    plain, objects = split_objects(overrides)
+    with reading_objects():
+        plain, objects = split_objects(overrides)
     rows = {f"data.{name}": entries for name, entries in objects.items()}
     return override_layer({**plain, **{key: [] for key in rows}}), rows
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from zoo.config.entries import object_entries, split_objects
 from zoo.config.layers.keys import ALWAYS, number, setting, shown_value, unknown_hint
+from zoo.config.layers.layer import reading_objects
 from zoo.config.layers.section import given as given_names
 from zoo.config.layers.section import is_whole, section
 from zoo.config.layers.tree import changed_keys, replaced
@@ -111,7 +112,8 @@ class Recipe:
             ConfigError: a key that there is not, or a value that is none of its kind.
         """
         named_changes = {name.replace("__", "."): value for name, value in more.items()}  # data__train=rows
-        plain, objects = split_objects({**(changes or {}), **named_changes})
+        with reading_objects():
+            plain, objects = split_objects({**(changes or {}), **named_changes})
         names = ("train", "eval")
         held = {name: object_entries(getattr(self.data, name), f"data.{name}") for name in names}
         held = {name: entries for name, entries in held.items() if entries}
