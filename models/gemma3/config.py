@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 from zoo.errors import UserError
-from zoo.nn.windowed import WindowedConfig
+from zoo.nn.family import WindowedConfig
 from zoo.packing.cost import TowerCost
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.nn.windowed import WindowedConfig
+from zoo.nn.family import WindowedConfig
 
 
 class Gemma3TextConfig(WindowedConfig):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from zoo.errors import UserError
 from zoo.nn.decoder.config import FullHeads
-from zoo.nn.windowed import WindowedConfig
+from zoo.nn.family import WindowedConfig
 from zoo.packing.cost import TowerCost
 
 UNBUILT = {  # a key of the decoder, the value that is built, and what another one asks for

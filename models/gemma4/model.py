@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from zoo.nn.family import FamilyConfig
 from zoo.nn.inputs import Encoded
 from zoo.nn.vision_language import TileModel
-from zoo.packing.index import host_to_device
+from zoo.packing.index import cpu_to_device
 
 
 class Gemma4Model(TileModel):
@@ -42,7 +42,7 @@ class Gemma4Model(TileModel):
         if "pixel_values" not in media:
             return {}
         grids = media["image_grids"].tolist()  # on the host
-        pixels, places = media["pixel_values"], host_to_device(_places(grids), media["pixel_values"].device)
+        pixels, places = media["pixel_values"], cpu_to_device(_places(grids), media["pixel_values"].device)
         patches = pixels.split([high * wide for high, wide in grids])
         seen = self.vision(pad_sequence(patches, batch_first=True), pixel_position_ids=places)
         return {"vision": Encoded(self.projector(seen.last_hidden_state))}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as hf
 
-from zoo.packing.index import host_to_device
+from zoo.packing.index import cpu_to_device
 
 
 class AudioTower(hf.Qwen2_5OmniAudioEncoder):
@@ -32,7 +32,7 @@ class AudioTower(hf.Qwen2_5OmniAudioEncoder):
         seen = super().forward(
             padded_feature=padded.transpose(1, 2),
             max_seqlen=int(offsets.diff().max()),
-            **{name: host_to_device(x, features.device) for name, x in worked_out.items()},
+            **{name: cpu_to_device(x, features.device) for name, x in worked_out.items()},
         )
         out: Tensor = seen.last_hidden_state
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zoo.nn.family import FamilyConfig, tower_config
-from zoo.nn.omni import OmniModel
+from zoo.nn.vision_language import OmniModel
 
 
 class Qwen3OmniModel(OmniModel):

@@ -6,7 +6,7 @@ from support.on_gpu import ON_GPU
 from torch import Tensor
 
 from zoo.nn.decoder.experts.exchange import Permutation
-from zoo.nn.decoder.experts.grouped import Rows, grouped_product, lora_product
+from zoo.nn.decoder.experts.grouped import GroupedRows, grouped_product, lora_product
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 BOUND = 8e-3  # bf16 rounds by 2^-9; the second product's input is rounded, too
@@ -41,10 +41,13 @@ def test_products_of_experts(
     scores = torch.rand(tokens, experts) - (torch.arange(experts) % 3 == 1) * 2.0
     scores[:, -1] -= 0.9
     chosen = scores.topk(topk, dim=1).indices.to(DEVICE)
-    permutation = Permutation.of(chosen, experts, None)
+    permutation = Permutation.from_choices(chosen, experts, None)
     x, first, second = made(tokens, hidden), made(experts, 2 * width, hidden, scale=hidden**-0.5), made(experts, hidden, 2 * width, scale=width**-0.5)  # fmt: skip
     sums = [None if dtype is None else torch.zeros_like(w, dtype=dtype) for w in (first, second)]
-    there, back = Rows(permutation.bounds, taken=permutation), Rows(permutation.bounds, summed=permutation)
+    there, back = (
+        GroupedRows(permutation.bounds, taken=permutation),
+        GroupedRows(permutation.bounds, summed=permutation),
+    )
     grad = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     for _ in range(2):  # the second pass adds to what the first one left
         out = grouped_product(grouped_product(x, first, there, total=sums[0]), second, back, total=sums[1])
@@ -64,10 +67,10 @@ def test_products_of_experts(
 def test_adapted_products_of_experts() -> None:
     torch.manual_seed(0)
     chosen = torch.rand(500, 8).topk(2, dim=1).indices.to(DEVICE)
-    permutation = Permutation.of(chosen, 8, None)
+    permutation = Permutation.from_choices(chosen, 8, None)
     x, weight = made(500, 256), made(8, 256, 256, scale=1 / 16).detach()
     a, b = made(8, 16, 256, scale=1 / 16), made(8, 256, 16, scale=1 / 4)
-    both = Rows(permutation.bounds, taken=permutation, summed=permutation)
+    both = GroupedRows(permutation.bounds, taken=permutation, summed=permutation)
     out = lora_product(x, weight, a, b, 0.5, both)
     grad = torch.randn_like(out)
     plain = [one.detach().double().requires_grad_() for one in (x, a, b)]

@@ -77,12 +77,12 @@ def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
     from zoo.model.graphs import use_graphs
     from zoo.model.lora import seed_dropout
     from zoo.nn.graphs import random
-    from zoo.nn.graphs.row import size_of
+    from zoo.nn.graphs.row import static_tokens
 
     stack, adapters = STACKS[name], ("lora.rank=8", "lora.parts=[language]", "lora.dropout=0.3")
     zoo = _load(stack, stack.write(tmp_path / "model"), here, *adapters)
     samples = [example.sample for example in stack.examples(zoo.assembly.processor).values()]
-    size = size_of(sum(len(one.input_ids) for one in samples))
+    size = static_tokens(sum(len(one.input_ids) for one in samples))
     seed_dropout(zoo.recipe, 3, here)
     with random.inside():
         plain = [zoo.gradients([packed_batch(samples)], 1, pad_to=size) for _ in range(2)]

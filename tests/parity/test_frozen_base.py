@@ -65,7 +65,7 @@ def test_it_is_the_model_of_its_dense_weights(recipe: str, tmp_path: Path) -> No
         with torch.no_grad():
             for name, parameter in model_parameters([plain.model]):
                 if name in codes:
-                    dense = Quantised.of(parameter).dense()
+                    dense = Quantised.from_weight(parameter).dense()
                     assert 0 < float((dense - parameter).norm() / parameter.norm()) < WEIGHTS, name
                     parameter.copy_(dense)
         loss, found = gradients(held, samples)

@@ -18,7 +18,7 @@ from zoo.config.compose import about
 from zoo.model.graphs import release_graphs, use_graphs
 from zoo.model.lora import seed_dropout
 from zoo.nn.graphs import random
-from zoo.nn.graphs.row import size_of
+from zoo.nn.graphs.row import static_tokens
 
 # Decoders without experts. A row of gemma3 or gemma4 with an image, whose tokens see one another both ways, is not captured.
 DENSE = ("qwen3_vl", "qwen35_vl", "llava onevision", "internvl", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4")  # fmt: skip
@@ -128,7 +128,7 @@ def _block_in_graphs(block: Any, states: Any, cu_seqlens: Any, position_embeddin
     graphs = towers._graphs(block, states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _plain_block(block, states, cu_seqlens, position_embeddings, **further)
-    return graphs.go_on(block.place, states)
+    return graphs.replay(block.place, states)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])
@@ -140,7 +140,7 @@ def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
     go_by_lengths(monkeypatch)
     graphs, recipe = zoo.model.decoder.graphs, zoo.recipe
     # Masks are of as many tokens with graphs and without.
-    size = size_of(sum(len(one.input_ids) for one in samples))
+    size = static_tokens(sum(len(one.input_ids) for one in samples))
     zoo.model.decoder.graphs = None  # type: ignore[assignment, union-attr]
     seed_dropout(recipe, 3, cpu_world)
     with random.inside():

@@ -36,9 +36,9 @@ from zoo.nn.kernels.experts import (
     take,
     top,
 )
-from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
+from zoo.nn.kernels.launch import column_sums
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
@@ -121,7 +121,7 @@ def main() -> dict[str, int | str]:
     both_ways(gated, *((TOKENS, 2048),) * 2)
     for width in (1024, 4304):
         column_sums(torch.zeros(TOKENS, width).bfloat16())
-    permutation = Permutation.of(positions[:, None] % 128, 128, TOKENS)
+    permutation = Permutation.from_choices(positions[:, None] % 128, 128, TOKENS)
     gather_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.tokens)
     sum_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.places)
     for chosen, experts in (

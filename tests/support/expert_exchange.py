@@ -57,7 +57,7 @@ class Experts(torch.nn.Module):
         assert permutation is not None
         self.free_sms.append(free_sms)
         self.rows = len(permutation.tokens)
-        taken, summed = grouped.Rows(bounds, taken=permutation), grouped.Rows(bounds, summed=permutation)
+        taken, summed = grouped.GroupedRows(bounds, taken=permutation), grouped.GroupedRows(bounds, summed=permutation)
         out = grouped.grouped_product(hidden, self.weight, taken, later=later)
         same = torch.eye(WIDTH).expand_as(self.weight)
         return grouped.grouped_product(out * weights.unsqueeze(1) / self.shares, same, summed), None
@@ -90,9 +90,9 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool, most
         weights.requires_grad_()
         ranks = count, dist.group.WORLD, shares
         exchange = (
-            ExchangeWithAll.of(len(hidden), *ranks, hidden.device, most)
+            ExchangeWithAll.from_count(len(hidden), *ranks, hidden.device, most)
             if to_all
-            else ExchangeByChoice.of(chosen, *ranks)
+            else ExchangeByChoice.from_choices(chosen, *ranks)
         )
         planned, done[:] = list(done), []
         dispatch = Dispatch.begin(experts, hidden, weights, chosen, exchange)

@@ -25,9 +25,9 @@ from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import add_lowrank
-from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
+from zoo.nn.kernels.launch import column_sums
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
@@ -191,7 +191,7 @@ def permutation_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Per
     """Permutation of tokens for the first `here` experts, and how many these are."""
     chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices.clamp(max=here)
     count = int((chosen < here).sum())
-    return Permutation.of(chosen, here, count), count
+    return Permutation.from_choices(chosen, here, count), count
 
 
 def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, share: float | None) -> float:

@@ -23,12 +23,12 @@ from support.rows import make_examples
 from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
+from zoo.nn import head
 from zoo.nn.decoder import mlp, norm
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, rotary, self_attention
-from zoo.nn.head import tokens
 from zoo.nn.towers import attention as tower_attention
 
-MODULES: tuple[Any, ...] = (self_attention, delta_inputs, gated_delta_net, mlp, norm, rotary, tokens, tower_attention)
+MODULES: tuple[Any, ...] = (self_attention, delta_inputs, gated_delta_net, mlp, norm, rotary, head, tower_attention)
 
 
 def segments(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, *, causal: bool) -> Tensor:

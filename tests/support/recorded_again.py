@@ -19,7 +19,7 @@ class RecordedAgain(Recorder):
     records = 0
     released = False
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         return True
 
     @contextmanager

@@ -63,7 +63,13 @@ INNER = {
     "logging": {"callbacks": "result run_log"},
     "tools": {"inspection": "", "runs": ""},
     "data": {"sources": "", "media": "sources", "processors": "sources media", "loading": "sources media processors"},
-    "nn": {"kernels": "", "adamw": "", "graphs": "", "decoder": "kernels graphs", "towers": "kernels graphs decoder"},
+    "nn": {
+        "kernels": "autograd",
+        "adamw": "",
+        "graphs": "autograd",
+        "decoder": "kernels graphs autograd",
+        "towers": "kernels graphs decoder autograd",
+    },
 }
 OPEN_TO_ALL = {"types", "errors", "files", "records", "packages", "user_code", "config"}
 

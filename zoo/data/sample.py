@@ -119,7 +119,7 @@ class MicroBatch:
         kl: () float32, of labelled answers the divergence from the reference over the whole step.
         step_weight: sum of `loss_weight` over the step's micro-batches on all data-parallel ranks; None where the host doesn't know it.
         most_tokens: `total` of the largest among the micro-batches that data-parallel ranks train on at the same time; None where the host doesn't know it.
-        teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
+        teaching: what a teacher says of this rank's labels (`zoo.nn.head.DistillationInputs`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: what a teacher on disk says of all labels, on the host.
         spare: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.

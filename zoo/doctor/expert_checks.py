@@ -13,7 +13,7 @@ from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.experts import hopper, products
-from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, room, sum_rows, take
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, max_choices, sum_rows, take
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.nn.decoder.experts.router import loads, top
 
@@ -92,8 +92,8 @@ def _experts(subject: Subject) -> Iterator[Check]:
         every = torch.arange(experts + 1).repeat_interleave(torch.tensor([*counts, tokens * topk - here]))
         chosen = every[torch.randperm(len(every))].view(tokens, topk).to(subject.device)
         given = {"x": randn(subject, tokens, hidden), "probs": torch.rand(tokens, topk, device=subject.device)}
-        ahead = module.leaves_room(given["x"], room(chosen, experts))
-        permutation = Permutation.of(chosen, experts, None, ahead=ahead)
+        ahead = module.leaves_room(given["x"], max_choices(chosen, experts))
+        permutation = Permutation.from_choices(chosen, experts, None, ahead=ahead)
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
             factors = _Taken.apply(probs, permutation)
@@ -135,7 +135,7 @@ class _Taken(torch.autograd.Function):
 def _kernel(module: GroupedExperts, rows: int) -> str:
     """The library that multiplies so many rows."""
     weights = module.weight1, module.weight2
-    if all(hopper.takes(weight[0], weight, rows) for weight in weights):
+    if all(hopper.supports(weight[0], weight, rows) for weight in weights):
         return "quack"
     return "grouped_mm" if all(products.grouped(weight[0], weight) for weight in weights) else "torch"
 
@@ -152,7 +152,7 @@ def _permutation(subject: Subject) -> Iterator[Check]:
         every = torch.rand(rows, 2 * experts, device=subject.device)
         chosen = every.topk(topk, dim=1).indices.clamp(max=experts)
         count = int((chosen < experts).sum())
-        permutation = Permutation.of(chosen, experts, count)
+        permutation = Permutation.from_choices(chosen, experts, count)
         factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
         here = (chosen < experts).flatten().nonzero().flatten()
         order = here[chosen.flatten()[here].argsort(stable=True)]

@@ -59,7 +59,7 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
             params_dtype=torch.bfloat16,
         )
         core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
-        params = SeqParams.of(layout)
+        params = SeqParams.from_layout(layout)
         shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
         given = {
             name: torch.randn(layout.total, count, width, device=layout.cu_seqlens.device, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.attention.self_attention import SelfAttention, attention_window
 from zoo.nn.decoder.config import FullHeads
-from zoo.nn.inputs import Stage
+from zoo.nn.inputs import Stage, Vocabulary
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 from zoo.registry import get_family
@@ -91,7 +91,7 @@ def make_subject(recipe: Recipe, whole: Any, device: torch.device) -> Subject:
     torch.manual_seed(0)
     model = MultimodalModel(
         local,
-        vocab_size=-(-whole.vocab_size // recipe.parallel.tp),
+        vocabulary=Vocabulary(-(-whole.vocabulary.size // recipe.parallel.tp)),
         rotary=rotary,
         backend=recipe.engine.backend,
         stage=Stage(first=False, last=True),

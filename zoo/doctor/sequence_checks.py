@@ -28,7 +28,7 @@ from zoo.nn.decoder.attention.delta_inputs import delta_rule_inputs
 from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
+from zoo.packing.spans import BidirectionalSpans
 
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
 
@@ -83,7 +83,7 @@ def _windowed_attention(subject: Subject, module: Any) -> Trial:
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
     middles = [(start + (stop - start) // 2, (stop - start) // 4) for start, stop in spans(layout)]
     runs = tuple((first, first + min(256, count)) for first, count in middles if count)
-    params = SeqParams.of(layout, None, Blocks(runs))
+    params = SeqParams.from_layout(layout, None, BidirectionalSpans(runs))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)
@@ -119,7 +119,7 @@ def _packed_attention(subject: Subject, module: Any) -> Trial:
     heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
-    params = SeqParams.of(layout)
+    params = SeqParams.from_layout(layout)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)

@@ -221,7 +221,7 @@ def _output_gate(subject: Subject) -> Check:
 
 def _loss(subject: Subject) -> Check:
     layout = row_layout(subject)
-    hidden, vocab = subject.config.hidden_size, subject.model.vocab_size
+    hidden, vocab = subject.config.hidden_size, subject.model.vocabulary.size
     rows = torch.arange(0, layout.total, 4, device=subject.device)  # a quarter has labels
 
     def prepare() -> Trial:

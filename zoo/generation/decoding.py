@@ -122,7 +122,7 @@ class Decoding:
         """One token of each sequence, padded to a multiple of `align`."""
         count = len(tokens)
         layout = PackedLayout.from_lengths([1] * count, 1, -(-count // self.align) * self.align)
-        params = SeqParams.of(layout.to(place.device))
+        params = SeqParams.from_layout(layout.to(place.device))
         params.cache = cache
         padding = layout.total - count
         ids = torch.tensor([*tokens, *[self.assembly.processor.pad_id] * padding])[None].to(place.device)

@@ -27,8 +27,8 @@ from zoo.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.model.served_processor import ServedProcessor
 from zoo.model.vocabulary import with_rows_for_all
 from zoo.nn.flops import model_cost
+from zoo.nn.fp32 import hold_in_fp32
 from zoo.nn.inputs import Stage
-from zoo.nn.wide import hold_in_fp32
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zoo.config.locate import Place
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
-from zoo.nn.family import FamilyConfig, rows_of
+from zoo.nn.family import FamilyConfig, vocabulary_rows
 
 if TYPE_CHECKING:
     from zoo.data.processors.processor import Processor
@@ -27,7 +27,7 @@ def with_rows_for_all(
     beyond = ids_beyond(processor, rows, recipe.data.special_tokens)
     if not beyond:
         return config, source
-    needed = rows_of(processor.tokenizer)
+    needed = vocabulary_rows(processor.tokenizer)
     if recipe.model.resize_embeddings and source.kind != "run":
         return config.with_vocabulary(needed), replace(source, grown_from=rows)
     names = ", ".join(printable(repr(text), 60) for text in list(beyond)[:3])

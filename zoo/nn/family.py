@@ -93,7 +93,7 @@ class FamilyConfig:
 
         Raises UserError where the vocabulary is too small for that tokenizer.
         """
-        needed, there = rows_of(processor.tokenizer), self.text.vocab_size
+        needed, there = vocabulary_rows(processor.tokenizer), self.text.vocab_size
         if needed > there:
             raise UserError(f"{self.text_prefix}vocab_size is {there}, the tokenizer has {needed} tokens; raise it")
         arch = self.hf.to_dict()
@@ -221,7 +221,7 @@ class FamilyConfig:
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0
 
 
-def rows_of(tokenizer: Any) -> int:
+def vocabulary_rows(tokenizer: Any) -> int:
     """Rows of an embedding that has one for every id of the tokenizer: ids may leave some out."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
@@ -253,6 +253,38 @@ class OmniConfig(FamilyConfig):
     def audio_tokens(self, frames: int) -> int:
         """Embeddings that the audio tower makes of a clip of so many mel frames."""
         raise NotImplementedError
+
+
+class WindowedConfig(FamilyConfig):
+    """A decoder with sliding and full layers, each kind with its rotary embedding (Gemma 3 and later); norms and embeddings are Gemma's."""
+
+    sliding: ClassVar[bool] = True
+    traits: ClassVar[tuple[str, ...]] = ("qk_norm", "zero_centered", "sandwich_norms")
+
+    @property
+    def rotary(self) -> RotaryShape:
+        """The angles of layers that see all earlier tokens."""
+        return _shape(self.text.rope_parameters["full_attention"])
+
+    @property
+    def local_rotary(self) -> RotaryShape:
+        """The angles of layers that see a window."""
+        return _shape(self.text.rope_parameters["sliding_attention"])
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of tokens' embeddings."""
+        return float(self.text.hidden_size) ** 0.5
+
+
+def _shape(rope: Any) -> RotaryShape:
+    if rope.get("rope_type") == "proportional":
+        fraction = float(rope.get("partial_rotary_factor", 1.0))
+        return RotaryShape(
+            float(rope["rope_theta"]), fraction=fraction, factor=float(rope.get("factor", 1.0)), whole=True
+        )
+    linear = rope.get("rope_type") == "linear"
+    return RotaryShape(float(rope["rope_theta"]), factor=float(rope["factor"]) if linear else 1.0)
 
 
 def tower_config(part: Any) -> Any:

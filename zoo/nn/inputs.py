@@ -11,10 +11,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.decoder.label_balancing import LabelExchange
-from zoo.nn.decoder.mtp import Ahead
-from zoo.nn.head.distillation import Teaching, TopK
-from zoo.packing.index import host_to_device
+from zoo.nn.head import DistillationInputs, LabelExchange, TopK
+from zoo.packing.index import cpu_to_device
+
+type Media = Mapping[str, Any]
+"""A batch's media by the names of the processor's tensors; of what the step worked out for towers, some values are ints."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The embedding and the head of a model."""
+
+    size: int  # tokens
+    tied: bool = False  # embedding and head share their weight
+    embedding_scale: float = 1.0  # factor of tokens' embeddings
+    logit_softcap: float | None = None  # c of c tanh(logits / c)
+    scores: bool = False  # a `score` of an answer's last state in the place of the vocabulary's head
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,18 @@ class Encoded:
 
 
 @dataclass(frozen=True)
+class MTPInputs:
+    """What depth k of multi-token prediction reads and predicts on this rank; `zoo.nn.decoder.mtp` shows an example."""
+
+    input_ids: Tensor  # (B, T) int64 ids of tokens t+k, 0 where there is none
+    padding_mask: Tensor  # (B, T) bool, True on padding and where there is no token t+k
+    placements: Mapping[str, Placement]  # tower name -> rows whose token t+k is of a medium
+    label_rows: Tensor  # (M,) int64 rows whose token t+k+1 has a label
+    targets: Tensor  # (N,) int64 that token, of each state after the exchange if there is one
+    label_exchange: LabelExchange | None = None  # brings the states of label_rows to the ranks of their targets
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """One call's tensors on this rank, after packing and the context-parallel split."""
 
@@ -51,7 +75,7 @@ class ModelInputs:
     padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
     seq_params: PackedSeqParams | None  # layout of the packed row; None for a padded batch
     # Media that this rank encodes, sizes on the host, and what `PackedStep.tower_inputs` worked out for their towers.
-    media: Mapping[str, Any] = field(default_factory=dict)
+    media: Media = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (M,) int64 rows that predict a label; None: all rows
@@ -63,10 +87,10 @@ class ModelInputs:
     # The logits of targets are divided by it before anything else: a number, or (N,) on the device.
     temperature: float | Tensor = 1.0
     entropy: bool = False  # also the entropy of what predicts each target
-    teaching: Teaching | None = None  # of the targets: also the divergence from it
+    distillation: DistillationInputs | None = None  # of the targets: also the divergence from the teacher
     top: TopK | None = None  # the most likely tokens where targets stand, instead of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
-    ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
+    mtp: tuple[MTPInputs, ...] = ()  # what each depth of multi-token prediction reads and predicts
     # B T of the data-parallel rank that has most; None: ranks that exchange tokens of experts ask one another, for which the host waits.
     most_tokens: int | None = None
 
@@ -85,7 +109,7 @@ class RotaryShape:
 
 def on_device_of(index: Tensor, like: Tensor) -> Tensor:
     """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
-    return index if index.device == like.device else host_to_device(index, like.device)
+    return index if index.device == like.device else cpu_to_device(index, like.device)
 
 
 def put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -36,15 +38,33 @@ from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
-from zoo.nn.decoder.label_balancing import LabelExchange
 from zoo.nn.decoder.mtp import MultiTokenPrediction
-from zoo.nn.head.distillation import divergence, top_tokens
-from zoo.nn.head.entropy import entropy
-from zoo.nn.head.score import ScoreHead
-from zoo.nn.head.tokens import at_temperature, clear_padding, cross_entropy, most_likely, without_padding
-from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage, media_rows, on_device_of, put_rows
-from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
-from zoo.nn.wide import as_held
+from zoo.nn.fp32 import as_held
+from zoo.nn.head import (
+    LabelExchange,
+    ScoreHead,
+    at_temperature,
+    clear_padding,
+    cross_entropy,
+    divergence,
+    entropy,
+    most_likely,
+    top_tokens,
+    without_padding,
+)  # fmt: skip
+from zoo.nn.inputs import (
+    Encoded,
+    Media,
+    ModelInputs,
+    Placement,
+    RotaryShape,
+    Stage,
+    Vocabulary,
+    media_rows,
+    on_device_of,
+    put_rows,
+)  # fmt: skip
+from zoo.nn.towers.gather import GatherEncoded
 
 
 class MultimodalModel(LanguageModule):
@@ -54,130 +74,113 @@ class MultimodalModel(LanguageModule):
         self,
         config: TransformerConfig,
         *,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         rotary: RotaryShape,
         backend: str,
         stage: Stage,
         towers: Mapping[str, torch.nn.Module],
-        tied: bool = False,
         deepstack_layers: Mapping[str, int] | None = None,
         local_rotary: RotaryShape | None = None,
-        embedding_scale: float = 1.0,
-        logit_softcap: float | None = None,
-        scores: bool = False,
     ) -> None:
-        """`towers` are kept as attributes under their names, on the first stage only.
+        """Build the modules of a stage.
 
-        `deepstack_layers`: by the name of a tower, decoder layers that its features are added after; one tower may have
-        any. ValueError for more. `local_rotary`: of layers that see a window, where these have their own; `embedding_scale`:
-        factor of tokens' embeddings; `logit_softcap`: c of c tanh(logits / c). `scores`: the model has a `score` of an answer's
-        last state in the place of the vocabulary's head.
+        Args:
+            towers: kept as attributes under their names, on the first stage only.
+            deepstack_layers: by the name of a tower, decoder layers that its features are added after; ValueError for two towers.
+            local_rotary: of layers that see a window, where these have their own.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
         track_layers(config)
-        self.model_type = ModelType.encoder_or_decoder
+        self.model_type, self.groups = ModelType.encoder_or_decoder, groups
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
-        self.scores = scores
-        self.share_embeddings_and_output_weights = tied and not scores
-        # mcore's name: the embedding is here too
+        # mcore's names; with multi-token prediction the embedding is on the last stage, too
         self.mtp_process = stage.last and bool(config.mtp_num_layers)
+        self.share_embeddings_and_output_weights = vocabulary.tied and not vocabulary.scores
         self.deepstack_layers = {name: n for name, n in (deepstack_layers or {}).items() if n}
         if len(named := sorted(self.deepstack_layers)) > 1:
             raise ValueError(f"deepstack_layers names {named}; one tower may have deepstack")
-        self.vocab_size = vocab_size
-        rows = -(-vocab_size // groups.tp.size())  # of this rank; the last ranks' are padded
-        self.local_vocab = max(0, min(rows, vocab_size - rows * groups.tp.rank()))
+        self.vocabulary = vocabulary
+        rows = -(-vocabulary.size // groups.tp.size())  # of this rank; the last ranks' are padded
+        self.local_vocab = max(0, min(rows, vocabulary.size - rows * groups.tp.rank()))
         self.input_tensor: Tensor | None = None
-        assert config.kv_channels is not None
         full: FullHeads | None = getattr(config, "full_heads", None)
-        self.rotary = Rotary.of(full.width if full else config.kv_channels, rotary)
-        self.local_rotary = None if local_rotary is None else Rotary.of(config.kv_channels, local_rotary)
-        self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.groups = groups
+        self.rotary = Rotary.from_shape(full.width if full else config.kv_channels, rotary)
+        self.local_rotary = None if local_rotary is None else Rotary.from_shape(config.kv_channels, local_rotary)
+        rows *= groups.tp.size()
         if stage.first or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
-                vocab_size=rows * groups.tp.size(),
+                vocab_size=rows,
                 max_sequence_length=0,
                 position_embedding_type="none",
                 scatter_to_sequence_parallel=False,  # media are placed first
                 tp_group=groups.tp,
             )
-        if stage.first:
-            for name, tower in towers.items():
-                self.add_module(name, tower)
-                if groups.tp.size() > 1:
-                    sum_over_tensor_parallel(tower)
-        self.decoder = self._make_decoder(config, backend, stage, groups)
-        if stage.last and scores:
+        for name, tower in towers.items() if stage.first else ():
+            self.add_module(name, tower)
+            for parameter in tower.parameters() if groups.tp.size() > 1 else ():
+                setattr(parameter, "average_gradients_across_tp_domain", True)  # noqa: B010  # mcore sums: each rank encodes other media
+        self._build_layers(stage, get_backend(backend, config), rows)
+        if stage.first or stage.last:
+            clear_padding(self, self.local_vocab)
+            self.setup_embeddings_and_output_layer()
+
+    def _build_layers(self, stage: Stage, provider: BackendSpecProvider, rows: int) -> None:
+        """The decoder, then on the last stage the head of `rows` tokens over all ranks, and multi-token prediction."""
+        config, groups, (sparse, linear) = self.config, self.groups, _layer_kinds(self.config)
+        first = get_transformer_layer_offset(config, stage.vp_stage)
+        layers = [
+            decoder_layer(config, provider, experts=bool(sparse[i]), linear=bool(linear[i]))
+            for i in range(first, first + get_num_layers_to_build(config, stage.vp_stage))
+        ]
+        self.decoder = Decoder(
+            config,
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True)),
+            pre_process=stage.first,
+            post_process=stage.last,
+            pg_collection=groups,
+            vp_stage=stage.vp_stage,
+        )
+        if stage.last and self.vocabulary.scores:
             self.score = ScoreHead(config)
         elif stage.last:
             head_config = copy.copy(config)
             head_config.sequence_parallel = False  # rows are gathered, then only labelled ones kept
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
-                rows * groups.tp.size(),
+                rows,
                 config=head_config,
                 init_method=config.init_method,
                 bias=False,
                 gather_output=False,
-                skip_weight_param_allocation=tied and (stage.first or self.mtp_process),
+                skip_weight_param_allocation=self.vocabulary.tied and (stage.first or self.mtp_process),
                 tp_group=groups.tp,
             )
         if self.mtp_process:
-            # Not `mtp`: megatron-core's schedules look inside what has that name.
-            self.multi_token = self._make_mtp(config, backend, groups)
-        if stage.first or stage.last:
-            clear_padding(self, self.local_vocab)
-            self.setup_embeddings_and_output_layer()
+            # Softmax attention, with experts where the last layer has them. Not `mtp`: mcore's schedules look inside that.
+            layer = decoder_layer(config, provider, experts=bool(sparse[-1]))
+            self.multi_token = MultiTokenPrediction(config, provider, layer, groups)
 
-    @staticmethod
-    def _make_decoder(config: TransformerConfig, backend: str, stage: Stage, groups: Any) -> Decoder:
-        provider = get_backend(backend, config)
-        sparse, linear = _layer_kinds(config)
-        first = get_transformer_layer_offset(config, stage.vp_stage)
-        count = get_num_layers_to_build(config, stage.vp_stage)
-        specs = [
-            decoder_layer(config, provider, experts=bool(sparse[i]), linear=bool(linear[i]))
-            for i in range(first, first + count)
-        ]
-        parts = TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))
-        return Decoder(
-            config,
-            parts,
-            pre_process=stage.first,
-            post_process=stage.last,
-            pg_collection=groups,
-            vp_stage=stage.vp_stage,
-        )
-
-    @staticmethod
-    def _make_mtp(config: TransformerConfig, backend: str, groups: Any) -> MultiTokenPrediction:
-        """Depths of softmax attention, with experts where the decoder's last layer has them."""
-        provider = get_backend(backend, config)
-        layer = decoder_layer(config, provider, experts=bool(_layer_kinds(config)[0][-1]))
-        return MultiTokenPrediction(config, provider, layer, groups)
-
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Tower outputs by tower name; towers without media in this batch are left out."""
         raise NotImplementedError
 
     @as_held()
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    ) -> ShardedStateDict:
         """As megatron-core's, which expects a vocabulary's head; vocabularies have their own sizes, without padding."""
-        parent: Any = super(LanguageModule, self) if self.scores else super()
-        found: dict[str, Any] = parent.sharded_state_dict(prefix, sharded_offsets, metadata)
-        for entry in found.values():
+        parent = MegatronModule if self.vocabulary.scores else LanguageModule
+        sharded: ShardedStateDict = parent.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        for entry in sharded.values():
             if getattr(entry, "allow_shape_mismatch", False):  # embedding and head
-                entry.global_shape = (self.vocab_size, *entry.global_shape[1:])
-        return found
+                entry.global_shape = (self.vocabulary.size, *entry.global_shape[1:])
+        return sharded
 
     shared_embedding_or_output_weight = as_held()(LanguageModule.shared_embedding_or_output_weight)
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """mcore's schedules hand over what the previous stage sent."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
@@ -186,48 +189,34 @@ class MultimodalModel(LanguageModule):
 
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
         prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token, with `entropy`
-        (2, N), the second row the entropy, with `teaching` the divergence from it; with `top` what `TopTokens.joined` gives;
-        without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,), without these too all logits (B, T, vocab). Other stages:
-        what the next one needs, (T', B, hidden).
+        (2, N), the second row the entropy, with `distillation` the divergence from the teacher; with `top` what `TopTokens.joined` gives;
+        without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,), without these too all logits (B, T, vocab).
+        Other stages: what the next one needs, (T', B, hidden).
         """
-        if self.pre_process:
-            hidden, deepstack, ahead = self._embed(inputs)
-        else:
-            hidden, deepstack, ahead = self._receive(inputs)
+        hidden, deepstack, mtp_media = (self._embed if self.pre_process else self._receive)(inputs)
         rotary = self.rotary(inputs.positions)
         local = None if self.local_rotary is None else self.local_rotary(inputs.positions)
-        mask, most = self._local_mask(inputs.padding_mask), inputs.most_tokens
-        routing = inputs.routing
+        mask, routing = self._local_mask(inputs.padding_mask), inputs.routing
         if routing is not None and self.config.sequence_parallel:
             routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most)
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, inputs.most_tokens)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
-            sent = _join(hidden, (*features, *ahead))
+            sent = _join(hidden, (*features, *mtp_media))
             # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
             return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
-        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs.label_exchange, inputs)
-        if not inputs.ahead:
-            return out
-        return torch.cat([out, *self._predict_ahead(hidden, rotary, inputs, ahead)], dim=-1)
-
-    def _predict_ahead(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], inputs: ModelInputs, media: tuple[Tensor, ...]
-    ) -> list[Tensor]:
-        """Negative log likelihoods of each depth's targets; `media`: each depth's embeddings of media."""
-        losses = []
-        for depth, (ahead, values) in enumerate(zip(inputs.ahead, media, strict=True)):
-            embedded = self._embedded(ahead.input_ids)
-            rows = [placement.rows for placement in ahead.placements.values()]
+        losses = [self._head(hidden, inputs.label_rows, inputs.targets, inputs.label_exchange, inputs)]
+        for depth, (mtp_inputs, media) in enumerate(zip(inputs.mtp, mtp_media, strict=True)):
+            embedded = self._embedded(mtp_inputs.input_ids)
+            rows = [placement.rows for placement in mtp_inputs.placements.values()]
             if rows:
-                embedded = put_rows(embedded, on_device_of(torch.cat(rows), embedded), values)
+                embedded = put_rows(embedded, on_device_of(torch.cat(rows), embedded), media)
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
-            mask = self._local_mask(ahead.padding_mask)
-            assert mask is not None
+            mask = self._local_mask(mtp_inputs.padding_mask)
             hidden = self.multi_token(depth, hidden, embedded, rotary, inputs.seq_params, mask)
-            losses.append(self._head(hidden, ahead.label_rows, ahead.targets, ahead.label_exchange))
-        return losses
+            losses.append(self._head(hidden, mtp_inputs.label_rows, mtp_inputs.targets, mtp_inputs.label_exchange))
+        return torch.cat(losses, dim=-1) if inputs.mtp else losses[0]
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
         """(B, T) of this context-parallel rank -> its share under sequence parallelism."""
@@ -238,13 +227,12 @@ class MultimodalModel(LanguageModule):
     def _embedded(self, ids: Tensor) -> Tensor:
         """(T, B, hidden) embeddings of tokens (B, T)."""
         hidden: Tensor = self.embedding(input_ids=ids, position_ids=None)
-        if self.embedding_scale == 1.0:
-            return hidden
+        scale = self.vocabulary.embedding_scale
         # In the weights' precision, as in transformers: sqrt(3072) is 55.5 in bf16.
-        return hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
+        return hidden if scale == 1.0 else hidden * torch.tensor(scale, dtype=hidden.dtype).item()
 
     def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
-        """Hidden states, deepstack features, and each depth's embeddings of media for multi-token prediction."""
+        """Hidden states, deepstack features, and the embeddings of media for each depth of multi-token prediction."""
         hidden = self._embedded(inputs.input_ids)
         encoded = self.encode(inputs.media) if inputs.media else {}
         for name, longest in inputs.shared.items():
@@ -256,14 +244,15 @@ class MultimodalModel(LanguageModule):
             hidden = put_rows(hidden, rows, encoded[name].embeddings.index_select(0, source))
             if encoded[name].deepstack:
                 deepstack = self._local_deepstack(placement, encoded[name], hidden)
-        hidden = self._anchor_idle_towers(hidden, encoded)
-        if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
-            # Recomputed layers wait for a gradient of their input, which a frozen embedding doesn't ask for.
-            hidden = hidden.requires_grad_()
+        if self.training and torch.is_grad_enabled():
+            for name in self.tower_names():
+                if name not in encoded:  # a gradient of zero, so that no rank waits for that of an idle tower
+                    hidden = hidden + self.zero_of(name)
+            if not hidden.requires_grad:  # recomputed layers wait for it, which a frozen embedding doesn't ask for
+                hidden = hidden.requires_grad_()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        media = tuple(media_rows(ahead.placements, encoded, hidden) for ahead in inputs.ahead)
-        return hidden, deepstack, media
+        return hidden, deepstack, tuple(media_rows(depth.placements, encoded, hidden) for depth in inputs.mtp)
 
     def _gather(self, name: str, mine: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
         """What all ranks of the group encoded with a tower, `longest` rows a rank; `mine` is None without an item."""
@@ -298,15 +287,6 @@ class MultimodalModel(LanguageModule):
         keep = (placement.rows >= start) & (placement.rows < start + share)
         return placement.rows[keep] - start, keep
 
-    def _anchor_idle_towers(self, hidden: Tensor, encoded: Mapping[str, Encoded]) -> Tensor:
-        """Give towers without media in this batch a zero gradient, so that no rank waits for theirs."""
-        if not (self.training and torch.is_grad_enabled()):
-            return hidden
-        for name in self.tower_names():
-            if name not in encoded:
-                hidden = hidden + self.zero_of(name)
-        return hidden
-
     def zero_of(self, name: str) -> Tensor | float:
         """Zero that every trained parameter of a tower gets a zero gradient from."""
         parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
@@ -328,7 +308,7 @@ class MultimodalModel(LanguageModule):
             if name in inputs.placements:
                 rows, _ = self._local_rows(inputs.placements[name], tokens, batch)
                 count = max(0, layers - first)
-        media = [sum(len(p.rows) for p in ahead.placements.values()) for ahead in inputs.ahead]
+        media = [sum(len(p.rows) for p in depth.placements.values()) for depth in inputs.mtp]
         sizes = [len(rows)] * count + media
         pieces = rest.reshape(-1, hidden.shape[-1])[: sum(sizes)].split(sizes)
         deepstack = Deepstack(on_device_of(rows, hidden), tuple(pieces[:count]), first) if count else None
@@ -340,9 +320,9 @@ class MultimodalModel(LanguageModule):
         rows: Tensor | None,
         targets: Tensor | None,
         exchange: LabelExchange | None = None,
-        wanted: ModelInputs | None = None,
+        inputs: ModelInputs | None = None,
     ) -> Tensor:
-        """Losses of the rows that predict a label, or logits, as `forward` says; `wanted`: what else of the former."""
+        """Losses of the rows that predict a label, or logits; with `inputs` what else `forward` says."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -352,11 +332,10 @@ class MultimodalModel(LanguageModule):
         states = hidden.reshape(-1, hidden.shape[-1])
         if targets is None:
             states = hidden if rows is None else states.index_select(0, rows)
-            if self.scores:
+            if self.vocabulary.scores:
                 return self.score(states)
-            logits = self._logits(states, weight)
-            logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
-            logits = logits[..., : self.vocab_size]
+            logits = gather_from_tensor_model_parallel_region(self._logits(states, weight), group=self.tp_group)
+            logits = logits[..., : self.vocabulary.size]
             return logits.transpose(0, 1) if rows is None else logits
         assert rows is not None
         count, first = len(targets), states[:1]
@@ -366,25 +345,26 @@ class MultimodalModel(LanguageModule):
         if count == 0:  # the head runs all the same: its gradient is waited for, and that of what was sent
             states, targets = torch.cat((states, first)), targets.new_zeros(1)
         logits = self._logits(states, weight)
-        if wanted is not None and wanted.top is not None:
-            return top_tokens(logits, *wanted.top, self.tp_group).joined()[:, :count]
-        if wanted is not None and count:
-            logits = at_temperature(logits, wanted.temperature)
-        beside: Tensor | None = None
-        if wanted is not None and wanted.count_correct:
-            beside = most_likely(logits, self.tp_group) == targets
-        elif wanted is not None and wanted.entropy:
-            beside = entropy(logits, self.tp_group)
-        elif wanted is not None and wanted.teaching is not None and count:
-            beside = divergence(logits, wanted.teaching, self.tp_group)
+        second: Tensor | None = None  # row of the result
+        if inputs is not None:
+            if inputs.top is not None:
+                return top_tokens(logits, *inputs.top, self.tp_group).joined()[:, :count]
+            if count:
+                logits = at_temperature(logits, inputs.temperature)
+            if inputs.count_correct:
+                second = most_likely(logits, self.tp_group) == targets
+            elif inputs.entropy:
+                second = entropy(logits, self.tp_group)
+            elif inputs.distillation is not None and count:
+                second = divergence(logits, inputs.distillation, self.tp_group)
         loss = cross_entropy(logits, targets, self.tp_group)
-        out = loss if beside is None else torch.stack((loss, beside.to(loss.dtype)))
+        out = loss if second is None else torch.stack((loss, second.to(loss.dtype)))
         return out if count else out[..., :0] + out.sum() * 0.0
 
     def _logits(self, states: Tensor, weight: Tensor | None) -> Tensor:
         """(..., vocab/tp) of states (..., hidden)."""
         logits: Tensor = self.output_layer(states, weight=weight)[0]
-        cap = self.logit_softcap
+        cap = self.vocabulary.logit_softcap
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
         return without_padding(logits, self.local_vocab)
 
@@ -398,12 +378,12 @@ def _layer_kinds(config: TransformerConfig) -> tuple[list[int], list[int]]:
     return sparse, linear
 
 
-def _join(hidden: Tensor, carried: tuple[Tensor, ...]) -> Tensor:
+def _join(hidden: Tensor, pass_through: tuple[Tensor, ...]) -> Tensor:
     """Hidden states and the rows (N, hidden) that later stages need, in one tensor for the pipeline."""
-    if not carried:
+    if not pass_through:
         return hidden
     batch, width = hidden.shape[1:]
-    features = torch.cat([rows.to(hidden.dtype) for rows in carried])
+    features = torch.cat([rows.to(hidden.dtype) for rows in pass_through])
     short = -len(features) % batch
     if short:
         features = torch.cat((features, features.new_zeros(short, width)))

@@ -1,9 +1,6 @@
-"""A decoder alone, and one with a vision tower of transformers: what such families share of their models."""
+"""What families share of their models: a decoder alone, one with a vision tower of transformers, and one with an audio tower too."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +8,7 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded, Stage, on_device_of
+from zoo.nn.inputs import Encoded, Media, Stage, Vocabulary, on_device_of
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 
@@ -27,16 +24,14 @@ class LanguageModel(MultimodalModel):
         traits = dict.fromkeys(config.traits, True)
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),
-            vocab_size=config.text.vocab_size,
+            vocabulary=Vocabulary(
+                config.text.vocab_size, config.tied, config.embedding_scale, config.logit_softcap, recipe.train.scores
+            ),
             rotary=config.rotary,
             local_rotary=config.local_rotary,
-            embedding_scale=config.embedding_scale,
-            logit_softcap=config.logit_softcap,
             backend=recipe.engine.backend,
             stage=stage,
             towers=towers,
-            tied=config.tied,
-            scores=recipe.train.scores,
             deepstack_layers={"vision": config.deepstack_layers},
         )
 
@@ -44,7 +39,7 @@ class LanguageModel(MultimodalModel):
         """Towers by their names, with weights as transformers initialises them."""
         return {}
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Embeddings of a batch's media by tower."""
         return {}
 
@@ -62,7 +57,7 @@ class VisionLanguageModel(LanguageModel):
         """The one tower."""
         return ("vision",)
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Images, then videos, through the vision tower in one call, with the step's `tower_inputs`."""
         pixels = [media[k] for k in ("pixel_values", "pixel_values_videos") if k in media]
         if not pixels:
@@ -74,6 +69,22 @@ class VisionLanguageModel(LanguageModel):
         )
         deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()
         return {"vision": Encoded(seen.pooler_output, deepstack)}
+
+
+class OmniModel(VisionLanguageModel):
+    """Decoder with a `vision` and an `audio` tower, which takes (frames, mel) of all clips and the frames of each."""
+
+    def tower_names(self) -> tuple[str, ...]:
+        """Both towers."""
+        return ("vision", "audio")
+
+    def encode(self, media: Media) -> dict[str, Encoded]:
+        """Images, then videos, through the vision tower in one call; audio clips through the audio tower."""
+        encoded = super().encode(media)
+        if "input_features" in media:
+            features = media["input_features"].to(self.config.params_dtype)  # (frames, mel)
+            encoded["audio"] = Encoded(self.audio(features, media["feature_lens"].tolist()))
+        return encoded
 
 
 class TileModel(VisionLanguageModel):

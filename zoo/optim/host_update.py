@@ -2,7 +2,7 @@
 
 Gradients and weights come to the host in chunks, through a few pinned buffers; the rank's cores work on a chunk while the
 next ones arrive and the ones before go back. The state itself never moves. Beside a GPU a compiled function makes the
-updates (`zoo.nn.adamw.host`). On a CPU the same steps run one after the other in PyTorch's operations, each core on pieces
+updates (`zoo.nn.adamw.cpu`). On a CPU the same steps run one after the other in PyTorch's operations, each core on pieces
 that stay in its cache, and the update has the same bits as without them.
 
 Megatron-Core's HybridDeviceOptimizer, which has an fp32 copy of each weight on the host and moments of fp32, is not used: a
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.nn.adamw import host, state
+from zoo.nn.adamw import cpu, state
 from zoo.nn.adamw.state import BLOCK, Moment, Part
 
 CHUNK = 2**25  # elements that are copied at once; a multiple of the pieces
@@ -153,8 +153,8 @@ def _without_gradients(update: Callable[..., None], options: dict[str, Any], par
 
 
 def _compiled() -> tuple[Callable[..., None], int]:
-    if (problem := host.why_not()) is None:
-        return host.update, COMPILED_PIECE
+    if (problem := cpu.fallback_reason()) is None:
+        return cpu.update, COMPILED_PIECE
     print(
         f"zoo: WARNING: train.optimizer_offload_fraction: {problem}, so PyTorch's operations update weights on the host, which "
         f"takes up to thirty times as long; install a C compiler",

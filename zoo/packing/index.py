@@ -1,18 +1,27 @@
-"""Index tensors of a packed row, from host-known lengths: plain functions, each O(T), none with a loop over
-tokens.
+"""Index tensors of a packed row, from lengths that the CPU knows: plain functions, each O(T), none with a loop over tokens.
 
-Guarantees: everything is made on the CPU with sizes known beforehand, so nothing waits for a device, whatever
-default device is set. Costs: 8 bytes a token for an int64 index; `PackedLayout` keeps what it made, so each
-is made once.
+Guarantees: everything is made on the CPU with sizes known beforehand, so nothing waits for a device, whatever default device is set.
+Costs: 8 bytes a token for an int64 index; `PackedLayout` keeps in a `Memo` what it made, so each is made once.
 
 Arguments are the S real lengths, the S padded lengths and their sums, as Python ints.
+
+The context-parallel (CP) split is zigzag: a padded segment is cut in 2 * size equal chunks and rank r holds chunks r and
+2 * size - 1 - r, as Transformer Engine and Megatron-Core's THD kernels expect of `cu_seqlens_padded`. So the ranks' indices partition the
+row, and every rank holds the same number of tokens and of causal (query, key) pairs of every segment.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from zoo.packing import moves
+
+type Name = str | tuple[object, ...]
 
 CPU = torch.device("cpu")
 
@@ -117,8 +126,129 @@ def put(x: Tensor, dim: int, index: Tensor, size: int, fill: complex) -> Tensor:
     return full.index_copy_(dim, index, x)
 
 
-def host_to_device(host: Tensor, device: torch.device) -> Tensor:
+def cpu_to_device(host: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`. To a GPU it goes from pinned memory, else the driver may wait."""
     if device.type == "cuda" and torch.cuda.is_available():
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def check_split(padded_lengths: Sequence[int], size: int) -> None:
+    """Raise ValueError, naming the first segment whose padded length does not divide over `size` ranks."""
+    if size < 1:
+        raise ValueError(f"CP size is {size}; it must be at least 1.")
+    chunks = 1 if size == 1 else 2 * size
+    for segment, length in enumerate(padded_lengths):
+        if length % chunks:
+            raise ValueError(
+                f"Segment {segment} has padded length {length}, which CP size {size} can't split in {chunks} "
+                f"equal chunks; build the layout with align a multiple of {chunks}."
+            )
+
+
+def zigzag_index(padded_lengths: Sequence[int], rank: int, size: int) -> Tensor:
+    """Packed positions that one CP rank holds, segment after segment, in the order the rank holds them.
+
+    Args:
+        padded_lengths: S padded segment lengths, in tokens; each a multiple of 2 * size when size > 1.
+        rank: rank in the CP group, 0 <= rank < size.
+        size: ranks in the CP group.
+
+    Returns:
+        (T / size,) int64 on the CPU.
+
+    Raises:
+        ValueError: a segment does not divide, or the rank is outside the group.
+    """
+    return ragged(*zigzag_chunks(padded_lengths, rank, size))
+
+
+def zigzag_chunks(padded_lengths: Sequence[int], rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Lengths and starts, in tokens, of the chunks that one CP rank holds; arguments and errors of `zigzag_index`."""
+    check_split(padded_lengths, size)
+    if not 0 <= rank < size:
+        raise ValueError(f"CP rank is {rank}; it must be at least 0 and below the CP size {size}.")
+    if size == 1:
+        return [sum(padded_lengths)], [0]
+    row_starts: list[int] = []
+    lengths: list[int] = []
+    offset = 0
+    for length in padded_lengths:
+        chunk = length // (2 * size)
+        row_starts += (offset + rank * chunk, offset + (2 * size - 1 - rank) * chunk)
+        lengths += (chunk, chunk)
+        offset += length
+    return lengths, row_starts
+
+
+def zigzag_plan(padded_lengths: Sequence[int], rank: int, size: int) -> moves.MovePlan:
+    """How one CP rank's tokens move out of the row without an index; arguments and errors of `zigzag_index`."""
+    chunks, row_starts = zigzag_chunks(padded_lengths, rank, size)
+    return moves.plan_moves(row_starts, starts(chunks), chunks, sum(padded_lengths), sum(chunks))
+
+
+def restore_index(padded_lengths: Sequence[int], size: int) -> Tensor:
+    """The inverse of the split: `cat([shard of rank 0, shard of rank 1, ...])[index]` is the row.
+
+    Args:
+        padded_lengths: S padded segment lengths, in tokens; each a multiple of 2 * size when size > 1.
+        size: ranks in the CP group.
+
+    Returns:
+        (T,) int64 on the CPU.
+
+    Raises:
+        ValueError: a segment does not divide over the ranks.
+    """
+    check_split(padded_lengths, size)
+    gathered_T = torch.cat([zigzag_index(padded_lengths, rank, size) for rank in range(size)])
+    restore_T = torch.empty_like(gathered_T)
+    restore_T[gathered_T] = arange(gathered_T.numel())
+    return restore_T
+
+
+class Memo:
+    """Index tensors by name and device, plans of moves on a CPU by name, and what callers keep with the layout."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[Name, torch.device], Tensor] = {}
+        self.plans: dict[Name, moves.MovePlan | None] = {}
+        self.values: dict[tuple[Name, torch.device], object] = {}
+        self.static_shapes = False  # whether the tensors are given, and lengths don't say what is in them
+
+    def tensor(self, name: Name, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The named tensor on a device, made once on the host. Callers share it: don't write into it."""
+        key = (name, device)
+        if key not in self.tensors:
+            # A tensor made under inference_mode could never again be saved for a backward pass, and a layout
+            # may be shared by an evaluation and a training call.
+            with torch.inference_mode(False):
+                host = self.tensors.get((name, CPU))
+                if host is None:
+                    host = self.tensors[name, CPU] = make()
+                if device != CPU:
+                    self.tensors[key] = cpu_to_device(host, device)
+        return self.tensors[key]
+
+    def plan(self, name: Name, device: torch.device, make: Callable[[], moves.MovePlan]) -> moves.MovePlan | None:
+        """How tokens move without an index, planned once; None where an index is faster, as it is off the CPU."""
+        if device.type != "cpu":
+            return None
+        if name not in self.plans:
+            plan = make()
+            self.plans[name] = plan if plan.pays else None
+        return self.plans[name]
+
+    def value[T](self, name: Name, device: torch.device, make: Callable[[], T]) -> T:
+        """The named value for a device, made once. Callers share it: don't write into its tensors."""
+        key = (name, device)
+        if key not in self.values:
+            with torch.inference_mode(False):  # as above
+                self.values[key] = make()
+        return cast(T, self.values[key])
+
+    def fork(self) -> Memo:
+        """A memo that begins with everything made so far and keeps what it makes to itself."""
+        other = Memo()
+        other.tensors, other.plans, other.values = dict(self.tensors), dict(self.plans), dict(self.values)
+        return other

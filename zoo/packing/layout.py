@@ -1,32 +1,30 @@
-"""`PackedLayout`: all there is to know about one packed row, as an immutable value made from lengths on the host.
+"""`PackedLayout`: all there is to know about one packed row, as an immutable value made from lengths that the CPU knows.
 
-Guarantees: `pack` and `unpack` are inverse on real tokens and differentiable; the padding mask is True
-exactly on tokens the packer added; nothing waits for a device, `from_mask` alone if its mask is on one.
-Costs: O(T) integer work on the host for each index asked for, done once and kept with the layout (8 bytes a
-token for an int64 index): 0.1 to 0.2 ms each for 140,000 tokens in 64 segments, one core. `pack`, `unpack` and
-`cp_shard` on a CPU need none where segments are few or long (`zoo.packing.runs`). On a GPU, also one asynchronous copy
-of each from pinned memory.
+Guarantees: `pack` and `unpack` are inverse on real tokens and differentiable; the padding mask is True exactly on tokens the packer added;
+nothing waits for a device, `from_mask` alone if its mask is on one.
+Costs: O(T) integer work on the CPU for each index asked for, done once and kept with the layout (8 bytes a token for an int64 index): 0.1
+to 0.2 ms each for 140,000 tokens in 64 segments, one core. `pack`, `unpack` and `cp_shard` on a CPU need none where segments are few or
+long (`zoo.packing.moves`). On a GPU, also one asynchronous copy of each from pinned memory.
 
 Shapes: S segments and T tokens of the packed row, B = S rows and width T0 of the padded batch.
 
-Padding stands behind each segment: a causal layer looks only at the tokens before, so it can't change a real token and
-costs FLOPs only. The router, the loss, multi-token prediction and metrics take it from `padding_mask`.
+Padding stands behind each segment: a causal layer looks only at the tokens before, so it can't change a real token and costs FLOPs only. The
+router, the loss, multi-token prediction and metrics take it from `padding_mask`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zoo.packing import context, index, megatron, runs
-from zoo.packing.index import CPU
-from zoo.packing.lengths import as_ints, expanded_lengths, padded_lengths
-from zoo.packing.mask import check_width, rows_from_mask
-from zoo.packing.memo import Memo, Name
+from zoo.packing import index, moves
+from zoo.packing.index import CPU, Memo, Name
+from zoo.packing.lengths import as_ints, check_width, expanded_lengths, padded_lengths, rows_from_mask
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -63,7 +61,7 @@ class PackedLayout:
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.lengths))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[PackedLayout], tuple[object, ...]]:
         # Copies and pickles leave the tensors behind that were made from the lengths.
         fields = (self.lengths, self.padded_lengths, self.align, self.pad_to, self.starts, self.width)
         return type(self), (*fields, self.device)
@@ -76,16 +74,13 @@ class PackedLayout:
             lengths: S real lengths, in tokens, each at least 1.
             align: each segment is padded up to a multiple of this (2 * cp under context parallelism, times tp
                 with sequence parallelism).
-            pad_to: static total T, or None. The tail behind the last aligned segment is given to the last
-                segment's padding: a causal segment doesn't feel padding at its end, `cu_seqlens_padded` still
-                ends at T, and no kernel meets a segment without a real token. CP splits each padded segment
-                by itself, so the last one must stay a multiple of `align`, and therefore `pad_to` must be one
-                too. A kernel that ignores the real offsets pays for attention over that longer segment.
+            pad_to: static total T, a multiple of `align`, or None. The tail behind the last aligned segment is given to that
+                segment's padding, so that `cu_seqlens_padded` ends at T and no kernel meets a segment without a real token.
+                A kernel that ignores the real offsets pays for attention over that longer segment.
 
         Raises:
             TypeError: a length is not an integer.
-            ValueError: no lengths, a length or `align` below 1, `pad_to` too small or not a multiple of
-                `align`.
+            ValueError: no lengths, a length or `align` below 1, `pad_to` too small or not a multiple of `align`.
         """
         real = as_ints(lengths)
         return cls(real, padded_lengths(real, align, pad_to), align, pad_to)
@@ -97,59 +92,48 @@ class PackedLayout:
         """The layout of a padded batch, which remembers each row's place for `pack` and `unpack`.
 
         Args:
-            mask: (B, T0) bool or integer, True or 1 on real tokens; or (B, 1, T0, T0), True or 1 where query
-                may attend key, a token being real when its diagonal entry attends. Rows may be padded on the
-                left, the right or both. It is read on the host: hand over a CPU tensor, or pay one device
-                sync.
-            align: as in `from_lengths`.
-            pad_to: as in `from_lengths`.
+            mask: (B, T0) bool or integer, True or 1 on real tokens; or (B, 1, T0, T0), True or 1 where query may attend key, a
+                token being real when its diagonal entry attends. Rows may be padded on the left, the right or both. It is read
+                on the CPU: hand over a CPU tensor, or pay one device sync.
+            align, pad_to: as in `from_lengths`.
             masked_is_true: True for a mask of the other sense, True or 1 on padding, or where query may not attend key
                 (Megatron's `attention_mask`). None is False, but refuses a 4-D mask that can be read in both senses.
 
         Raises:
             TypeError: a float mask.
-            ValueError: as `from_lengths`, and whatever `zoo.packing.mask.rows_from_mask` refuses, naming the
-                row.
+            ValueError: as `from_lengths`, and whatever `zoo.packing.lengths.rows_from_mask` refuses, naming the row.
         """
         lengths, starts, width = rows_from_mask(mask, masked_is_true)
         return cls(lengths, padded_lengths(lengths, align, pad_to), align, pad_to, starts, width)
 
     def to(self, device: torch.device | str) -> PackedLayout:
-        """The same layout, its tensor properties on `device`; copies to a GPU don't make the host wait."""
+        """The same layout, its tensor properties on `device`; copies to a GPU don't make the CPU wait."""
         device = torch.device(device)
         if device == torch.device("cuda"):
             device = torch.empty(0, device=device).device  # bare "cuda" is another device after set_device
         return dataclasses.replace(self, device=device)
 
     def for_call(self, align: int, pad_to: int | None) -> PackedLayout:
-        """The same packed row on the host, for one call, whose tensors are not kept with this layout.
-
-        `align` and `pad_to` are those of `expand`; the padded lengths stay.
-        """
+        """The same packed row on the CPU, for one call that keeps its tensors to itself; `align` and `pad_to` are those of `expand`."""
         return dataclasses.replace(self, align=align, pad_to=pad_to, device=CPU, _memo=self._memo.fork())
 
-    def with_values(self, tensors: Mapping[str, Tensor], kept: Mapping[str, Any]) -> PackedLayout:
-        """The same lengths, with tensors on its device in the place of those that follow from them, by their properties' names, and
-        values that callers would otherwise have it keep."""
+    def with_values(self, tensors: Mapping[str, Tensor], kept: Mapping[str, object]) -> PackedLayout:
+        """The same lengths, but with these tensors by the names of properties, and these values by the names of `kept`."""
         memo = Memo()
-        memo.fixed = True
+        memo.static_shapes = True
         memo.tensors.update({(name, self.device): x for name, x in tensors.items()})
         memo.values.update({(name, self.device): x for name, x in kept.items()})
         return dataclasses.replace(self, _memo=memo)
 
-    def refuse_fixed(self, what: str) -> None:
-        """RuntimeError where the lengths are not those of the row at hand, but of any row (`with_values`), for what goes by lengths."""
-        if self._memo.fixed:
+    def refuse_static_shapes(self, what: str) -> None:
+        """RuntimeError from code that goes by lengths, where these are not the row's own (`with_values`)."""
+        if self._memo.static_shapes:
             raise RuntimeError(
                 f"{what} goes by the lengths of segments, which differ from row to row; set engine.cuda_graphs=false"
             )
 
     def without_batch(self) -> PackedLayout:
-        """The same packed row, without its place in a padded batch: `unpack` then pads on the right alone.
-
-        What works on segments side by side (attention without a varlen kernel) wants this one: under a causal mask
-        padding must stand behind a segment, not before it.
-        """
+        """The same packed row, of which `unpack` pads on the right alone, as a causal mask over segments side by side wants it."""
         if self.width is None and not any(self.starts):
             return self
         return dataclasses.replace(self, starts=(), width=None, _memo=Memo())
@@ -161,7 +145,7 @@ class PackedLayout:
 
     @property
     def total(self) -> int:
-        """T, the tokens of the packed row, padding included."""
+        """T, tokens with padding."""
         return sum(self.padded_lengths)
 
     @property
@@ -226,17 +210,24 @@ class PackedLayout:
             raise ValueError(f"The batch is {width} tokens wide, but the layout's mask was {self.width}.")
         check_width(self.starts, self.lengths, width)
         flat = x.flatten(batch_dim, batch_dim + 1)
-        places = (self._row_starts(width), index.starts(self.padded_lengths), self.lengths)
-        sizes = (self.num_segments * width, self.total)
-        plan = self._memo.plan(("pack", width), x.device, lambda: runs.plan(*places, *sizes))
+        slots = self.num_segments * width
+        starts = self._row_starts(width), index.starts(self.padded_lengths)
+        plan = self._memo.plan(
+            ("pack", width), x.device, lambda: moves.plan_moves(*starts, self.lengths, slots, self.total)
+        )
         if plan:
-            return runs.move(flat, batch_dim, plan, fill).unsqueeze(batch_dim)
-        here = self.to(x.device)
-        row = index.take(flat, batch_dim, here._source_index(width))
+            return moves.move(flat, batch_dim, plan, fill).unsqueeze(batch_dim)
+        layout = self.to(x.device)
+        source = layout._slot_index(width)
+        if self.real_tokens < self.total:  # padding is read from anywhere
+            source = layout._tensor(
+                ("source_index", width), lambda: self.to(CPU)._slot_index(width).clamp(max=slots - 1)
+            )
+        row = index.take(flat, batch_dim, source)
         if self.real_tokens < self.total:
             # Overwritten, not multiplied by a mask: what stood in the batch's padding (NaN too) can't reach the row,
             # nor what arrives at the row's padding a gradient.
-            row.index_fill_(batch_dim, here._pad_index, fill)
+            row.index_fill_(batch_dim, layout._pad_index, fill)
         return row.unsqueeze(batch_dim)
 
     def pack_list(self, samples: Sequence[Tensor], fill: complex = 0) -> Tensor:
@@ -246,8 +237,7 @@ class PackedLayout:
             samples: S tensors (L_i, ...) with L_i = lengths[i], of one dtype and device.
             fill: the value of padding tokens.
 
-        Returns:
-            (1, T, ...), differentiable in every sample.
+        Returns (1, T, ...), differentiable in every sample.
 
         Raises:
             ValueError: the number of samples or a sample's length disagrees with the layout.
@@ -286,10 +276,12 @@ class PackedLayout:
             width = max(self.lengths) if self.width is None else self.width
         check_width(self.starts, self.lengths, width)
         row, slots = y.squeeze(batch_dim), self.num_segments * width
-        places = (index.starts(self.padded_lengths), self._row_starts(width), self.lengths)
-        plan = self._memo.plan(("unpack", width), y.device, lambda: runs.plan(*places, self.total, slots))
+        starts = index.starts(self.padded_lengths), self._row_starts(width)
+        plan = self._memo.plan(
+            ("unpack", width), y.device, lambda: moves.plan_moves(*starts, self.lengths, self.total, slots)
+        )
         if plan:
-            flat = runs.move(row, batch_dim, plan, fill)
+            flat = moves.move(row, batch_dim, plan, fill)
         else:
             size = slots + (self.real_tokens < self.total)  # padding goes to one slot behind the batch
             flat = index.put(row, batch_dim, self.to(y.device)._slot_index(width), size, fill)
@@ -299,36 +291,30 @@ class PackedLayout:
     def cp_index(self, rank: int, size: int) -> Tensor:
         """(T/size,) int64 packed positions that one context-parallel rank holds, zigzag per segment.
 
-        Each padded segment is cut in 2 * size equal chunks; the rank holds chunks rank and 2 * size - 1 -
-        rank. Use this one index for everything that has a token axis: `x.index_select(token_dim, index)`.
+        Use this one index for everything that has a token axis: `x.index_select(token_dim, index)`.
 
         Raises:
             ValueError: a padded length is not a multiple of 2 * size (named), or the rank is outside the group.
         """
-        return self._tensor(("cp_index", rank, size), lambda: context.zigzag_index(self.padded_lengths, rank, size))
+        return self._tensor(("cp_index", rank, size), lambda: index.zigzag_index(self.padded_lengths, rank, size))
 
     def cp_shard(self, x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
         """`x.index_select(dim, self.cp_index(rank, size))`: what one context-parallel rank holds of x.
 
-        On a CPU it is up to twenty times as fast as that where tokens are the last of several dimensions, as in
-        positions (3, 1, T), and makes no index where chunks are few or long.
+        On a CPU it is up to twenty times as fast where tokens are the last of several dimensions, as in positions (3, 1, T).
 
         Args:
-            x: T tokens at `dim`, any dtype and device.
-            rank: rank in the context-parallel group.
-            size: ranks in the group.
-            dim: at least 0.
+            x: T tokens at `dim` (at least 0), any dtype and device.
+            rank, size: in the context-parallel group.
 
         Raises:
             ValueError: as `cp_index`, or x does not have T tokens at `dim`.
         """
         if x.shape[dim] != self.total:
             raise ValueError(f"x has shape {tuple(x.shape)}; T={self.total} tokens are wanted at dimension {dim}.")
-        plan = self._memo.plan(
-            ("cp", rank, size), x.device, lambda: context.zigzag_plan(self.padded_lengths, rank, size)
-        )
+        plan = self._memo.plan(("cp", rank, size), x.device, lambda: index.zigzag_plan(self.padded_lengths, rank, size))
         if plan:
-            return runs.move(x, dim, plan, 0)
+            return moves.move(x, dim, plan, 0)
         return index.take(x, dim, self.to(x.device).cp_index(rank, size))
 
     def cp_restore_index(self, size: int) -> Tensor:
@@ -337,7 +323,7 @@ class PackedLayout:
         Raises:
             ValueError: a padded length is not a multiple of 2 * size (named).
         """
-        return self._tensor(("cp_restore_index", size), lambda: context.restore_index(self.padded_lengths, size))
+        return self._tensor(("cp_restore_index", size), lambda: index.restore_index(self.padded_lengths, size))
 
     def kept[T](self, name: Name, make: Callable[[], T]) -> T:
         """A value that follows from the row and the device alone, which every layer needs, made once. Don't write into its tensors."""
@@ -365,9 +351,34 @@ class PackedLayout:
             cp_group: context-parallel group that mcore should use for this call, or None for its own.
             device: where the offsets live; None is the layout's device.
         """
-        here = self if device is None else self.to(device)
-        offsets = (here.cu_seqlens, here.cu_seqlens_padded)
-        return megatron.packed_seq_params(self.lengths, self.padded_lengths, *offsets, cp_group)
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        layout = self if device is None else self.to(device)
+        known = {field.name for field in dataclasses.fields(PackedSeqParams)}
+        further: dict[str, Tensor | bool] = {}
+        if "pad_between_seqs" in known:
+            further["pad_between_seqs"] = self.real_tokens < self.total
+        if (
+            "seq_idx" in known
+        ):  # (1, T) int32 segment of each token, padding counted to its segment, as mcore makes it itself
+            segments = index.owner(self.padded_lengths).to(torch.int32)[None]
+            further["seq_idx"] = index.cpu_to_device(segments, layout.device)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_kv=layout.cu_seqlens,
+            cu_seqlens_q_padded=layout.cu_seqlens_padded,
+            cu_seqlens_kv_padded=layout.cu_seqlens_padded,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+            cp_group=cp_group,
+            **further,
+        )
+        if "total_tokens" in known:
+            # Set afterwards: given to the constructor of mcore 0.19.2, it makes __post_init__ rebuild seq_idx
+            # with a repeat_interleave on the device, whose output size the CPU has to wait for.
+            params.total_tokens = self.total
+        return params
 
     def _tensor(self, name: Name, make: Callable[[], Tensor]) -> Tensor:
         return self._memo.tensor(name, self.device, make)
@@ -383,12 +394,6 @@ class PackedLayout:
 
     def _slot_index(self, width: int) -> Tensor:
         """(T,) int64: where each token goes in a flattened (B * width) batch; B * width for padding."""
-        places = (self.padded_lengths, self._row_starts(width), self.to(CPU)._pad_index)
-        return self._tensor(("slot_index", width), lambda: index.slots(*places, self.num_segments * width))
-
-    def _source_index(self, width: int) -> Tensor:
-        """(T,) int64: where each token comes from in a flattened (B * width) batch; anywhere for padding."""
-        if self.real_tokens == self.total:
-            return self._slot_index(width)
-        slots, last = self.to(CPU)._slot_index(width), self.num_segments * width - 1
-        return self._tensor(("source_index", width), lambda: slots.clamp(max=last))
+        row_starts, pads = self._row_starts(width), self.to(CPU)._pad_index
+        make = partial(index.slots, self.padded_lengths, row_starts, pads, self.num_segments * width)
+        return self._tensor(("slot_index", width), make)

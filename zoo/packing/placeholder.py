@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.packing.index import host_to_device
+from zoo.packing.index import cpu_to_device
 from zoo.packing.layout import PackedLayout
 from zoo.packing.lengths import Counts, check_segments
 
@@ -72,7 +72,7 @@ def expand_index(layout: PackedLayout, counts: Counts) -> Expansion:
     media = torch.zeros(new.total, dtype=torch.bool, device="cpu")
     media[new_real] = is_media.repeat_interleave(repeats, output_size=new.real_tokens)
     made = (source[None], media[None], media.nonzero()[:, 0])
-    return Expansion(new, *(host_to_device(tensor, layout.device) for tensor in made))
+    return Expansion(new, *(cpu_to_device(tensor, layout.device) for tensor in made))
 
 
 def placeholder_counts(

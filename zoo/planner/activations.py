@@ -22,7 +22,7 @@ from typing import Any
 
 from zoo.config.schema import ParallelConfig, Recipe
 from zoo.packing.cost import LayerKind, TowerCost, ranks_sent_to
-from zoo.packing.runs import FEW, LONG
+from zoo.packing.moves import FEW, LONG
 
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.attention.gated_delta_net)
 FP32 = 4
@@ -185,7 +185,7 @@ class SavedActivations:
         return padded if padded <= 2 * total else total
 
     def _indexed(self) -> bool:
-        """Whether segments are laid side by side by an index, which keeps what it moves (zoo.packing.runs: many, short)."""
+        """Whether segments are laid side by side by an index, which keeps what it moves (zoo.packing.moves: many, short)."""
         samples, total = len(self.row.lengths), self.row.total
         return 2 * samples > FEW and total < LONG * 2 * samples and samples * self.row.longest <= 2 * total
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.packing.binning import plan_bins
-from zoo.packing.mask import rows_from_mask
+from zoo.packing.lengths import rows_from_mask
 from zoo.steps.batch import HostBatch
 from zoo.steps.shard import IGNORE
 

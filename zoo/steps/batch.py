@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zoo.nn.head.distillation import Teaching
+from zoo.nn.head import DistillationInputs
 from zoo.packing import PackedLayout
 from zoo.packing.lengths import as_ints, padded_lengths
 
@@ -74,7 +74,7 @@ class HostBatch:
     reference: Tensor | None = None
     desirable: Tensor | None = None
     kl: Tensor | None = None
-    teaching: Teaching | None = None
+    teaching: DistillationInputs | None = None
     taught: TaughtLike | None = None
     most_tokens: int | None = None
     spare: bool | None = None

@@ -27,12 +27,10 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.decoder.label_balancing import LabelExchange
-from zoo.nn.decoder.mtp import Ahead
-from zoo.nn.head.distillation import Teaching, TopTokens
-from zoo.nn.inputs import ModelInputs, Placement
+from zoo.nn.head import DistillationInputs, LabelExchange, TopTokens
+from zoo.nn.inputs import ModelInputs, MTPInputs, Placement
 from zoo.packing import PackedLayout
-from zoo.packing.index import host_to_device
+from zoo.packing.index import cpu_to_device
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.batch_validation import check_ids, check_layout, check_media, check_positions
 from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
@@ -173,7 +171,7 @@ class PackedStep:
         most = batch.most_tokens if self.cp_size == 1 else None  # whole samples make rows of other lengths
         inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most)
         if training and batch.teaching is not None:
-            inputs = replace(inputs, teaching=batch.teaching)
+            inputs = replace(inputs, distillation=batch.teaching)
         elif (
             training and batch.taught is not None
         ):  # a teacher on disk: find this rank's labels among those of the batch
@@ -182,8 +180,8 @@ class PackedStep:
             ids, values, rest = (
                 self._move(x[rows]) for x in (batch.taught.ids, batch.taught.logprobs, batch.taught.rest)
             )
-            teaching = Teaching(TopTokens(ids.long(), values, rest), self.distillation.temperature)
-            inputs = replace(inputs, teaching=teaching)
+            teaching = DistillationInputs(TopTokens(ids.long(), values, rest), self.distillation.temperature)
+            inputs = replace(inputs, distillation=teaching)
         token_source = None
         if experts is not None:
             token_source = self._context_shard(parts).take(parts.source).T.reshape(-1)
@@ -348,7 +346,7 @@ class PackedStep:
             targets=None if logits else self._move(labels.targets),
             label_exchange=None if logits else self._label_exchange(labels),
             count_correct=evaluate,
-            ahead=ahead,
+            mtp=ahead,
         )
         segments, source = parts.segment_ids[labels.at], parts.source[labels.at]
         return inputs, LossInputs(segments, parts.layout.num_segments, source, (), ahead_source)
@@ -361,7 +359,7 @@ class PackedStep:
 
     def _ahead(
         self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
-    ) -> tuple[tuple[Ahead, ...], Tensor]:
+    ) -> tuple[tuple[MTPInputs, ...], Tensor]:
         """What each depth of multi-token prediction reads and predicts, and (N',) the places of all depths' labels.
 
         `zoo.nn.decoder.mtp` shows by an example what a depth reads.
@@ -371,7 +369,7 @@ class PackedStep:
             labels = mine.labels(depth + 1)
             ids, padding, placements = mine.successors(depth)
             ahead.append(
-                Ahead(
+                MTPInputs(
                     self._move(ids),
                     self._move(padding),
                     mine.placements(placements, shares),
@@ -438,6 +436,6 @@ class PackedStep:
 
     def _for_caller(self, values: Tensor, loss_inputs: LossInputs) -> Tensor:
         """(N,) of this rank's labels -> the caller's shape, with those of all context-parallel ranks."""
-        shape, rows = loss_inputs.caller_shape, host_to_device(loss_inputs.label_source, values.device)
+        shape, rows = loss_inputs.caller_shape, cpu_to_device(loss_inputs.label_source, values.device)
         flat = values.new_zeros(math.prod(shape)).index_copy(0, rows, values)
         return sum_over_context(flat, self.cp_group if self.cp_size > 1 else None).view(shape)

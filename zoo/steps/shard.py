@@ -1,7 +1,7 @@
 """The part of a micro-batch that one context-parallel rank holds: tokens, placements of embeddings, labels.
 
 One index, `PackedLayout.cp_index` or `SampleLevelSplit.index`, cuts everything that has a token axis; labels are balanced over the
-ranks, as their logits may take as long as many layers (`zoo.nn.decoder.label_balancing`). All of it runs on the CPU.
+ranks, as their logits may take as long as many layers (`zoo.nn.head`). All of it runs on the CPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams
-from zoo.nn.decoder.label_balancing import balance_labels
+from zoo.nn.head import balance_labels
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
+from zoo.packing.spans import BidirectionalSpans
 from zoo.steps.media import RankShare
 from zoo.steps.sample_level_cp import SampleLevelSplit
 
@@ -111,14 +111,14 @@ class ContextShard:
         Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `bidirectional`: (R, T')
         bool, the tokens of the spans.
         """
-        parts, blocks, whole = self.parts, None, self.parts.whole
+        parts, whole, spans = self.parts, self.parts.whole, None
         if bidirectional is not None:
-            runs = (bidirectional & ~parts.padding_mask, parts.token_index)
-            blocks = Blocks.of(*(runs if whole is None else map(self.take, runs)))
+            tokens = (bidirectional & ~parts.padding_mask, parts.token_index)
+            spans = BidirectionalSpans.from_mask(*(tokens if whole is None else map(self.take, tokens)))
         if padded:
-            return SeqParams(qkv_format="sbhd", blocks=blocks) if blocks and blocks.spans else None
+            return SeqParams(qkv_format="sbhd", bidirectional=spans) if spans and spans.spans else None
         layout = parts.layout if whole is None else whole.local(self.rank)
-        return SeqParams.of(layout.to(device), cp_group, blocks, cut=whole is None)
+        return SeqParams.from_layout(layout.to(device), cp_group, spans, cut=whole is None)
 
     def placements(self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]) -> dict[str, Placement]:
         """Rows as this rank counts them, of embeddings as they stand once gathered."""

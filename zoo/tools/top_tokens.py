@@ -24,7 +24,7 @@ from zoo.launch.prepare import world_size
 from zoo.logging import terminal
 from zoo.logging.result import Model
 from zoo.model import build
-from zoo.nn.head.distillation import TopK
+from zoo.nn.head import TopK
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world

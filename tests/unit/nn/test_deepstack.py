@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
+from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage, Vocabulary
 from zoo.nn.multimodal import MultimodalModel, _join
 
 TEXT = SimpleNamespace(
@@ -26,7 +26,7 @@ class Seeing(MultimodalModel):
     def __init__(self, tower: str, deepstack: Mapping[str, int]) -> None:
         super().__init__(
             transformer_config(TEXT, Recipe()),
-            vocab_size=32,
+            vocabulary=Vocabulary(32),
             rotary=RotaryShape(1e4),
             backend="torch",
             stage=Stage(),

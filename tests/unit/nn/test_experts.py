@@ -15,8 +15,8 @@ from torch import Tensor
 
 import zoo
 from zoo.nn.decoder.experts import exchange, hopper, layer
-from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
-from zoo.nn.decoder.experts.grouped import GroupedExperts, Later, Rows, grouped_product, lora_product
+from zoo.nn.decoder.experts.exchange import ExpertExchange, Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.grouped import GroupedExperts, GroupedRows, Later, grouped_product, lora_product
 from zoo.nn.decoder.experts.layer import Dispatch, MixtureOfExperts, routed
 
 BOUNDS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)  # the second expert has no row
@@ -32,10 +32,10 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
     chosen = torch.rand(9, 6).topk(3, dim=1).indices
     local = chosen.clamp(max=here)
     count = int((local < here).sum())
-    permutation = Permutation.of(local, here, count)
+    permutation = Permutation.from_choices(local, here, count)
     pairs = [(expert, token) for expert in range(here) for token in range(9) if expert in chosen[token]]
     assert permutation.tokens.tolist() == [token for _, token in pairs]
-    counted = Permutation.of(local, here, None)  # finds the count itself
+    counted = Permutation.from_choices(local, here, None)  # finds the count itself
     fields = [(getattr(counted, name), of_count) for name, of_count in vars(permutation).items()]
     for mine, its in fields:
         if isinstance(its, Tensor):
@@ -52,7 +52,7 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
 
 
 def test_no_token_here() -> None:
-    permutation = Permutation.of(torch.full((4, 2), 3), 3, 0)
+    permutation = Permutation.from_choices(torch.full((4, 2), 3), 3, 0)
     assert permutation.bounds.tolist() == [0, 0, 0, 0] and (permutation.places == -1).all()
     there = gather_rows(torch.randn(4, 5), permutation.tokens)
     assert there.shape == (0, 5)
@@ -69,11 +69,11 @@ def test_products_and_their_gradients() -> None:
     x, weight = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 6, 4)))
     plain = by_expert(x, weight, BOUNDS)
     wanted = gradients(plain, x, weight)
-    out = grouped_product(x, weight, Rows(BOUNDS))
+    out = grouped_product(x, weight, GroupedRows(BOUNDS))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, weight), wanted)
     torch.testing.assert_close(
-        gradients(grouped_product(x, weight, Rows(BOUNDS), gradient_only=True), x, weight), wanted
+        gradients(grouped_product(x, weight, GroupedRows(BOUNDS), gradient_only=True), x, weight), wanted
     )
 
 
@@ -83,7 +83,7 @@ def test_a_weight_gradient_that_is_worked_out_later(in_place: bool) -> None:
     wanted = gradients(by_expert(x, weight, BOUNDS), x, weight)
     later: Later = {}
     total = torch.ones(3, 6, 4) if in_place else None
-    out = grouped_product(x, weight, Rows(BOUNDS), total=total, later=later)
+    out = grouped_product(x, weight, GroupedRows(BOUNDS), total=total, later=later)
     to_x, nothing = torch.autograd.grad(
         out, (x, weight), torch.linspace(-1, 1, out.numel()).view_as(out), allow_unused=True
     )
@@ -99,10 +99,10 @@ def test_adapted_products_and_their_gradients() -> None:
     weight = torch.randn(3, 6, 4)
     plain = by_expert(x, weight, BOUNDS) + 0.5 * by_expert(by_expert(x, a, BOUNDS), b, BOUNDS)
     wanted = gradients(plain, x, a, b)
-    out = lora_product(x, weight, a, b, 0.5, Rows(BOUNDS))
+    out = lora_product(x, weight, a, b, 0.5, GroupedRows(BOUNDS))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, a, b), wanted)
-    gradient_only = lora_product(x, weight, a, b, 0.5, Rows(BOUNDS), gradient_only=True)
+    gradient_only = lora_product(x, weight, a, b, 0.5, GroupedRows(BOUNDS), gradient_only=True)
     torch.testing.assert_close(gradients(gradient_only, x, a, b), wanted)
 
 
@@ -112,7 +112,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "QuACK":
         for name in ("quack.gemm", "quack.gemm_tvm_ffi_utils"):
             monkeypatch.setitem(sys.modules, name, quack_gemm)
-        monkeypatch.setattr(hopper, "takes", lambda x, weight, rows: True)
+        monkeypatch.setattr(hopper, "supports", lambda x, weight, rows: True)
         monkeypatch.setattr(hopper, "_plans", {})
     return request.param
 
@@ -122,7 +122,7 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
     tokens, experts = 9, 5
     for here, in_place in ((experts, False), (3, True), (3, False)):
         chosen = torch.rand(tokens, experts - 1).topk(2, dim=1).indices  # none for the last expert
-        permutation = Permutation.of(chosen, here, None)
+        permutation = Permutation.from_choices(chosen, here, None)
         x, first, second = (
             torch.randn(shape, requires_grad=True) for shape in ((tokens, 4), (here, 6, 4), (here, 4, 6))
         )
@@ -133,7 +133,10 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
 
         for gradient_only in (False, True):
             sums = [torch.ones_like(weight) if in_place else None for weight in (first, second)]
-            there, back = (Rows(permutation.bounds, taken=permutation), Rows(permutation.bounds, summed=permutation))
+            there, back = (
+                GroupedRows(permutation.bounds, taken=permutation),
+                GroupedRows(permutation.bounds, summed=permutation),
+            )
             inner = grouped_product(x, first, there, total=sums[0]).tanh()
             out = grouped_product(inner, second, back, gradient_only, sums[1])
             assert out.shape == plain.shape
@@ -148,11 +151,11 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
 
 def test_a_product_of_tokens_rows_whose_results_are_summed(kernels: str) -> None:
     """Neither the input nor the gradient of the result lies sorted by expert; QuACK gathers one of them."""
-    permutation = Permutation.of(torch.rand(9, 4).topk(2, dim=1).indices, 3, None)
+    permutation = Permutation.from_choices(torch.rand(9, 4).topk(2, dim=1).indices, 3, None)
     x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
     given = by_expert(x[permutation.tokens], weight, permutation.bounds)
     plain = torch.zeros(9, 6).index_add(0, permutation.tokens, given)
-    out = grouped_product(x, weight, Rows(permutation.bounds, taken=permutation, summed=permutation))
+    out = grouped_product(x, weight, GroupedRows(permutation.bounds, taken=permutation, summed=permutation))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, weight), gradients(plain, x, weight))
 
@@ -165,7 +168,7 @@ def test_a_product_leaves_the_requested_sms_free(kernels: str) -> None:
     wanted = gradients(plain, x, weight)
     for _ in range(2):  # the second pass runs the plans that the first one made
         later: Later = {}
-        out = grouped_product(x, weight, Rows(BOUNDS, free_sms=24), later=later)
+        out = grouped_product(x, weight, GroupedRows(BOUNDS, free_sms=24), later=later)
         torch.testing.assert_close(out, plain)
         slopes = torch.linspace(-1, 1, out.numel()).view_as(out)
         torch.testing.assert_close(torch.autograd.grad(out, x, slopes)[0], wanted[0])
@@ -224,7 +227,7 @@ def test_the_version_that_is_taken_is_the_one_that_is_installed() -> None:
     assert f"quack-kernels=={hopper.VERSION}" in project["project"]["optional-dependencies"]["flash"]
 
 
-class Here(Exchange):
+class Here(ExpertExchange):
     """An exchange of one rank with itself, as if other ranks had further experts."""
 
     send_sms = 24
@@ -259,7 +262,7 @@ def test_the_host_does_not_wait_where_kernels_end_with_the_rows(
     chosen[9:] = -1
     found = {}
     for taken in (False, True):
-        monkeypatch.setattr(hopper, "takes", lambda *_, taken=taken: taken)
+        monkeypatch.setattr(hopper, "supports", lambda *_, taken=taken: taken)
         there = Here(None, here, 2, None)
         dispatch = Dispatch.begin(experts, x, weights, chosen, there, ahead=recompute)
         out = routed(experts, x, weights, dispatch, recompute)
@@ -271,23 +274,23 @@ def test_the_host_does_not_wait_where_kernels_end_with_the_rows(
 
 
 def test_no_rows_for_the_experts_here(kernels: str) -> None:
-    permutation = Permutation.of(torch.full((4, 2), 3), 3, None)
+    permutation = Permutation.from_choices(torch.full((4, 2), 3), 3, None)
     x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(3, 5, 5, requires_grad=True)
-    there = grouped_product(x, weight, Rows(permutation.bounds, taken=permutation))
+    there = grouped_product(x, weight, GroupedRows(permutation.bounds, taken=permutation))
     assert there.shape == (0, 5)
-    out = grouped_product(there, weight, Rows(permutation.bounds, summed=permutation))
+    out = grouped_product(there, weight, GroupedRows(permutation.bounds, summed=permutation))
     for one in (out, *gradients(out, x, weight)):
         torch.testing.assert_close(one, torch.zeros_like(one), rtol=0, atol=0)
 
 
 def test_adapted_products_of_tokens_rows_and_sums_of_them() -> None:
-    permutation = Permutation.of(torch.rand(9, 3).topk(2, dim=1).indices, 3, None)
+    permutation = Permutation.from_choices(torch.rand(9, 3).topk(2, dim=1).indices, 3, None)
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((9, 4), (3, 2, 4), (3, 4, 2)))
     weight, bounds = torch.randn(3, 4, 4), permutation.bounds
     rows = x[permutation.tokens]
     given = by_expert(rows, weight, bounds) + 0.5 * by_expert(by_expert(rows, a, bounds), b, bounds)
     plain = torch.zeros(9, 4).index_add(0, permutation.tokens, given)
-    both = Rows(bounds, taken=permutation, summed=permutation)
+    both = GroupedRows(bounds, taken=permutation, summed=permutation)
     out = lora_product(x, weight, a, b, 0.5, both)
     torch.testing.assert_close(out, plain)
     wanted = gradients(plain, x, a, b)

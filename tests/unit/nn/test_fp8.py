@@ -19,7 +19,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_activations_are_a_code_times_a_power_of_two(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x = (torch.randn(shape) * torch.logspace(-6, 6, shape[0])[:, None]).bfloat16()
-    found = blocks.of_activations(x)
+    found = blocks.quantize_activations(x)
     assert found.codes.shape[0] % 16 == 0 and found.codes.shape[1] % 128 == 0 and found.dense().shape[0] == shape[0]
     assert set(torch.frexp(found.scales).mantissa.unique().tolist()) == {0.5}
     dense = found.dense()
@@ -31,7 +31,7 @@ def test_activations_are_a_code_times_a_power_of_two(shape: tuple[int, int]) -> 
 
 def test_a_token_s_codes_do_not_depend_on_its_neighbours() -> None:
     x = torch.randn(40, 256).bfloat16()
-    whole, part = blocks.of_activations(x).dense(), blocks.of_activations(x[7:20] * 1.0).dense()
+    whole, part = blocks.quantize_activations(x).dense(), blocks.quantize_activations(x[7:20] * 1.0).dense()
     torch.testing.assert_close(whole[7:20], part, rtol=0, atol=0)
 
 
@@ -39,18 +39,18 @@ def test_zeros_and_values_at_the_borders() -> None:
     x = torch.zeros(3, 128, dtype=torch.bfloat16)
     x[1] = 1e15
     x[2] = torch.finfo(torch.bfloat16).tiny
-    dense = blocks.of_activations(x).dense()
+    dense = blocks.quantize_activations(x).dense()
     assert bool(dense.isfinite().all()) and float(dense[0].abs().max()) == 0.0
     assert apart(dense[1], x[1]) < 2**-4
-    ones = blocks.of_activations(torch.tensor([[448.0], [449.0]]).expand(2, 128).bfloat16()).scales
+    ones = blocks.quantize_activations(torch.tensor([[448.0], [449.0]]).expand(2, 128).bfloat16()).scales
     assert ones[:2, 0].tolist() == [1.0, 1.0]  # 449 is 448 in bf16
-    assert blocks.of_activations(torch.full((1, 128), 450.0).bfloat16()).scales[0, 0] == 2.0
+    assert blocks.quantize_activations(torch.full((1, 128), 450.0).bfloat16()).scales[0, 0] == 2.0
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (272, 400), (16, 1152)])
 def test_a_weight_and_its_transpose_have_the_same_codes(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, dtype=torch.bfloat16)
-    plain, turned = blocks.of_weight(weight), blocks.of_weight(weight, turned=True)
+    plain, turned = blocks.quantize_weight(weight), blocks.quantize_weight(weight, turned=True)
     assert plain.scales.shape[1] % 4 == 0 and turned.scales.shape[1] % 4 == 0
     dense = plain.dense()[:, : shape[1]]
     torch.testing.assert_close(dense, turned.dense()[:, : shape[0]].t(), rtol=0, atol=0)
@@ -66,11 +66,11 @@ def test_the_gradient_is_that_of_rounded_products() -> None:
     out = fp8_linear(x, weight)
     out.backward(grad)
     rows, slopes = x.detach().flatten(0, 1), grad.flatten(0, 1)
-    codes = blocks.of_weight(weight.detach()).dense()[:, :144]
-    wanted = blocks.of_activations(rows).dense()[:, :144] @ codes.t()
+    codes = blocks.quantize_weight(weight.detach()).dense()[:, :144]
+    wanted = blocks.quantize_activations(rows).dense()[:, :144] @ codes.t()
     torch.testing.assert_close(out.flatten(0, 1), wanted.bfloat16())
     assert 0.01 < apart(wanted, rows.float() @ weight.float().t()) < 0.05
-    of_input = blocks.of_activations(slopes).dense()[:, :304] @ codes
+    of_input = blocks.quantize_activations(slopes).dense()[:, :304] @ codes
     assert x.grad is not None and weight.grad is not None
     torch.testing.assert_close(x.grad.flatten(0, 1), of_input.bfloat16())
     torch.testing.assert_close(weight.grad, slopes.t() @ rows)

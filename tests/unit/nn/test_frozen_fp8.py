@@ -16,7 +16,7 @@ def test_values_are_near_and_exact_in_bf16(shape: tuple[int, ...], dtype: torch.
     weight = torch.randn(shape, generator=generator) * torch.logspace(-6, 6, shape[-1])
     weight[0] = 0.0
     weight = weight.to(dtype)
-    found = Quantised.of(weight)
+    found = Quantised.from_weight(weight)
     assert found.codes.dtype == DTYPE and found.codes.shape == shape and found.scales.shape[-1] == -(-shape[-1] // 128)
     assert bool((found.codes.float().abs() <= 448).all())
     dense = found.dense()
@@ -27,14 +27,14 @@ def test_values_are_near_and_exact_in_bf16(shape: tuple[int, ...], dtype: torch.
         block = (..., slice(start, start + 128))
         largest = size[block].amax(-1, keepdim=True)
         assert bool((error[block] <= torch.maximum(size[block] / 16, largest * 2.0**-17)).all())
-    torch.testing.assert_close(Quantised.of(dense).dense(), dense, rtol=0, atol=0)
+    torch.testing.assert_close(Quantised.from_weight(dense).dense(), dense, rtol=0, atol=0)
 
 
 def test_half_of_a_matrix_has_the_same_values() -> None:
     weight = torch.randn(6, 512, generator=torch.Generator().manual_seed(0))
-    whole = Quantised.of(weight).dense()
-    torch.testing.assert_close(Quantised.of(weight[1:4]).dense(), whole[1:4], rtol=0, atol=0)
-    torch.testing.assert_close(Quantised.of(weight[:, 256:]).dense(), whole[:, 256:], rtol=0, atol=0)
+    whole = Quantised.from_weight(weight).dense()
+    torch.testing.assert_close(Quantised.from_weight(weight[1:4]).dense(), whole[1:4], rtol=0, atol=0)
+    torch.testing.assert_close(Quantised.from_weight(weight[:, 256:]).dense(), whole[:, 256:], rtol=0, atol=0)
 
 
 class Experts(torch.nn.Module):
@@ -52,7 +52,7 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("module", [torch.nn.Linear(64, 48), Experts()], ids=["linear", "experts"])
 def test_a_module_computes_with_the_dense_weight_and_keeps_none(module: Any) -> None:
     names = [name for name, one in module.named_parameters() if one.ndim > 1]
-    plain = {name: torch.nn.Parameter(Quantised.of(getattr(module, name)).dense()) for name in names}
+    plain = {name: torch.nn.Parameter(Quantised.from_weight(getattr(module, name)).dense()) for name in names}
     module.requires_grad_(False)
     before = dict(module.named_parameters())
     freeze(module, names)

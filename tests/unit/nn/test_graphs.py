@@ -7,8 +7,8 @@ import torch
 from support.recorded_again import RecordedAgain
 from torch import Tensor
 
-from zoo.nn.graphs.layers import LayerGraphs, Run
-from zoo.nn.graphs.row import StaticRow, pieces_behind, segments_of, size_of
+from zoo.nn.graphs.layers import LayerCall, LayerGraphs
+from zoo.nn.graphs.row import StaticRow, pieces_behind, static_segments, static_tokens
 from zoo.packing import PackedLayout
 
 WIDTH = 8
@@ -36,7 +36,7 @@ def stack(count: int) -> list[Layer]:
 def run_graphs(
     graphs: LayerGraphs, x: Tensor, layout: PackedLayout, angle: Tensor, features: list[Tensor]
 ) -> Tensor | None:
-    def runner(row: StaticRow) -> Run:
+    def runner(row: StaticRow) -> LayerCall:
         made = row.layout()
         return lambda layer, states: layer(states, made.positions[0], row.by_token["angle"])
 
@@ -158,9 +158,9 @@ def test_a_weight_without_a_gradient_leaves_its_stack_out_and_says_so() -> None:
 
 
 def test_sizes() -> None:
-    assert [size_of(n) for n in (1, 64, 65, 2049, 4097, 20000)] == [64, 64, 128, 2112, 4224, 20480]
-    assert [segments_of(n) for n in (1, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
-    assert all(size_of(n) >= n and size_of(n) <= max(n + 63, n * 33 // 32 + 1) for n in range(1, 5000, 7))
+    assert [static_tokens(n) for n in (1, 64, 65, 2049, 4097, 20000)] == [64, 64, 128, 2112, 4224, 20480]
+    assert [static_segments(n) for n in (1, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
+    assert all(static_tokens(n) >= n and static_tokens(n) <= max(n + 63, n * 33 // 32 + 1) for n in range(1, 5000, 7))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_sizes() -> None:
 )
 def test_windows_are_short_behind_a_row_too(lengths: list[int], tokens: int) -> None:
     """And longer segments, which other layers attend within, end where they end; what is behind them is one."""
-    count = segments_of(len(lengths) + pieces_behind(tokens, 64))
-    row = StaticRow(size_of(tokens), count, torch.device("cpu"))
+    count = static_segments(len(lengths) + pieces_behind(tokens, 64))
+    row = StaticRow(static_tokens(tokens), count, torch.device("cpu"))
     assert row.outer_offsets.diff().tolist() == [row.tokens, *(0,) * (count - 1)], "before it is written"
     row.fill_offsets(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0), 64)
     row.fill_outer_offsets(torch.tensor([0, tokens], dtype=torch.int32))

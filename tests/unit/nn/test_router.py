@@ -9,8 +9,7 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from zoo.nn.decoder.experts.gating import logits_of
-from zoo.nn.decoder.experts.router import Router, Routing, track_layers
+from zoo.nn.decoder.experts.router import Router, Routing, router_logits, track_layers
 
 
 def config(layers: int, experts: int | None = 4, mtp: int | None = None) -> Any:
@@ -62,7 +61,7 @@ def test_logits_of_bf16_states_are_those_of_fp32(cpu_world: Any) -> None:
     random = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(*shape, generator=random) for shape in ((300, 64), (16, 64), (300, 16)))
     x, weight = (one.bfloat16().requires_grad_() for one in (x, weight))
-    logits = logits_of(x, weight)
+    logits = router_logits(x, weight)
     logits.backward(grad)
     exact = [one.detach().double().requires_grad_() for one in (x, weight)]
     wanted = exact[0] @ exact[1].t()

@@ -42,7 +42,7 @@ def test_the_loaders_layout_is_not_built_again(align: int, pad_to: int | None, m
     inputs, _ = step(align, pad_to).prepare(batch)
     torch.testing.assert_close(inputs.input_ids, plain.input_ids, rtol=0, atol=0)
     torch.testing.assert_close(inputs.positions, plain.positions, rtol=0, atol=0)
-    torch.testing.assert_close(inputs.ahead[0].input_ids, plain.ahead[0].input_ids, rtol=0, atol=0)
+    torch.testing.assert_close(inputs.mtp[0].input_ids, plain.mtp[0].input_ids, rtol=0, atol=0)
     assert inputs.seq_params.layout == batch.layout
 
 

@@ -135,7 +135,7 @@ def test_multi_token_prediction_by_the_example_of_its_docstring() -> None:
     inputs, _ = made.prepare(given)
     assert inputs.input_ids.tolist() == [[a, b, c, 0, x, y, 0, 0]]
     assert inputs.label_rows.tolist() == [0, 1, 4] and inputs.targets.tolist() == [b, c, y]
-    (ahead,) = inputs.ahead
+    (ahead,) = inputs.mtp
     assert ahead.input_ids.tolist() == [[b, c, 0, 0, y, 0, 0, 0]]
     assert (~ahead.padding_mask).int().tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
     assert ahead.label_rows.tolist() == [0] and ahead.targets.tolist() == [c]
@@ -162,7 +162,7 @@ def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, de
         layout = PackedLayout.from_lengths([width]) if mode == "none" else parts.layout
         index = layout.cp_index(rank, size)
         here = (parts.segment_ids[:, index], parts.token_index[:, index], parts.input_ids[:, index])
-        ahead = inputs.ahead[depth - 1]
+        ahead = inputs.mtp[depth - 1]
         for segment, at, token, after, masked in zip(
             *(part.flatten().tolist() for part in (*here, ahead.input_ids, ahead.padding_mask)), strict=True
         ):
@@ -198,9 +198,9 @@ def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, de
 def test_evaluation_runs_without_multi_token_prediction() -> None:
     made = step(mtp_depths=2)
     given = batch([[1, 2, 3, 4]])
-    assert len(made.prepare(given)[0].ahead) == 2
+    assert len(made.prepare(given)[0].mtp) == 2
     for mode in ("evaluate", "logits", "logprobs"):
-        assert made.prepare(given, **{mode: True})[0].ahead == ()
+        assert made.prepare(given, **{mode: True})[0].mtp == ()
 
 
 @pytest.mark.parametrize("mode", ["thd", "none"])
@@ -339,7 +339,7 @@ def test_weights_follow_their_labels_through_the_expansion(mode: str) -> None:
     made = step(TileStep, mode, align=2, mtp_depths=1)
     inputs, loss_inputs = made.prepare(Weighted(**vars(given), weights=weights))
     torch.testing.assert_close(loss_inputs.label_weights, inputs.targets.float() / 10)
-    torch.testing.assert_close(loss_inputs.ahead_weights, inputs.ahead[0].targets.float() / 10)
+    torch.testing.assert_close(loss_inputs.ahead_weights, inputs.mtp[0].targets.float() / 10)
     assert made.prepare(given)[1].label_weights is None
 
 

@@ -21,11 +21,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
-from zoo.nn.decoder.experts.exchange import Exchange
+from zoo.nn.decoder.experts.exchange import ExpertExchange
 from zoo.nn.decoder.experts.layer import MixtureOfExperts
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.norm import RMSNorm
-from zoo.nn.graphs.layers import Captured, LayerGraphs, Run
+from zoo.nn.graphs.layers import Captured, LayerCall, LayerGraphs
 from zoo.nn.graphs.row import StaticRow
 from zoo.packing import PackedLayout
 
@@ -96,7 +96,7 @@ def run_layer(
     seq_params: PackedSeqParams | None,
     padding_mask: Tensor | None,
     routing: Routing | None = None,
-    exchange: Exchange | None = None,
+    exchange: ExpertExchange | None = None,
 ) -> Tensor:
     """One transformer layer of mcore, recomputed in the backward pass under full recompute, with the same experts.
 
@@ -154,7 +154,7 @@ class Decoder(TransformerBlock):
         sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
         if most_tokens is not None and self.config.sequence_parallel:
             most_tokens //= self.config.tensor_model_parallel_size
-        exchange = None if sparse is None else sparse.exchange_of(hidden, most_tokens)
+        exchange = None if sparse is None else sparse.shared_exchange(hidden, most_tokens)
         for place, layer in enumerate(self.layers):
             if graphs is not None:
                 hidden = graphs(place, hidden)
@@ -177,14 +177,14 @@ class Decoder(TransformerBlock):
         layout: PackedLayout | None = getattr(seq_params, "layout", None)
         if self.graphs is None or layout is None or routing is not None or not self.training:
             return None
-        if seq_params.cache is not None or seq_params.blocks.spans:
+        if seq_params.cache is not None or seq_params.bidirectional.spans:
             return None
         angles = {"cos": rotary[0], "sin": rotary[1]}
         if local is not None:
             angles |= {"local cos": local[0], "local sin": local[1]}
 
-        def runner(row: StaticRow) -> Run:
-            x, params = row.by_token, SeqParams.of(row.layout())
+        def runner(row: StaticRow) -> LayerCall:
+            x, params = row.by_token, SeqParams.from_layout(row.layout())
             own = (x["local cos"], x["local sin"]) if local is not None else None
             return lambda layer, states: run_layer(
                 layer, states, self._angles(layer, (x["cos"], x["sin"]), own), params, None

@@ -42,7 +42,7 @@ def full_heads(text: Any) -> FullHeads | None:
     return found
 
 
-def of_layer(config: TransformerConfig, layer_number: int) -> TransformerConfig:
+def layer_config(config: TransformerConfig, layer_number: int) -> TransformerConfig:
     """The decoder's config with the heads of a layer (counted from 1)."""
     full: FullHeads | None = getattr(config, "full_heads", None)
     if full is None or is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):

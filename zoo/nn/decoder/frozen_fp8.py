@@ -32,7 +32,7 @@ class Quantised:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor) -> Quantised:
+    def from_weight(cls, weight: Tensor) -> Quantised:
         """The nearest codes; a value is at most a sixteenth of itself off, or 2**-17 of its block's largest."""
         width, count = weight.shape[-1], -(-weight.shape[-1] // BLOCK)
         codes = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
@@ -110,7 +110,7 @@ def freeze(module: torch.nn.Module, names: Iterable[str]) -> None:
     for name in names:
         parameter = getattr(module, name)
         assert not parameter.requires_grad, name
-        one = wrapped.held[name] = Quantised.of(parameter.detach())
+        one = wrapped.held[name] = Quantised.from_weight(parameter.detach())
         parameter.data = one.codes
     module.forward = wrapped
 

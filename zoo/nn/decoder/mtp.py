@@ -26,8 +26,6 @@ towers, as in the decoder, not from the placeholders' rows of the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +42,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.block import run_layer
-from zoo.nn.decoder.label_balancing import LabelExchange
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """What one depth reads and predicts on this rank; see the module's docstring."""
-
-    input_ids: Tensor  # (B, T) int64 ids of tokens t+k, 0 where there is none
-    padding_mask: Tensor  # (B, T) bool, True on padding and where there is no token t+k
-    placements: Mapping[str, Any]  # tower name -> Placement: rows whose token t+k is of a medium
-    label_rows: Tensor  # (M,) int64 rows whose token t+k+1 has a label
-    targets: Tensor  # (N,) int64 that token, of each state after the exchange if there is one
-    label_exchange: LabelExchange | None = None  # brings the states of label_rows to the ranks of their targets
 
 
 class MultiTokenPrediction(MegatronModule):

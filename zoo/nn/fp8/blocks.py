@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-126  # scale
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockScaled:
     """A matrix (R, C): `codes` (R', C') in e4m3, zero behind R and C, and `scales` in fp32.
 
     C' is C rounded up to 128. Of activations R' is R rounded up to 16, and `scales` (R', C' / 128) are stored column by column; of
@@ -48,7 +48,7 @@ class Blocks:
 
 
 @torch.no_grad()
-def of_activations(x: Tensor) -> Blocks:
+def quantize_activations(x: Tensor) -> BlockScaled:
     """(T, C) contiguous -> its blocks of 128 values of a row."""
     rows, width = _up(x.shape[0], ROWS), _up(x.shape[1], BLOCK)
     codes = torch.empty(rows, width, dtype=DTYPE, device=x.device)
@@ -61,11 +61,11 @@ def of_activations(x: Tensor) -> Blocks:
         padded = F.pad(x.float(), (0, width - x.shape[1], 0, rows - x.shape[0])).view(rows, -1, BLOCK)
         scales.copy_(_scale(padded.abs().amax(dim=-1)))
         codes.copy_((padded / scales.unsqueeze(-1)).flatten(1))
-    return Blocks(codes, scales, x.shape[0], square=False)
+    return BlockScaled(codes, scales, x.shape[0], square=False)
 
 
 @torch.no_grad()
-def of_weight(weight: Tensor, turned: bool = False) -> Blocks:
+def quantize_weight(weight: Tensor, turned: bool = False) -> BlockScaled:
     """(R, C) contiguous -> its blocks of 128 x 128 values, or those of its transpose."""
     shape = weight.shape[::-1] if turned else weight.shape
     width = _up(shape[1], BLOCK)
@@ -83,10 +83,10 @@ def of_weight(weight: Tensor, turned: bool = False) -> Blocks:
         found = _scale(squares.abs().amax(dim=(1, 3)))
         scales[:, :across] = found
         codes.copy_((squares / found[:, None, :, None]).view(-1, width)[: shape[0]])
-    return Blocks(codes, scales, shape[0], square=True)
+    return BlockScaled(codes, scales, shape[0], square=True)
 
 
-def product(x: Blocks, weight: Blocks, dtype: torch.dtype) -> Tensor:
+def product(x: BlockScaled, weight: BlockScaled, dtype: torch.dtype) -> Tensor:
     """Activations (T, C) by a weight (R, C), R a multiple of 16 -> (T, R) = x weight^T in `dtype`."""
     if not x.codes.is_cuda:
         return F.linear(x.dense(), weight.dense()).to(dtype)

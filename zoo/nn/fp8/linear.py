@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region as reduce_scatter
 from torch import Tensor
 
-from zoo.nn.fp8.blocks import of_activations, of_weight, product
+from zoo.nn.fp8.blocks import product, quantize_activations, quantize_weight
 
 
 class _Linear(torch.autograd.Function):
@@ -31,7 +31,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         whole = gather(x, group=group) if gathered else x
         rows = whole.flatten(0, -2).contiguous()
-        out = product(of_activations(rows), of_weight(weight), x.dtype)
+        out = product(quantize_activations(rows), quantize_weight(weight), x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.gathered, ctx.summed = group, gathered, summed
         # Not among the saved tensors: it is written to while other layers' backward passes go on.
@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         rows = grad.flatten(0, -2).contiguous()
         of_input = of_weights = None
         if ctx.needs_input_grad[0]:
-            of_input = product(of_activations(rows), of_weight(weight, turned=True), grad.dtype)
+            of_input = product(quantize_activations(rows), quantize_weight(weight, turned=True), grad.dtype)
             of_input = of_input.view(*grad.shape[:-1], -1)
             if ctx.gathered:
                 of_input = reduce_scatter(of_input, group=ctx.group)

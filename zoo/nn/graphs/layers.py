@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +23,11 @@ from torch.autograd.function import Function
 
 from zoo.nn.graphs import random
 from zoo.nn.graphs.recorder import Recorder
-from zoo.nn.graphs.row import StaticRow, segments_of, size_of
-from zoo.nn.graphs.weights import Leaves, NoGradientError
+from zoo.nn.graphs.row import StaticRow, static_segments, static_tokens
 
 SIZES = 32  # the most sizes of rows that are captured; rows of further sizes run as they would without graphs
 
-type Run = Callable[[Any, Tensor], Tensor]  # a layer on hidden states (T, ...)
+type LayerCall = Callable[[Any, Tensor], Tensor]  # a layer on hidden states (T, ...)
 
 
 class LayerGraphs:
@@ -45,16 +45,16 @@ class LayerGraphs:
         self._pass: weakref.ref[Pass] | None = None
 
     def begin(
-        self, hidden: Tensor, segments: int, fill: Callable[[StaticRow], None], runner: Callable[[StaticRow], Run]
+        self, hidden: Tensor, segments: int, fill: Callable[[StaticRow], None], runner: Callable[[StaticRow], LayerCall]
     ) -> Captured | None:
         """Graphs for a row with hidden states (T, ...) and so many segments, which `fill` writes; None where it has to run without.
 
         `runner`: how a layer runs on a static row.
         """
         backward = torch.is_grad_enabled() and (hidden.requires_grad or self.trained)
-        if self.refused or self.in_use or not (backward and self.recorder.takes(hidden)):
+        if self.refused or self.in_use or not (backward and self.recorder.supports(hidden)):
             return None
-        size = size_of(len(hidden)), segments_of(segments)
+        size = static_tokens(len(hidden)), static_segments(segments)
         key = (*size, *hidden.shape[1:], hidden.dtype)
         found = self._captured.get(key)
         if found is None:
@@ -90,7 +90,7 @@ class LayerGraphs:
         self._pass = weakref.ref(made)
         return made
 
-    def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], Run]) -> Captured:
+    def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], LayerCall]) -> Captured:
         """Graphs of all layers for rows like `hidden`."""
         with self.recorder.session(hidden.device), random.unchanged():
             states = hidden.new_zeros(row.tokens, *hidden.shape[1:])
@@ -141,7 +141,7 @@ class Captured:
         found: Tensor = _Replay.apply(hidden, piece, first)
         return found
 
-    def go_on(self, layer: int, hidden: Tensor) -> Tensor:
+    def replay(self, layer: int, hidden: Tensor) -> Tensor:
         """As a call; what it gives leads to these graphs by `captured_of`, where other code calls the layers one by one."""
         out = self(layer, hidden)
         out.captured = self  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class Captured:
 
 
 def captured_of(hidden: Tensor) -> Captured | None:
-    """The graphs that gave hidden states by `go_on`; None where they come from elsewhere."""
+    """The graphs that gave hidden states by `replay`; None where they come from elsewhere."""
     return getattr(hidden, "captured", None)
 
 
@@ -165,7 +165,7 @@ class Piece:
     All four are memory that pieces of other sizes use as well: what a graph made would stay in memory for each size.
     """
 
-    def __init__(self, layers: Sequence[Any], run: Run, states: Tensor, out: Tensor, recorder: Recorder) -> None:
+    def __init__(self, layers: Sequence[Any], run: LayerCall, states: Tensor, out: Tensor, recorder: Recorder) -> None:
         """Captures the forward pass."""
         self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
         self._out = out
@@ -216,15 +216,69 @@ def _put(x: Tensor, into: Tensor) -> None:
     into[len(x) :].zero_()
 
 
-def _run(layer: Any, states: Tensor, run: Run) -> tuple[Leaves, Tensor, Tensor]:
+def _run(layer: Any, states: Tensor, run: LayerCall) -> tuple[Leaves, Tensor, Tensor]:
     """What a layer makes of states (T, ...), with weights and states that gradients of it are taken for."""
     leaves, taken = Leaves(layer), states.detach().requires_grad_()
     with torch.enable_grad(), leaves.in_place(), random.inside():
         return leaves, taken, run(layer, taken)
 
 
-def _warm_up(layers: Sequence[Any], states: Tensor, run: Run) -> None:
+def _warm_up(layers: Sequence[Any], states: Tensor, run: LayerCall) -> None:
     """Each layer once, with a gradient of zeros, which adds nothing to any weight's."""
     for layer in layers:
         leaves, taken, given = _run(layer, states, run)
         leaves.gradients(given, taken, torch.zeros_like(given))
+
+
+class NoGradientError(RuntimeError):
+    """A trained weight of a layer has no part in what the layer gives."""
+
+
+class Leaves:
+    """A layer's weights as leaves of their own, on the same memory and with the same marks, for a gradient that is captured.
+
+    Autograd hands a parameter's gradient over on the stream that the parameter was first used on, which is DDP's: a graph that is
+    captured on another stream can't wait for that one. New leaves have no such past.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._places: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self.trained: dict[str, torch.nn.Parameter] = {}  # by the layer's names
+        for prefix, module in layer.named_modules():
+            for name, own in module.named_parameters(recurse=False):
+                if own not in made:
+                    made[own] = leaf = torch.nn.Parameter(own.detach(), own.requires_grad)
+                    leaf.__dict__.update(own.__dict__)
+                    if own.requires_grad:
+                        self.trained[f"{prefix}.{name}".lstrip(".")] = leaf
+                self._places.append((module, name, own))
+        self._made = made
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The layer has them in the place of its own."""
+        for module, name, own in self._places:
+            module._parameters[name] = self._made[own]
+        try:
+            yield
+        finally:
+            for module, name, own in self._places:
+                module._parameters[name] = own
+
+    def gradients(self, out: Tensor, states: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of `states`, from that of `out`, which a run with these in place made of them.
+
+        Those of weights go to DDP's buffers, unless a product added them there. NoGradientError for a weight without one.
+        """
+        for leaf in self.trained.values():
+            leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        wanted = (states, *self.trained.values())
+        of_states, *found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
+        for (name, leaf), gradient in zip(self.trained.items(), found, strict=True):
+            if gradient is None:
+                raise NoGradientError(f"{name} gets no gradient when its layer is captured")
+            if not leaf.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                leaf.main_grad.add_(gradient)  # type: ignore[attr-defined]
+        assert of_states is not None
+        return of_states.detach()

@@ -35,7 +35,7 @@ class Recorder:
         self._graphs: list[Any] = []
         _recorders.add(self)
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         """Whether work on this tensor can be recorded: a GPU's."""
         return x.is_cuda
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.packing import PackedLayout
-from zoo.packing.index import chunks, host_to_device
+from zoo.packing.index import chunks, cpu_to_device
 
 SEGMENTS = 8  # the fewest of a static row
 STEPS = 32  # sizes of rows between a power of two and the next
@@ -21,20 +21,20 @@ TOKENS = 64  # the fewest between two sizes
 CHUNK = 64  # tokens that the delta rule works on at once; flash-linear-attention's size too
 
 
-def size_of(tokens: int) -> int:
+def static_tokens(tokens: int) -> int:
     """Tokens of the static row that holds so many: a 32nd more at most, or 63."""
     step = max(TOKENS, (1 << (tokens.bit_length() - 1)) // STEPS)
     return -(-tokens // step) * step
 
 
-def segments_of(segments: int) -> int:
+def static_segments(segments: int) -> int:
     """Segments of the static row for so many: a power of two with room for the tokens behind, and for one that is empty."""
     return max(SEGMENTS, 1 << (segments + 1).bit_length())
 
 
 def pieces_behind(tokens: int, longest: int) -> int:
     """Segments of `longest` tokens at most that hold what is behind so many in their static row."""
-    return -(-(size_of(tokens) - tokens) // longest)
+    return -(-(static_tokens(tokens) - tokens) // longest)
 
 
 class StaticRow:
@@ -96,4 +96,4 @@ class StaticRow:
         behind = self.tokens - layout.total
         found = chunks((*layout.padded_lengths, behind), CHUNK)
         empty = torch.tensor([[self.segments - 1, 0]]).expand(len(self.chunks) - len(found), 2)
-        return host_to_device(torch.cat((found, empty)), self.chunks.device)
+        return cpu_to_device(torch.cat((found, empty)), self.chunks.device)

@@ -39,7 +39,7 @@ def bias_gradient(grad: Tensor) -> Tensor:
     """Gradient (O,) of a linear's bias, of grad (T, O)."""
     if not fused(grad):
         return grad.sum(0)
-    from zoo.nn.kernels.functions import column_sums
+    from zoo.nn.kernels.launch import column_sums
 
     return column_sums(grad).to(grad.dtype)
 

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import column_sums, sigmoid
 from zoo.nn.kernels.gate import delta_gates, delta_gates_backward
-from zoo.nn.kernels.launch import Launch, cdiv
+from zoo.nn.kernels.launch import Launch, cdiv, column_sums, sigmoid
 
 TAPS = 4  # of the kernels: most that they take
 

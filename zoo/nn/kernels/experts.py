@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import column_sums
-from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps
+from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, steps
 
 RANKS = 64  # the widest that `add_lowrank` takes
 CELLS = 2**14  # choices by experts that a program of the sort compares at once

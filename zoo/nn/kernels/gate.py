@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import column_sums, sigmoid
-from zoo.nn.kernels.launch import cdiv, power_of_2
+from zoo.nn.kernels.launch import cdiv, column_sums, power_of_2, sigmoid
 
 BLOCK = 4096
 

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels import weight_gradient
-from zoo.nn.kernels.functions import column_sums, sigmoid
-from zoo.nn.kernels.launch import Launch, cdiv, steps
+from zoo.nn.kernels.launch import Launch, cdiv, column_sums, sigmoid, steps
 
 
 @lru_cache

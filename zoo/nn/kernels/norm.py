@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import column_sums, sigmoid
-from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps, tile_rows
+from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, sigmoid, steps, tile_rows
 
 
 @lru_cache

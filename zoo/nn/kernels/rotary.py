@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import column_sums
-from zoo.nn.kernels.launch import cdiv, power_of_2, steps
+from zoo.nn.kernels.launch import cdiv, column_sums, power_of_2, steps
 from zoo.nn.kernels.norm import backward_launch, forward_launch
 
 

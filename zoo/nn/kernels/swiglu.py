@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import sigmoid
-from zoo.nn.kernels.launch import Launch, cdiv, power_of_2
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, sigmoid
 
 BOUNDED_ROWS = 8  # of a program where most rows may have no meaning, so that few programs end at once
 

@@ -25,7 +25,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.varlen import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.decoder.unused_arguments import refuse_unused
-from zoo.nn.graphs.layers import Captured, LayerGraphs, Run, captured_of
+from zoo.nn.graphs.layers import Captured, LayerCall, LayerGraphs, captured_of
 from zoo.nn.graphs.row import StaticRow, pieces_behind
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import flash4_width, flash_takes
@@ -139,7 +139,7 @@ def _block(
     graphs = _graphs(self, hidden_states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _run_block(self, hidden_states, cu_seqlens, position_embeddings, **further)
-    return graphs.go_on(self.place, hidden_states)
+    return graphs.replay(self.place, hidden_states)
 
 
 def _graphs(
@@ -160,7 +160,7 @@ def _graphs(
         row.fill_offsets(cu_seqlens, window)
         row.fill_tokens({"cos": angles[0], "sin": angles[1]})
 
-    def runner(row: StaticRow) -> Run:
+    def runner(row: StaticRow) -> LayerCall:
         x = row.by_token
 
         def run(block: Any, states: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.packing.cost import TowerCost
-from zoo.packing.index import host_to_device
+from zoo.packing.index import cpu_to_device
 
 CONV_LAYERS = 3  # conv2d1, conv2d2, conv2d3
 CONV_STRIDE = 2  # stride of each; kernel 3, padding 1, so a length L becomes ceil(L / 2)
@@ -65,16 +65,16 @@ def encode_clips(tower: Any, features: Tensor, frames: list[int], *, whole_chunk
         reach = [-(-r // CONV_STRIDE) for r in reach]
         if min(reach) < hidden.shape[-1]:
             inside = torch.arange(hidden.shape[-1]) < torch.tensor(reach)[:, None]
-            hidden = hidden * host_to_device(inside, hidden.device).to(hidden.dtype)[:, None, None]
+            hidden = hidden * cpu_to_device(inside, hidden.device).to(hidden.dtype)[:, None, None]
     hidden = tower.conv_out(hidden.permute(0, 3, 1, 2).flatten(2))  # (chunks, tokens, d_model)
     width = hidden.shape[1]
     hidden = hidden + tower.positional_embedding.positional_embedding[:width].to(hidden.dtype)
     kept = torch.arange(width) < torch.tensor([tokens_of_chunk(n) for n in lengths])[:, None]
-    rows = host_to_device(kept.flatten().nonzero().squeeze(-1), hidden.device)
+    rows = cpu_to_device(kept.flatten().nonzero().squeeze(-1), hidden.device)
     hidden = hidden.flatten(0, 1).index_select(0, rows)
     windows = _windows(tower, frames)
     offsets = F.pad(torch.tensor(windows, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    offsets = host_to_device(offsets, hidden.device)
+    offsets = cpu_to_device(offsets, hidden.device)
     for layer in tower.layers:
         hidden = _first(layer(hidden, offsets, max_seqlen=max(windows)))
     normed: Tensor = tower.ln_post(hidden)

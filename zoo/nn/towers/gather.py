@@ -8,25 +8,20 @@ tensor-parallel ones, as a mean (`average_gradients_across_tp_domain`), for whic
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-
-def sum_over_tensor_parallel(tower: torch.nn.Module) -> None:
-    """Make megatron-core add up the tower's gradients over tensor-parallel ranks: each encodes other media."""
-    for parameter in tower.parameters():
-        parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+from zoo.nn.autograd import Context
 
 
 class GatherEncoded(torch.autograd.Function):
     """(n, W) of this rank -> (ranks * longest, W) of all, n at most `longest`; see the module's docstring."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, longest: int, groups: Any) -> Tensor:
-        """`groups`: a ProcessGroupCollection with tp, cp and tp_cp, tensor-parallel ranks next to one another."""
+    def forward(ctx: Context, local: Tensor, longest: int, groups: ProcessGroupCollection) -> Tensor:
+        """`groups`: tensor-parallel ranks stand next to one another in tp_cp."""
         ctx.groups, ctx.count = groups, local.shape[0]
         mine = local.new_zeros(longest, local.shape[1])
         mine[: ctx.count] = local
@@ -35,7 +30,7 @@ class GatherEncoded(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         tp, cp = ctx.groups.tp, ctx.groups.cp
         parts = grads[0].unflatten(0, (cp.size(), tp.size(), -1))[:, tp.rank()].contiguous()
         mine = parts[0]

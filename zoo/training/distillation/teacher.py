@@ -14,7 +14,7 @@ from zoo.config.schema import Recipe
 from zoo.data.sample import MicroBatch
 from zoo.errors import UserError
 from zoo.model import build
-from zoo.nn.head.distillation import Teaching, TopK, TopTokens
+from zoo.nn.head import DistillationInputs, TopK, TopTokens
 from zoo.parallel.world import World
 from zoo.steps.packed_step import PackedStep
 from zoo.training.evaluation import forward_only
@@ -55,7 +55,9 @@ class Teacher:
         completed = []
         for batch in batches:
             top = top_tokens_of(self.step, self.chunks, batch, self.world, wanted)
-            completed.append(replace(batch, teaching=None if top is None else Teaching(top[0], self.temperature)))
+            completed.append(
+                replace(batch, teaching=None if top is None else DistillationInputs(top[0], self.temperature))
+            )
         return completed
 
 

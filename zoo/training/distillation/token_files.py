@@ -6,7 +6,7 @@ R rows with N labels together
     digests  (R, 16) uint8   by which a row is found, wherever it stands in the data: `SampleSource.digest`
     starts   (R + 1,) int64  of each row's labels among N
     sums     (R,) uint64     XXH3 of each row's tokens, held against them whenever a row is read
-    ids      (N, k) int32, logprobs (N, k) float32, rest (N,) float32: as `zoo.nn.head.distillation.TopTokens`
+    ids      (N, k) int32, logprobs (N, k) float32, rest (N,) float32: as `zoo.nn.head.TopTokens`
 
 A label takes 8 k + 4 bytes on disk. A reader holds 48 bytes a row in memory, and reads the rest as rows are asked for.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.nn.decoder.attention.fla_import import import_fla
 from zoo.packing import PackedLayout
-from zoo.packing.index import host_to_device, offsets
+from zoo.packing.index import cpu_to_device, offsets
 
 HEAD = 128  # the width of keys and values
 
@@ -33,7 +33,7 @@ def _segments(layout: PackedLayout) -> Tensor:
     from flash_qla.utils.index import prepare_varlen_metadata
 
     on_host = offsets(layout.padded_lengths).long()
-    return prepare_varlen_metadata(host_to_device(on_host, layout.device), on_host)
+    return prepare_varlen_metadata(cpu_to_device(on_host, layout.device), on_host)
 
 
 class _Rule(torch.autograd.Function):

@@ -40,7 +40,7 @@ from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packages import installed_version
 from zoo.packing import PackedLayout
-from zoo.packing.index import chunks, host_to_device, int64, offsets
+from zoo.packing.index import chunks, cpu_to_device, int64, offsets
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -190,7 +190,7 @@ def _kernel_offsets(layout: PackedLayout) -> dict[str, Tensor]:
     """
     lengths = layout.padded_lengths
     made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks(lengths, CHUNK)}
-    return {name: host_to_device(tensor, layout.device) for name, tensor in made.items()}
+    return {name: cpu_to_device(tensor, layout.device) for name, tensor in made.items()}
 
 
 def has_fla(x: Tensor) -> bool:
@@ -283,7 +283,7 @@ def gated_delta_rule_and_state(
         return flash_qla.flash_qla_rule(query, key, value, decay, beta, layout), None
     if kernel == "fla":
         return fla_rule(query, key, value, decay, beta, layout, keep)
-    layout.refuse_fixed("the delta rule in plain PyTorch")
+    layout.refuse_static_shapes("the delta rule in plain PyTorch")
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
 
 
@@ -311,7 +311,7 @@ def chunked_delta_rule(
     """
     dtype, repeats = value.dtype, value.shape[1] // query.shape[1]
     slots, active = _chunk_slots(lengths)
-    slots = host_to_device(slots, value.device)
+    slots = cpu_to_device(slots, value.device)
 
     def in_chunks(x: Tensor) -> Tensor:
         """(T, G, ...) -> (chunks, G, CHUNK, ...) fp32, zeros behind a segment's end."""
@@ -348,7 +348,7 @@ def chunked_delta_rule(
         state = state * keep + write.mT @ update
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     by_length = sorted(range(len(lengths)), key=lambda segment: -lengths[segment] // CHUNK)  # as `_chunk_slots`
-    place = host_to_device(int64(by_length).argsort(), value.device)
+    place = cpu_to_device(int64(by_length).argsort(), value.device)
     states = torch.cat((state, *reversed(ends))).index_select(0, place)
     return out.index_select(0, slots).to(dtype), states
 

@@ -61,7 +61,7 @@ class Rotary(torch.nn.Module):
         self.axes = torch.tensor(axes)
 
     @classmethod
-    def of(cls, head: int, shape: Any) -> Rotary:
+    def from_shape(cls, head: int, shape: Any) -> Rotary:
         """The rotary embedding of heads of that width, by a zoo.nn.inputs.RotaryShape."""
         if shape.whole:
             turning = int(shape.fraction * head // 2)

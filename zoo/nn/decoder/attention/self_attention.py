@@ -25,13 +25,13 @@ from torch import Tensor
 
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import apply_rotary
-from zoo.nn.decoder.attention.varlen import Reach, gathered_attention, sdpa, segment_attention
-from zoo.nn.decoder.config import of_layer
+from zoo.nn.decoder.attention.varlen import AttentionMaskSpec, gathered_attention, sdpa, segment_attention
+from zoo.nn.decoder.config import layer_config
 from zoo.nn.decoder.norm import RMSNorm
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
+from zoo.packing.spans import BidirectionalSpans
 
 
 @dataclass
@@ -39,23 +39,27 @@ class SeqParams(PackedSeqParams):
     """mcore's description of a packed row, with the layout it was made from.
 
     `layout` is the packed row, or None for a padded (B, T) batch; it lives on the device of the call, and knows nothing
-    of a padded batch that the row came from. `cache` is what a generation's passes share; None in training. `blocks` are
+    of a padded batch that the row came from. `cache` is what a generation's passes share; None in training. `bidirectional` are
     the runs of the row, or of the batch, that attend to one another both ways. `cut`: context-parallel ranks hold chunks of each segment;
     otherwise the row is one rank's, whose segments are on no other.
     """
 
     layout: PackedLayout | None = None
     cache: DecodeCache | None = None
-    blocks: Blocks = field(default_factory=Blocks)
+    bidirectional: BidirectionalSpans = field(default_factory=BidirectionalSpans)
     cut: bool = True
 
     @classmethod
-    def of(
-        cls, layout: PackedLayout, cp_group: Any = None, blocks: Blocks | None = None, cut: bool = True
+    def from_layout(
+        cls,
+        layout: PackedLayout,
+        cp_group: Any = None,
+        bidirectional: BidirectionalSpans | None = None,
+        cut: bool = True,
     ) -> SeqParams:
         """`layout` as mcore (and Transformer Engine) takes it, with the layout itself."""
         layout = layout.without_batch()
-        params = cls(layout=layout, blocks=blocks or Blocks(), cut=cut)
+        params = cls(layout=layout, bidirectional=bidirectional or BidirectionalSpans(), cut=cut)
         params.__dict__.update(vars(layout.packed_seq_params(cp_group)))  # mcore's own checks would sync
         return params
 
@@ -67,7 +71,7 @@ class SelfAttention(McoreSelfAttention):
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **more: Any) -> None:
-        config = of_layer(config, layer_number)
+        config = layer_config(config, layer_number)
         self.values_are_keys = getattr(config, "values_are_keys", False)
         if self.values_are_keys:
             assert config.kv_channels and config.num_query_groups
@@ -206,7 +210,7 @@ def attention_window(config: TransformerConfig, layer_number: int) -> int | None
 class VarlenCoreAttention(torch.nn.Module):
     """Causal attention within each segment of a packed row, or within each row of a padded batch.
 
-    A layer's window and the call's runs (`SeqParams.blocks`) say what else a token sees: `zoo.nn.decoder.attention.varlen`.
+    A layer's window and the call's runs (`SeqParams.bidirectional`) say what else a token sees: `zoo.nn.decoder.attention.varlen`.
     """
 
     def __init__(
@@ -256,31 +260,33 @@ class VarlenCoreAttention(torch.nn.Module):
                 "VarlenCoreAttention takes a packed row by its layout: hand over zoo.nn.decoder.attention.self_attention.SeqParams"
             )
         layout = getattr(packed_seq_params, "layout", None)
-        blocks = getattr(packed_seq_params, "blocks", None)
+        bidirectional = getattr(packed_seq_params, "bidirectional", None)
         if self.window is None and self.two_way_in_windows:
-            blocks = None
-        reach = Reach(self.window, blocks or Blocks())
+            bidirectional = None
+        mask_spec = AttentionMaskSpec(self.window, bidirectional or BidirectionalSpans())
         if layout is not None:
             assert isinstance(packed_seq_params, SeqParams)
             if not packed_seq_params.cut:
-                return segment_attention(query, key, value, layout, self.scale, reach)
-            return self._attend(query, key, value, layout, reach)
-        if self.cp_size > 1 or not reach.plain:
-            return self._padded_as_segments(query, key, value, reach)
+                return segment_attention(query, key, value, layout, self.scale, mask_spec)
+            return self._attend(query, key, value, layout, mask_spec)
+        if self.cp_size > 1 or not mask_spec.plain:
+            return self._padded_as_segments(query, key, value, mask_spec)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return sdpa(q, k, v, self.scale, causal=True).permute(2, 0, 1, 3)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, reach: Reach) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, mask_spec: AttentionMaskSpec
+    ) -> Tensor:
         if self.cp_size > 1:
-            return gathered_attention(query, key, value, layout, self.scale, self.cp_group, reach)
-        return segment_attention(query, key, value, layout, self.scale, reach)
+            return gathered_attention(query, key, value, layout, self.scale, self.cp_group, mask_spec)
+        return segment_attention(query, key, value, layout, self.scale, mask_spec)
 
-    def _padded_as_segments(self, query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
+    def _padded_as_segments(self, query: Tensor, key: Tensor, value: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
         """(T/cp, B, H, D) of a padded batch: B segments of T tokens, each cut in zigzag over the ranks."""
         tokens, batch = query.shape[:2]
         layout = uniform_layout(batch, tokens * self.cp_size).to(query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._attend(q, k, v, layout, reach)
+        out = self._attend(q, k, v, layout, mask_spec)
         return out.unflatten(0, (batch, tokens)).transpose(0, 1)
 
 

@@ -1,6 +1,6 @@
 """Attention within the segments of a packed row: causal, and where a layer or a family has them, windows and two-way runs.
 
-A token sees its segment up to itself or, in a run of `zoo.packing.blocks.Blocks`, up to the run's end. Under a window of W
+A token sees its segment up to itself or, in a run of `zoo.packing.spans.BidirectionalSpans`, up to the run's end. Under a window of W
 tokens it sees none further back than the W - 1 before it. On a GPU in half precision this is one varlen call, and a second
 one for the tokens of runs alone, each against the keys up to its run's end. Elsewhere it is masked scaled dot product
 attention, segments side by side where that pays.
@@ -26,42 +26,42 @@ from torch import Tensor
 from zoo.nn.decoder.attention.context_moves import in_row_order
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
-from zoo.packing.index import host_to_device, offsets, ragged
+from zoo.packing.index import cpu_to_device, offsets, ragged
+from zoo.packing.spans import BidirectionalSpans
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionMaskSpec:
     """What tokens see of their segment.
 
     Attributes:
         window: the most keys that a token sees up to itself, itself included; None: all.
-        blocks: runs of tokens that see one another both ways.
+        bidirectional: runs of tokens that see one another both ways.
     """
 
     window: int | None = None
-    blocks: Blocks = field(default_factory=Blocks)
+    bidirectional: BidirectionalSpans = field(default_factory=BidirectionalSpans)
 
-    def within(self, longest: int) -> Reach:
+    def within(self, longest: int) -> AttentionMaskSpec:
         """The same for segments of at most `longest` tokens: a window that none of them outgrows is none."""
-        return Reach(None, self.blocks) if self.window and self.window >= longest else self
+        return AttentionMaskSpec(None, self.bidirectional) if self.window and self.window >= longest else self
 
     @property
     def plain(self) -> bool:
         """Whether it is that of a causal layer."""
-        return self.window is None and not self.blocks.spans
+        return self.window is None and not self.bidirectional.spans
 
     @property
     def name(self) -> tuple[Any, ...]:
         """What it is in the name of a value that is kept with a layout."""
-        return self.window, self.blocks.spans
+        return self.window, self.bidirectional.spans
 
     def first_key(self, start: int, token: int) -> int:
         """The first key that a token sees of its segment, which begins at `start`."""
         return start if self.window is None else max(start, token - self.window + 1)
 
 
-CAUSAL = Reach()
+CAUSAL = AttentionMaskSpec()
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None = None) -> Tensor:
@@ -154,34 +154,36 @@ def _arguments(function: Any) -> frozenset[str]:
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach = CAUSAL
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, mask_spec: AttentionMaskSpec = CAUSAL
 ) -> Tensor:
     """Attention of (T, H, D) against (T, G, D) within the segments of `layout`.
 
     Padding stands at segment ends, so the padded offsets give right results for every real token
     (a causal token looks only back, a run ends with its segment); what a padding token gets is finite and unused.
     """
-    reach = reach.within(layout.max_seqlen)
-    if _flash_reaches(q, reach):
+    mask_spec = mask_spec.within(layout.max_seqlen)
+    if _flash_reaches(q, mask_spec):
         starts, longest = layout.cu_seqlens_padded, layout.max_seqlen
-        out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=reach.window)
-        seen = layout.kept(("runs", *reach.name), lambda: _RunCall.of(_runs(layout, reach), len(q), q.device))
-        return _see_runs(out, q, k, v, seen, scale, reach)
-    layout.refuse_fixed("attention without a varlen kernel")
+        out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=mask_spec.window)
+        seen = layout.kept(
+            ("runs", *mask_spec.name), lambda: _RunCall.from_runs(_runs(layout, mask_spec), len(q), q.device)
+        )
+        return _see_runs(out, q, k, v, seen, scale, mask_spec)
+    layout.refuse_static_shapes("attention without a varlen kernel")
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
-        mask = None if reach.plain else _side_by_side_mask(layout, reach, q)
+        mask = None if mask_spec.plain else _side_by_side_mask(layout, mask_spec, q)
         q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
         return layout.pack(sdpa(q, k, v, scale, causal=mask is None, mask=mask).transpose(1, 2))[0]
     pieces, start = [], 0
     for length in layout.padded_lengths:
         mine, start = slice(start, start + length), start + length
         span = (mine.start, mine.start, start)
-        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, _mask(layout, reach, span, length, q)))
+        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, _mask(layout, mask_spec, span, length, q)))
     return torch.cat(pieces)
 
 
-def _flash_reaches(x: Tensor, reach: Reach) -> bool:
-    return has_flash(x) and (reach.window is None or has_windows())
+def _flash_reaches(x: Tensor, mask_spec: AttentionMaskSpec) -> bool:
+    return has_flash(x) and (mask_spec.window is None or has_windows())
 
 
 def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -195,42 +197,52 @@ def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | N
     return sdpa(q, k, v, scale, causal=False, mask=mask)[0].transpose(0, 1)
 
 
-def _side_by_side_mask(layout: PackedLayout, reach: Reach, like: Tensor) -> Tensor:
+def _side_by_side_mask(layout: PackedLayout, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
     """(S, 1, L, L) in the dtype and on the device of `like`: 0 where a query sees a key, else minus infinity."""
 
     def make() -> Tensor:
-        ahead = reach.blocks.horizon(layout.total, like.device) - torch.arange(layout.total, device=like.device)
+        ahead = mask_spec.bidirectional.horizon(layout.total, like.device) - torch.arange(
+            layout.total, device=like.device
+        )
         own = torch.arange(max(layout.lengths), device=like.device)
         last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
-        return _additive(own, last[:, None], own, reach, like)
+        return _additive(own, last[:, None], own, mask_spec, like)
 
-    return reach.blocks.kept(("rows", reach.window, like.dtype, like.device), make)
+    return mask_spec.bidirectional.kept(("rows", mask_spec.window, like.dtype, like.device), make)
 
 
-def _mask(layout: PackedLayout, reach: Reach, span: tuple[int, int, int], length: int, like: Tensor) -> Tensor | None:
+def _mask(
+    layout: PackedLayout, mask_spec: AttentionMaskSpec, span: tuple[int, int, int], length: int, like: Tensor
+) -> Tensor | None:
     """(L, L') of `length` queries from token span[0] on against the keys [span[1], span[2]) of the row; None: causal."""
-    if reach.plain:
+    if mask_spec.plain:
         return None
     first, start, stop = span
 
     def make() -> Tensor:
         own = torch.arange(first, first + length, device=like.device)
-        last = reach.blocks.horizon(layout.total, like.device)[first : first + length]
-        return _additive(own, last, torch.arange(start, stop, device=like.device), reach, like)
+        last = mask_spec.bidirectional.horizon(layout.total, like.device)[first : first + length]
+        return _additive(own, last, torch.arange(start, stop, device=like.device), mask_spec, like)
 
-    return reach.blocks.kept((span, length, reach.window, like.dtype, like.device), make)
+    return mask_spec.bidirectional.kept((span, length, mask_spec.window, like.dtype, like.device), make)
 
 
-def _additive(own: Tensor, last: Tensor, keys: Tensor, reach: Reach, like: Tensor) -> Tensor:
+def _additive(own: Tensor, last: Tensor, keys: Tensor, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
     """(..., L, L') of queries at `own` (L,) that see up to `last` (..., L), and of `keys` (L',)."""
     seen = keys <= last[..., None]
-    if reach.window is not None:
-        seen = seen & (keys > own[:, None] - reach.window)
+    if mask_spec.window is not None:
+        seen = seen & (keys > own[:, None] - mask_spec.window)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, group: Any, reach: Reach = CAUSAL
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    group: Any,
+    mask_spec: AttentionMaskSpec = CAUSAL,
 ) -> Tensor:
     """Context parallel attention: this rank's queries against the keys and values of all ranks.
 
@@ -244,14 +256,14 @@ def gathered_attention(
     whole = gather_from_sequence_parallel_region(torch.cat((k, v), dim=1), group=group)
     whole = in_row_order(whole, layout, size)
     k, v = whole.split(k.shape[1], dim=1)
-    reach = reach.within(layout.max_seqlen)
-    if not _flash_reaches(q, reach):
+    mask_spec = mask_spec.within(layout.max_seqlen)
+    if not _flash_reaches(q, mask_spec):
         chunks = layout.kept(("cp chunks", rank, size), lambda: _chunks(layout, rank, size))
-        return torch.cat([chunk.masked(q, k, v, layout, scale, reach) for chunk in chunks])
-    name = ("cp", rank, size, *reach.name)
-    call, of_runs = layout.kept(name, lambda: _chunk_calls(layout, rank, size, reach, q.device))
-    out = call(q, k, v, scale, causal=True, window=reach.window)
-    return _see_runs(out, q, k, v, of_runs, scale, reach)
+        return torch.cat([chunk.masked(q, k, v, layout, scale, mask_spec) for chunk in chunks])
+    name = ("cp", rank, size, *mask_spec.name)
+    call, of_runs = layout.kept(name, lambda: _chunk_calls(layout, rank, size, mask_spec, q.device))
+    out = call(q, k, v, scale, causal=True, window=mask_spec.window)
+    return _see_runs(out, q, k, v, of_runs, scale, mask_spec)
 
 
 @dataclass(frozen=True)
@@ -265,11 +277,11 @@ class _Call:
     longest_key: int  # the most keys of one
 
     @classmethod
-    def of(cls, lengths: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device) -> _Call:
+    def from_spans(cls, lengths: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device) -> _Call:
         """The call for segments of so many queries, each of which sees keys [first, stop) of the row."""
         keys = [stop - start for start, stop in spans]
         index = ragged(keys, [start for start, _ in spans])
-        made = (host_to_device(tensor, device) for tensor in (offsets(lengths), index, offsets(keys)))
+        made = (cpu_to_device(tensor, device) for tensor in (offsets(lengths), index, offsets(keys)))
         queries, index, key_offsets = made
         return cls(queries, max(lengths), index, key_offsets, max(keys))
 
@@ -281,14 +293,14 @@ class _Call:
 
 
 def _chunk_calls(
-    layout: PackedLayout, rank: int, size: int, reach: Reach, device: torch.device
+    layout: PackedLayout, rank: int, size: int, mask_spec: AttentionMaskSpec, device: torch.device
 ) -> tuple[_Call, _RunCall | None]:
     """What a context-parallel rank's chunks see up to themselves, and what their runs see."""
     chunks = _chunks(layout, rank, size)
-    spans = [(reach.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
+    spans = [(mask_spec.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
     lengths = [chunk.stop - chunk.first for chunk in chunks]
-    runs = [run for chunk in chunks for run in chunk.runs(reach)]
-    return _Call.of(lengths, spans, device), _RunCall.of(runs, sum(lengths), device)
+    runs = [run for chunk in chunks for run in chunk.runs(mask_spec)]
+    return _Call.from_spans(lengths, spans, device), _RunCall.from_runs(runs, sum(lengths), device)
 
 
 @dataclass(frozen=True)
@@ -311,21 +323,23 @@ class _Chunk:
     stop: int
     start: int
 
-    def runs(self, reach: Reach) -> list[_Run]:
+    def runs(self, mask_spec: AttentionMaskSpec) -> list[_Run]:
         """The parts of runs that lie in it."""
         found = []
-        for begin, end in reach.blocks.within(self.first, self.stop):
+        for begin, end in mask_spec.bidirectional.within(self.first, self.stop):
             first, stop = max(begin, self.first), min(end, self.stop)
-            place, key = self.at + first - self.first, reach.first_key(self.start, first)
+            place, key = self.at + first - self.first, mask_spec.first_key(self.start, first)
             found.append(_Run(place, stop - first, end - stop, key, end))
         return found
 
-    def masked(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach) -> Tensor:
+    def masked(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, mask_spec: AttentionMaskSpec
+    ) -> Tensor:
         """Its queries against the keys and values of the row."""
         length = self.stop - self.first
-        start = reach.first_key(self.start, self.first)
-        stop = max([self.stop, *(end for _, end in reach.blocks.within(self.first, self.stop))])
-        mask = _mask(layout, reach, (self.first, start, stop), length, q)
+        start = mask_spec.first_key(self.start, self.first)
+        stop = max([self.stop, *(end for _, end in mask_spec.bidirectional.within(self.first, self.stop))])
+        mask = _mask(layout, mask_spec, (self.first, start, stop), length, q)
         return _one_segment(q[self.at : self.at + length], k[start:stop], v[start:stop], scale, mask)
 
 
@@ -342,11 +356,11 @@ def _chunks(layout: PackedLayout, rank: int, size: int) -> list[_Chunk]:
     return found
 
 
-def _runs(layout: PackedLayout, reach: Reach) -> list[_Run]:
+def _runs(layout: PackedLayout, mask_spec: AttentionMaskSpec) -> list[_Run]:
     """The runs of a row that a rank holds whole."""
     found, start = [], 0
     for length in layout.padded_lengths:
-        found += _Chunk(start, start, start + length, start).runs(reach)
+        found += _Chunk(start, start, start + length, start).runs(mask_spec)
         start += length
     return found
 
@@ -361,7 +375,7 @@ class _RunCall:
     own: Tensor  # (Q',) int64, their places
 
     @classmethod
-    def of(cls, runs: Sequence[_Run], queries: int, device: torch.device) -> _RunCall | None:
+    def from_runs(cls, runs: Sequence[_Run], queries: int, device: torch.device) -> _RunCall | None:
         """The call for `runs` of a rank with so many queries; None if there are no runs."""
         if not runs:
             return None
@@ -373,13 +387,13 @@ class _RunCall:
             rows += [*range(run.first, run.first + run.count), *[queries] * run.missing]
             kept += range(at, at + run.count)
             at += length
-        place, where = (host_to_device(torch.tensor(x), device) for x in (rows, kept))
-        call = _Call.of(lengths, [(run.start, run.stop) for run in runs], device)
+        place, where = (cpu_to_device(torch.tensor(x), device) for x in (rows, kept))
+        call = _Call.from_spans(lengths, [(run.start, run.stop) for run in runs], device)
         return cls(call, place, where, place.index_select(0, where))
 
 
 def _see_runs(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _RunCall | None, scale: float, reach: Reach
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _RunCall | None, scale: float, mask_spec: AttentionMaskSpec
 ) -> Tensor:
     """`out` (T, H, D) of causal attention with the rows of runs replaced: each sees the keys up to its run's end.
 
@@ -388,5 +402,5 @@ def _see_runs(
     if runs is None:
         return out
     whole = torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, runs.place)
-    seen = runs.call(whole, k, v, scale, causal=False, window=reach.window)
+    seen = runs.call(whole, k, v, scale, causal=False, window=mask_spec.window)
     return out.index_copy(0, runs.own, seen.index_select(0, runs.where))

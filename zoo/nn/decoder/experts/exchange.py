@@ -89,7 +89,7 @@ class Permutation:
         return self.bounds[-1:] if self.ahead else None
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, count: int | None, **options: Any) -> Permutation:
+    def from_choices(cls, chosen: Tensor, experts: int, count: int | None, **options: Any) -> Permutation:
         """`begin`, and the wait for it."""
         return cls.begin(chosen, experts, count, **options)()
 
@@ -108,7 +108,7 @@ class Permutation:
         """
         ahead = ahead and count is None
         if ahead:
-            count = room(chosen, experts)
+            count = max_choices(chosen, experts)
         if has_kernels(chosen):
             from zoo.nn.kernels import experts as kernel
 
@@ -127,7 +127,7 @@ class Permutation:
         return wait
 
 
-def room(chosen: Tensor, experts: int) -> int:
+def max_choices(chosen: Tensor, experts: int) -> int:
     """The most choices (M, k) that can fall on so many experts: a token has no expert twice."""
     return len(chosen) * min(chosen.shape[1], experts)
 
@@ -164,7 +164,7 @@ def _read(number: Tensor) -> Callable[[], int]:
 
 
 @dataclass(frozen=True)
-class Exchange(ABC):
+class ExpertExchange(ABC):
     """How N tokens of this rank come to the ranks of their experts, as some of M rows that each receives, and the sums of what these give back.
 
     Attributes:
@@ -199,7 +199,7 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
-class ExchangeByChoice(Exchange):
+class ExchangeByChoice(ExpertExchange):
     """An all-to-all of one layer's tokens: S rows that this rank sends, M rows that it receives, its own included.
 
     Attributes:
@@ -216,7 +216,7 @@ class ExchangeByChoice(Exchange):
     send_sms = ALL_TO_ALL_SMS
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
+    def from_choices(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
         """Plan the exchange of this rank's tokens with the experts (N, k), numbered over all ranks.
 
         The host waits once, for the numbers of rows.
@@ -253,17 +253,17 @@ class ExchangeByChoice(Exchange):
         )
 
     def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
-        """See `Exchange`. A token's row is sent to each rank that has one of its experts; there are no others."""
+        """See `ExpertExchange`. A token's row is sent to each rank that has one of its experts; there are no others."""
         return _all_to_all(gather_rows(x, self.tokens), self.sent, self.received, self.group)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
-        """See `Exchange`. Each rank that a token went to sends one row back."""
+        """See `ExpertExchange`. Each rank that a token went to sends one row back."""
         found = _all_to_all(rows, self.received, self.sent, self.group)
         return lambda: sum_rows(found(), self.places)
 
 
 @dataclass(frozen=True)
-class ExchangeWithAll(Exchange):
+class ExchangeWithAll(ExpertExchange):
     """All tokens go to all ranks, whatever their experts, so that layers share the plan. Each rank sends `most` rows, the last ones empty: M = R * `most`.
 
     Attributes:
@@ -279,12 +279,12 @@ class ExchangeWithAll(Exchange):
     send_sms = ALL_GATHER_SMS
 
     @classmethod
-    def of(
+    def from_count(
         cls, count: int, experts: int, group: Any, shares: int, device: torch.device, most: int | None = None
     ) -> ExchangeWithAll:
         """Plan the exchange of this rank's `count` tokens.
 
-        Further arguments are those of `ExchangeByChoice.of`, and:
+        Further arguments are those of `ExchangeByChoice.from_choices`, and:
             most: tokens of the rank that has most, or more; None: the ranks exchange their numbers of tokens, and the host waits until the GPU has done
                 all that was queued before.
 
@@ -304,7 +304,7 @@ class ExchangeWithAll(Exchange):
         return cls(group, experts, rank // shares * experts, None, rank, most, row[:, None] + starts)
 
     def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
-        """See `Exchange`."""
+        """See `ExpertExchange`."""
         found = x.new_empty(self.group.size() * self.most, x.shape[1])
         mine = found[self.rank * self.most :][: self.most]
         mine[: len(x)].copy_(x)
@@ -313,7 +313,7 @@ class ExchangeWithAll(Exchange):
         return _after(dist.all_gather_into_tensor(found, mine, group=self.group, async_op=True), found)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
-        """See `Exchange`. Every rank sends one row back for each token."""
+        """See `ExpertExchange`. Every rank sends one row back for each token."""
         each = [self.most] * self.group.size()
         found = _all_to_all(rows, each, each, self.group)
         return lambda: sum_rows(found(), self.places)

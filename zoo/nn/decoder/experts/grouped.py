@@ -77,20 +77,20 @@ class GroupedExperts(MegatronModule):
                 are the permutation's.
             free_sms: as of `zoo.nn.decoder.experts.products.multiply`, for the first product.
         """
-        inner = self._project("weight1", hidden, Rows(bounds, taken=permutation, free_sms=free_sms), later=later)
+        inner = self._project("weight1", hidden, GroupedRows(bounds, taken=permutation, free_sms=free_sms), later=later)
         end = None if permutation is None else permutation.end
         inner = glu(inner, self.config.activation_func, probs, end)
-        return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only, later), None
+        return self._project("weight2", inner, GroupedRows(bounds, summed=permutation), gradient_only, later), None
 
     def leaves_room(self, like: Tensor, rows: int) -> bool:
         """Whether `forward` takes no time for rows behind the last expert's, so that there may be room for the most that can come, `rows`.
 
         `like`: a tensor on the device and in the dtype of the tokens.
         """
-        return not self.lora and all(hopper.takes(like, one, rows) for one in (self.weight1, self.weight2))
+        return not self.lora and all(hopper.supports(like, one, rows) for one in (self.weight1, self.weight2))
 
     def _project(
-        self, name: str, x: Tensor, rows: Rows, gradient_only: bool = False, later: Later | None = None
+        self, name: str, x: Tensor, rows: GroupedRows, gradient_only: bool = False, later: Later | None = None
     ) -> Tensor:
         """x by one of the weights, and by its adapter."""
         weight = getattr(self, name)
@@ -139,7 +139,7 @@ class GroupedExperts(MegatronModule):
 
 
 @dataclass(frozen=True)
-class Rows:
+class GroupedRows:
     """N rows of a grouped product, sorted by expert.
 
     Attributes:
@@ -176,7 +176,7 @@ def _tokens(permutation: Permutation | None) -> Tensor | None:
 def grouped_product(
     x: Tensor,
     weight: Tensor,
-    rows: Rows,
+    rows: GroupedRows,
     gradient_only: bool = False,
     total: Tensor | None = None,
     later: Later | None = None,
@@ -198,7 +198,13 @@ def grouped_product(
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, rows: Rows, gradient_only: bool, total: Tensor | None, later: Later | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        rows: GroupedRows,
+        gradient_only: bool,
+        total: Tensor | None,
+        later: Later | None,
     ) -> Tensor:
         ctx.rows, ctx.total, ctx.later = rows, total, later
         ctx.parameter = weight if total is not None or later is not None else None
@@ -232,7 +238,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def lora_product(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: Rows, gradient_only: bool = False
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: GroupedRows, gradient_only: bool = False
 ) -> Tensor:
     """`grouped_product` with a frozen weight and a low-rank adapter (Hu et al. 2021): x weight^T + scale (x a^T) b^T -> (N, out).
 
@@ -250,7 +256,7 @@ def lora_product(
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: Rows, gradient_only: bool
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: GroupedRows, gradient_only: bool
     ) -> Tensor:
         assert not weight.requires_grad
         placeholder = rows.placeholder(x, weight)

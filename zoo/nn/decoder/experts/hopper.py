@@ -33,7 +33,7 @@ def is_there(device: torch.device) -> bool:
     return installed_version("quack-kernels") == VERSION and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def takes(x: Tensor, weight: Tensor, rows: int) -> bool:
+def supports(x: Tensor, weight: Tensor, rows: int) -> bool:
     """Whether products of x (M, in) and weight (E, out, in) with so many rows, and their gradients, go this way."""
     widths = weight.shape[1:]
     if not (x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and quack_takes(*widths)):

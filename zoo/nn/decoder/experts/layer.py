@@ -20,7 +20,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import pad
 
 from zoo.errors import UserError
-from zoo.nn.decoder.experts.exchange import Exchange, ExchangeByChoice, ExchangeWithAll, Permutation, room, take
+from zoo.nn.decoder.experts.exchange import (
+    ExchangeByChoice,
+    ExchangeWithAll,
+    ExpertExchange,
+    Permutation,
+    max_choices,
+    take,
+)
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
 from zoo.packing.cost import ranks_sent_to
 
@@ -45,7 +52,7 @@ class MixtureOfExperts(MoELayer):
             self.token_dispatcher = None
         self.shared_experts_recompute = self.moe_layer_recompute
         self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
-        self.exchange: Exchange | None = None
+        self.exchange: ExpertExchange | None = None
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
@@ -94,26 +101,26 @@ class MixtureOfExperts(MoELayer):
         out: Tensor = dispatcher.combine_postprocess(rows)
         return out
 
-    def _exchange(self, chosen: Tensor) -> Exchange | None:
+    def _exchange(self, chosen: Tensor) -> ExpertExchange | None:
         """How tokens with the experts (N, k) come to these; None where this rank has all."""
         if self.exchange is None and self.tp_ep_group.size() > 1:
-            return ExchangeByChoice.of(chosen, *self._ranks())
+            return ExchangeByChoice.from_choices(chosen, *self._ranks())
         return self.exchange
 
-    def exchange_of(self, hidden: Tensor, most: int | None = None) -> Exchange | None:
+    def shared_exchange(self, hidden: Tensor, most: int | None = None) -> ExpertExchange | None:
         """The exchange that sends all tokens of hidden states (T, B, hidden) to all ranks, or None if each layer sends by its router's choice.
 
-        All ranks that share the experts out have to call it together. `most`: as of `ExchangeWithAll.of`.
+        All ranks that share the experts out have to call it together. `most`: as of `ExchangeWithAll.from_count`.
         """
         config, ranks = self.config, self.tp_ep_group.size() // self.expt_tp_group.size()
         if self.flex or self.tp_ep_group.size() == 1:
             return None
         if ranks_sent_to(ranks, config.num_moe_experts, config.moe_router_topk) < ranks:
             return None
-        return ExchangeWithAll.of(hidden[..., 0].numel(), *self._ranks(), hidden.device, most)
+        return ExchangeWithAll.from_count(hidden[..., 0].numel(), *self._ranks(), hidden.device, most)
 
     @contextmanager
-    def sharing(self, exchange: Exchange | None) -> Iterator[None]:
+    def sharing(self, exchange: ExpertExchange | None) -> Iterator[None]:
         """Calls within take this exchange."""
         self.exchange = exchange
         try:
@@ -136,7 +143,7 @@ class Dispatch:
             all without autograd.
     """
 
-    exchange: Exchange | None
+    exchange: ExpertExchange | None
     wait: Callable[[], tuple[Tensor, Tensor, Permutation]]
 
     @classmethod
@@ -146,7 +153,7 @@ class Dispatch:
         hidden: Tensor,
         weights: Tensor,
         chosen: Tensor,
-        exchange: Exchange | None,
+        exchange: ExpertExchange | None,
         ahead: bool = False,
     ) -> Dispatch:
         """Start to send tokens to their experts.
@@ -168,7 +175,7 @@ class Dispatch:
             choices = _dispatch_choices(exchange, weights, chosen)
             arrived = exchange.send(hidden)
             weights, chosen = choices()
-            ahead = ahead and experts.leaves_room(hidden, room(chosen, exchange.experts))
+            ahead = ahead and experts.leaves_room(hidden, max_choices(chosen, exchange.experts))
             permutation = Permutation.begin(chosen, exchange.experts, exchange.choices, exchange.first, ahead)
 
         def wait() -> tuple[Tensor, Tensor, Permutation]:
@@ -247,7 +254,7 @@ class _Routed(torch.autograd.Function):
         return None, to_hidden, to_weights, *to_trained
 
 
-def _dispatch_choices(exchange: Exchange, weights: Tensor, chosen: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+def _dispatch_choices(exchange: ExpertExchange, weights: Tensor, chosen: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
     It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other; the experts of rows that are no token's are -1.

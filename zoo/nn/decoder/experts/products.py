@@ -25,7 +25,7 @@ def grouped(x: Tensor, weight: Tensor) -> bool:
 
 def gathered(x: Tensor, rows: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """x and the rows that products with this weight, and their gradients, take of it; where kernels don't gather, what is meant itself and None."""
-    if rows is None or hopper.takes(x, weight, len(rows)):
+    if rows is None or hopper.supports(x, weight, len(rows)):
         return x, rows
     return gather_rows(x, rows), None
 
@@ -38,7 +38,7 @@ def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None = No
         rows: (N,) int32, of x; None: all, N = M.
         free_sms: multiprocessors (SMs) that QuACK's kernels leave free for a collective beside them.
     """
-    if hopper.takes(x, weight, len(x if rows is None else rows)):
+    if hopper.supports(x, weight, len(x if rows is None else rows)):
         return hopper.multiply(x, weight, bounds, rows, free_sms)
     if rows is not None:
         x = gather_rows(x, rows)
@@ -70,7 +70,7 @@ def weight_gradient(
     """
     if rows_of_grad is not None and rows_of_x is not None:  # QuACK gathers one operand
         x, rows_of_x = gather_rows(x, rows_of_x), None
-    if hopper.takes(x, weight, len(grad if rows_of_grad is None else rows_of_grad)):
+    if hopper.supports(x, weight, len(grad if rows_of_grad is None else rows_of_grad)):
         found = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x, free_sms)
         return found if total is None else torch.empty_like(weight)
     grad = grad if rows_of_grad is None else gather_rows(grad, rows_of_grad)

@@ -16,7 +16,7 @@ from zoo.packing import index
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BidirectionalSpans:
     """Runs of one call's packed row; without any, attention is causal.
 
     Attributes:
@@ -28,7 +28,7 @@ class Blocks:
     _memo: dict[tuple, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, tokens: Tensor, token_index: Tensor) -> Blocks:
+    def from_mask(cls, tokens: Tensor, token_index: Tensor) -> BidirectionalSpans:
         """The runs of True in `tokens`; a run also ends with its segment.
 
         Args:
@@ -53,7 +53,7 @@ class Blocks:
             last = index.arange(total)
             for start, stop in self.spans:
                 last[start:stop] = stop - 1
-            return index.host_to_device(last, device)
+            return index.cpu_to_device(last, device)
 
         return self.kept(("horizon", total, device), make)
 

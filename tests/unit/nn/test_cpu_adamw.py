@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.nn.adamw import host, state
+from zoo.nn.adamw import cpu, state
 from zoo.nn.adamw.state import Moment, Part
 from zoo.optim import host_update
 from zoo.parallel.megatron import cpu_host
@@ -22,7 +22,7 @@ FORMS = [
 
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
-    assert host.why_not() is None, host.why_not()
+    assert cpu.fallback_reason() is None, cpu.fallback_reason()
 
 
 def example(numel: int, weight: torch.dtype, grad: torch.dtype, *moments: torch.dtype) -> Part:
@@ -47,7 +47,7 @@ def test_it_is_the_update_of_pytorch(form: tuple[torch.dtype, ...], numel: int) 
     found, wanted = example(numel, *form), example(numel, *form)
     for step in range(1, 6):
         clip = 0.5 if step % 2 else 1.0
-        host.update(found, step=step, clip=clip, **OPTIONS)
+        cpu.update(found, step=step, clip=clip, **OPTIONS)
         state.update(wanted, step=step, clip=clip, **OPTIONS)
         torch.testing.assert_close(master(found), master(wanted), rtol=3e-6, atol=1e-7)
         for one, other in ((found.exp_avg, wanted.exp_avg), (found.exp_avg_sq, wanted.exp_avg_sq)):
@@ -71,9 +71,9 @@ def test_pieces_have_the_bits_of_the_whole() -> None:
     form = (torch.bfloat16, torch.bfloat16, torch.uint8, torch.uint8)
     whole, cut = example(1000, *form), example(1000, *form)
     for step in (1, 2):
-        host.update(whole, step=step, **OPTIONS)
+        cpu.update(whole, step=step, **OPTIONS)
         for piece in host_update.pieces(cut, 256):
-            host.update(piece, step=step, **OPTIONS)
+            cpu.update(piece, step=step, **OPTIONS)
     torch.testing.assert_close(master(whole), master(cut), rtol=0, atol=0)
     torch.testing.assert_close(whole.exp_avg.values, cut.exp_avg.values, rtol=0, atol=0)
     torch.testing.assert_close(whole.exp_avg_sq.exponents, cut.exp_avg_sq.exponents, rtol=0, atol=0)
@@ -90,7 +90,7 @@ def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         work._how = host_update._compiled()
         for step in (1, 2):
             options = {"step": step, "clip": 0.3, **OPTIONS}
-            host.update(whole, **options)
+            cpu.update(whole, **options)
             work.start([(cut, options)])
             work.finish()
     torch.testing.assert_close(master(whole), master(cut), rtol=0, atol=0)
@@ -98,30 +98,30 @@ def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    host._loaded.cache_clear()
+    cpu._loaded.cache_clear()
     try:
-        monkeypatch.setattr(host.shutil, "which", lambda name: None)
-        assert "no C compiler" in (host.why_not() or "")
+        monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+        assert "no C compiler" in (cpu.fallback_reason() or "")
         assert host_update._compiled()[0] is state.update
         assert "install a C compiler" in capfd.readouterr().err
         found, wanted = (example(300, *FORMS[1]) for _ in range(2))
-        host.update(found, step=1, **OPTIONS)
+        cpu.update(found, step=1, **OPTIONS)
         state.update(wanted, step=1, clip=1.0, **OPTIONS)
         torch.testing.assert_close(master(found), master(wanted), rtol=0, atol=0)
     finally:
-        host._loaded.cache_clear()
+        cpu._loaded.cache_clear()
 
 
 def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("int zoo_adamw(\n")
-    monkeypatch.setattr(host, "SOURCE", broken)
+    monkeypatch.setattr(cpu, "SOURCE", broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    host._loaded.cache_clear()
+    cpu._loaded.cache_clear()
     try:
-        assert "could not compile broken.c" in (host.why_not() or "")
+        assert "could not compile broken.c" in (cpu.fallback_reason() or "")
         broken.write_text("int zoo_adamw(void) { return 0; }\n")
-        host._loaded.cache_clear()
-        assert "differs from PyTorch's operations" in (host.why_not() or "")
+        cpu._loaded.cache_clear()
+        assert "differs from PyTorch's operations" in (cpu.fallback_reason() or "")
     finally:
-        host._loaded.cache_clear()
+        cpu._loaded.cache_clear()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import packing
 from benchmarks.packing_report import Options
-from zoo.packing import PackedLayout, runs
+from zoo.packing import PackedLayout, moves
 
 ROADS = {"runs": (10**9, 0), "index": (0, 10**9)}  # FEW and LONG that leave no choice
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 19), st.integers(0, 4)), min_size=1, max_size=6)
@@ -17,8 +17,8 @@ NAN = float("nan")
 
 def take_road(patch: pytest.MonkeyPatch, road: str) -> None:
     few, long = ROADS[road]
-    patch.setattr(runs, "FEW", few)
-    patch.setattr(runs, "LONG", long)
+    patch.setattr(moves, "FEW", few)
+    patch.setattr(moves, "LONG", long)
 
 
 def batch_mask(rows: list[tuple[int, int, int]]) -> Tensor:
@@ -92,7 +92,7 @@ def test_results_are_new_tensors() -> None:
 
 
 def test_runs_that_touch_are_one_piece() -> None:
-    assert runs.plan([0, 3, 8], [0, 3, 6], [3, 3, 2], source=12, result=9)[:3] == ([6, 2, 2, 2], [1], [0, 2, -1])
+    assert moves.plan_moves([0, 3, 8], [0, 3, 6], [3, 3, 2], source=12, result=9)[:3] == ([6, 2, 2, 2], [1], [0, 2, -1])
 
 
 @pytest.mark.parametrize(("samples", "tokens", "pays"), [(8, 20, True), (64, 20, False), (64, 3000, True)])

@@ -1,8 +1,8 @@
-"""AdamW's update on the host in one pass over memory: host.c, which is compiled on the machine at first need.
+"""AdamW's update on the host in one pass over memory: cpu.c, which is compiled on the machine at first need.
 
 PyTorch's operations go over memory some 15 times (70 with 8-bit moments), and each takes Python's lock for longer than many
 cores need for it. A C compiler is there wherever Triton's kernels run, as Triton needs one too. Where none is, or where
-what it made differs from `zoo.nn.adamw.state.update`, that one makes the update, and `why_not` says why.
+what it made differs from `zoo.nn.adamw.state.update`, that one makes the update, and `fallback_reason` says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zoo.files import cache_folder
 from zoo.nn.adamw import state
 from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part
 
-SOURCE = Path(__file__).with_name("host.c")
+SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 COMPILE_SECONDS = 120.0
@@ -41,7 +41,7 @@ def update(part: Part, **options: Any) -> None:
         _call(function, part, **options)
 
 
-def why_not() -> str | None:
+def fallback_reason() -> str | None:
     """Why PyTorch's operations make the update; None where the compiled function does."""
     return _loaded()[1]
 
@@ -70,7 +70,7 @@ def _call(
         *(*rates, eps, -lr / (1.0 - beta_1**step)),
         *(TYPES[x.dtype] for x in (part.grad, first.values, second.values)),
     )
-    assert not refused, "a form of state that host.c has no case for"
+    assert not refused, "a form of state that cpu.c has no case for"
 
 
 def _address(tensor: Tensor | None) -> int | None:

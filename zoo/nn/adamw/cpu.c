@@ -1,7 +1,7 @@
 /* AdamW on a CPU in one pass over memory: formats and arithmetic of zoo.nn.adamw.state, which is the reference.
  *
  * Blocks of 128 values are read into local arrays, updated and written, so every loop is over 128 values and compilers turn
- * it into vector instructions. zoo.nn.adamw.host compiles this file and calls it. Without fused multiply-adds
+ * it into vector instructions. zoo.nn.adamw.cpu compiles this file and calls it. Without fused multiply-adds
  * (-ffp-contract=off) all processors give the same bits.
  */
 

@@ -11,24 +11,24 @@ from torch import Tensor
 from zoo.nn.decoder.attention import varlen
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
-from zoo.nn.decoder.attention.varlen import Reach, gathered_attention, segment_attention
+from zoo.nn.decoder.attention.varlen import AttentionMaskSpec, gathered_attention, segment_attention
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
+from zoo.packing.spans import BidirectionalSpans
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
 LAYOUTS = {"alike": ([24, 17, 20], 8), "one long": ([40, 3, 1, 9], 8), "alone": ([30], 8)}
 SPANS = {"alike": ((0, 5), (7, 8), (20, 24), (24, 31), (45, 60)), "one long": ((3, 37), (40, 43)), "alone": ()}
 
 
-def loop(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, reach: Reach) -> Tensor:
+def loop(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, mask_spec: AttentionMaskSpec) -> Tensor:
     """Each query against the keys it sees, one by one."""
-    ends = {token: stop for start, stop in reach.blocks.spans for token in range(start, stop)}
+    ends = {token: stop for start, stop in mask_spec.bidirectional.spans for token in range(start, stop)}
     starts = torch.cat([torch.full((n,), i) for i, n in enumerate(layout.padded_lengths)])
     out = torch.empty_like(q)
     for token in range(layout.total):
         first = int((starts == starts[token]).nonzero()[0])
-        if reach.window is not None:
-            first = max(first, token - reach.window + 1)
+        if mask_spec.window is not None:
+            first = max(first, token - mask_spec.window + 1)
         keys = slice(first, ends.get(token, token + 1))
         for head in range(HEADS):
             group = head * GROUPS // HEADS
@@ -84,9 +84,9 @@ def gradients(out: Tensor, given: tuple[Tensor, ...], real: Tensor) -> tuple[Ten
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_whole_row(name: str, window: int | None, way: str) -> None:
     layout, given, real = row(name)
-    wanted = loop(*given, layout, Reach(window, Blocks(SPANS[name])))
+    wanted = loop(*given, layout, AttentionMaskSpec(window, BidirectionalSpans(SPANS[name])))
     for _ in range(2):  # the second layer finds what the first has made
-        out = segment_attention(*given, layout, SCALE, Reach(window, Blocks(SPANS[name])))
+        out = segment_attention(*given, layout, SCALE, AttentionMaskSpec(window, BidirectionalSpans(SPANS[name])))
         torch.testing.assert_close(out[real], wanted[real])
     for found, want in zip(gradients(out, given, real), gradients(wanted, given, real), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ def test_a_context_parallel_rank(
 ) -> None:
     """Runs and windows lie across the chunks of ranks."""
     layout, (q, k, v), real = row(name)
-    wanted = loop(q, k, v, layout, Reach(window, Blocks(SPANS[name])))
+    wanted = loop(q, k, v, layout, AttentionMaskSpec(window, BidirectionalSpans(SPANS[name])))
     order = torch.cat([layout.cp_index(rank, size) for rank in range(size)])
     both = torch.cat((k, v), dim=1)[order]
     gather = "megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region"
@@ -109,8 +109,8 @@ def test_a_context_parallel_rank(
     for rank in range(size):
         mine = layout.cp_index(rank, size)
         group: Any = SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)
-        reach = Reach(window, Blocks(SPANS[name]))
-        out = gathered_attention(q[mine], k[mine], v[mine], layout, SCALE, group, reach)
+        mask_spec = AttentionMaskSpec(window, BidirectionalSpans(SPANS[name]))
+        out = gathered_attention(q[mine], k[mine], v[mine], layout, SCALE, group, mask_spec)
         torch.testing.assert_close(out[real[mine]], wanted[mine][real[mine]])
 
 
@@ -119,7 +119,7 @@ def test_offsets_are_made_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> None
     made: list[str] = []
     monkeypatch.setattr(varlen, "has_flash", lambda x: True)
     monkeypatch.setattr(varlen, "varlen_attention", lambda q, *_, **__: q)
-    for name in ("offsets", "ragged", "host_to_device", "_chunks", "_runs"):
+    for name in ("offsets", "ragged", "cpu_to_device", "_chunks", "_runs"):
         make = getattr(varlen, name)
         monkeypatch.setattr(varlen, name, lambda *a, name=name, make=make: made.append(name) or make(*a))
     monkeypatch.setattr(
@@ -131,11 +131,11 @@ def test_offsets_are_made_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> None
         layout, (q, k, v), _ = row("alike")
         mine = layout.cp_index(1, 2)
         for window in (None, 4, None, 4, None):
-            reach = Reach(window, Blocks(SPANS["alike"]))
-            gathered_attention(q[mine], k[mine], v[mine], layout, SCALE, group, reach)
+            mask_spec = AttentionMaskSpec(window, BidirectionalSpans(SPANS["alike"]))
+            gathered_attention(q[mine], k[mine], v[mine], layout, SCALE, group, mask_spec)
         assert made.count("_chunks") == 2 * count
-        segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
-        segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
+        segment_attention(q, k, v, layout, SCALE, AttentionMaskSpec(None, BidirectionalSpans(SPANS["alike"])))
+        segment_attention(q, k, v, layout, SCALE, AttentionMaskSpec(None, BidirectionalSpans(SPANS["alike"])))
         assert made.count("_runs") == count and made.count("ragged") * 2 == made.count("offsets") == 10 * count
 
 
@@ -150,15 +150,18 @@ def test_the_next_token_of_a_generation_sees_its_window() -> None:
     out = cache.attend(1, q[12:], k[12:], v[12:], SCALE, 4)
     for found, tokens in zip(out, rows, strict=True):
         alone = PackedLayout.from_lengths([len(tokens)])
-        wanted = loop(q[tokens], k[tokens], v[tokens], alone, Reach(4))
+        wanted = loop(q[tokens], k[tokens], v[tokens], alone, AttentionMaskSpec(4))
         torch.testing.assert_close(found, wanted[-1])
 
 
 def test_masks_are_of_one_call() -> None:
     """Two calls of one layout with other runs do not share what they have made."""
     layout, given, real = row("alike")
-    one, other = (SeqParams.of(layout, None, Blocks(spans)) for spans in (((0, 5),), ((7, 12),)))
-    outs = [segment_attention(*given, layout, SCALE, Reach(4, params.blocks)) for params in (one, other, one)]
+    one, other = (SeqParams.from_layout(layout, None, BidirectionalSpans(spans)) for spans in (((0, 5),), ((7, 12),)))
+    outs = [
+        segment_attention(*given, layout, SCALE, AttentionMaskSpec(4, params.bidirectional))
+        for params in (one, other, one)
+    ]
     torch.testing.assert_close(outs[0], outs[2], rtol=0, atol=0)
     assert not torch.allclose(outs[0][real], outs[1][real])
-    assert SeqParams.of(layout).blocks is not SeqParams.of(layout).blocks
+    assert SeqParams.from_layout(layout).bidirectional is not SeqParams.from_layout(layout).bidirectional

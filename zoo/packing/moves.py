@@ -3,7 +3,7 @@
 A packed row, a padded batch and a context-parallel share hold the same tokens in the same order, in runs of tokens
 that stand side by side. So the source is split into views, those wanted are concatenated with views of a constant
 between them, and the tokens move at the speed of a plain copy. An index costs more than the copy to make, and 8 bytes
-a token to read; a piece costs about a microsecond, whatever its length: `Plan.pays` says which is the better.
+a token to read; a piece costs about a microsecond, whatever its length: `MovePlan.pays` says which is the better.
 
 Guarantees: differentiable; what is left out gets a gradient of zero and reaches nothing, not even as NaN.
 """
@@ -17,7 +17,7 @@ FEW = 32  # pieces that cost no more than the index's own calls, however short t
 LONG = 512  # tokens moved for each piece from which on an index is slower
 
 
-class Plan(NamedTuple):
+class MovePlan(NamedTuple):
     """Which runs of a source stand where in a result.
 
     Attributes:
@@ -33,7 +33,9 @@ class Plan(NamedTuple):
     pays: bool
 
 
-def plan(starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], source: int, result: int) -> Plan:
+def plan_moves(
+    starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], source: int, result: int
+) -> MovePlan:
     """The plan that takes `lengths` tokens each at `starts` of a source and puts them at `places` of a result.
 
     Args:
@@ -61,10 +63,10 @@ def plan(starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], s
             cuts.append(length)
         at, to = start + length, place + length
     pays = len(order) <= FEW or sum(lengths) >= LONG * len(order)
-    return Plan(cuts, [*reversed(fills)], order, pays)
+    return MovePlan(cuts, [*reversed(fills)], order, pays)
 
 
-def move(x: Tensor, dim: int, plan: Plan, fill: complex) -> Tensor:
+def move(x: Tensor, dim: int, plan: MovePlan, fill: complex) -> Tensor:
     """The result of a plan along `dim` of x, a new tensor, `fill` where no run stands."""
     # Each dimension costs time on each piece. "Unsafe" spares autograd's record of views: nothing is written in place.
     ones = [at for at in range(dim) if x.shape[at] == 1]
