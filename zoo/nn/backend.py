@@ -170,8 +170,7 @@ def core_attention(config: TransformerConfig, backend: BackendSpecProvider) -> t
     taken = te_attention_takes(config.kv_channels) and config.window_size is None
     if isinstance(backend, TEBackend) and not taken:
         return VarlenCoreAttention
-    found: type = backend.core_attention()
-    return found
+    return backend.core_attention()
 
 
 def self_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:

@@ -99,8 +99,7 @@ def _embed(self: Any, ids: Tensor, *, silent: bool) -> Tensor:
     """The forward pass of megatron-core's embedding on one rank, ids (B, T)."""
     if not torch.is_grad_enabled():
         return F.embedding(ids, self.weight)
-    out: Tensor = _Embedding.apply(ids, self.weight, silent)
-    return out
+    return _Embedding.apply(ids, self.weight, silent)
 
 
 class _Embedding(torch.autograd.Function):
@@ -123,8 +122,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     """The forward pass of PyTorch's linear, x (..., in)."""
     if not torch.is_grad_enabled():
         return F.linear(x, self.weight, self.bias)
-    out: Tensor = _Linear.apply(x, self.weight, self.bias)
-    return out
+    return _Linear.apply(x, self.weight, self.bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -82,8 +82,8 @@ def test_a_kernel_with_a_setting_is_launched_without_its_tuner(hooked: bool, mon
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [
-        ("qwen35_vl", "conv functions gate gelu layer_norm loss norm rotary swiglu"),
-        ("qwen25_omni", "functions layer_norm linears loss norm rotary swiglu"),
+        ("qwen35_vl", "conv gate gelu launch layer_norm loss norm rotary swiglu"),
+        ("qwen25_omni", "launch layer_norm linears loss norm rotary swiglu"),
     ],
 )
 def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(family: str, kernels: str, tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ class FullHeads:
 
 def full_heads(text: Any) -> FullHeads | None:
     """Heads of layers that see all tokens; None: those of all layers. A family's config says so of its `text`."""
-    found: FullHeads | None = getattr(text, "full_heads", None)
-    return found
+    return getattr(text, "full_heads", None)
 
 
 def layer_config(config: TransformerConfig, layer_number: int) -> TransformerConfig:

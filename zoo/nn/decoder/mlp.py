@@ -48,8 +48,7 @@ class DenseMLP(MLP):
         """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
         refuse_unused("DenseMLP", unused)
         inner, _ = self.linear_fc1(hidden_states)
-        out: tuple[Tensor, Tensor | None] = self.linear_fc2(glu(inner, self.config.activation_func))
-        return out
+        return self.linear_fc2(glu(inner, self.config.activation_func))
 
 
 class SharedExperts(SharedExpertMLP, DenseMLP):

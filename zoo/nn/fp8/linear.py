@@ -73,8 +73,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | No
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., K) by a weight (N, K), N a multiple of 16 -> (..., N), on one rank."""
-    out: Tensor = _Linear.apply(x, weight, None, False, False, False)
-    return out
+    return _Linear.apply(x, weight, None, False, False, False)
 
 
 def _product(linear: Any, x: Tensor, weight: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -138,8 +138,7 @@ class Captured:
         first = self._stack.enter() if layer == 0 else None  # whose backward pass is the last
         if not hidden.requires_grad:  # what is in front is frozen
             hidden = hidden.detach().requires_grad_()
-        found: Tensor = _Replay.apply(hidden, piece, first)
-        return found
+        return _Replay.apply(hidden, piece, first)
 
     def replay(self, layer: int, hidden: Tensor) -> Tensor:
         """As a call; what it gives leads to these graphs by `captured_of`, where other code calls the layers one by one."""

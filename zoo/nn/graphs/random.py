@@ -59,8 +59,7 @@ def unchanged() -> Iterator[None]:
 
 def dropout(x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
     """x with a share `rate` of its values set to zero, and the others times 1 / (1 - rate)."""
-    kept: Tensor = _Dropout.apply(x, rate, generator)
-    return kept
+    return _Dropout.apply(x, rate, generator)
 
 
 class _Dropout(Function):

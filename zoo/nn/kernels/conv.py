@@ -252,8 +252,7 @@ def causal_conv_silu(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     """
     assert weight.shape[1] <= TAPS, f"{weight.shape[1]} taps: {TAPS} at most"
     x = x if x.stride(1) == 1 else x.contiguous()
-    out: Tensor = _Convolution.apply(x, weight, positions.contiguous())
-    return out
+    return _Convolution.apply(x, weight, positions.contiguous())
 
 
 class _DeltaInputs(torch.autograd.Function):
@@ -305,7 +304,4 @@ def delta_inputs(
         -exp(a_log) softplus(alpha + dt_bias) (T, H) in fp32; sigmoid(beta) (T, H).
     """
     assert weight.shape[1] <= TAPS, f"{weight.shape[1]} taps: {TAPS} at most"
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _DeltaInputs.apply(
-        mixed, weight, a_log, dt_bias, positions.contiguous(), widths
-    )
-    return found
+    return _DeltaInputs.apply(mixed, weight, a_log, dt_bias, positions.contiguous(), widths)

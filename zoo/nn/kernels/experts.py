@@ -195,8 +195,7 @@ def loads(logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor
     Returns:
         (E,) fp32 each; the first has a gradient.
     """
-    out: tuple[Tensor, Tensor] = _Loads.apply(logits, chosen, masked)
-    return out
+    return _Loads.apply(logits, chosen, masked)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -55,8 +55,7 @@ class _Gate(torch.autograd.Function):
 def gated(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), both of one shape."""
     assert x.shape == gate.shape
-    out: Tensor = _Gate.apply(x, gate)
-    return out
+    return _Gate.apply(x, gate)
 
 
 @triton.jit

@@ -92,5 +92,4 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
     Kept for the backward pass: x, weight and GELU's input.
     """
-    out: Tensor = _LinearGELU.apply(x, weight, bias, tanh)
-    return out
+    return _LinearGELU.apply(x, weight, bias, tanh)

@@ -152,8 +152,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / deviation * weight + bias over the last axis of x (..., D)."""
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps)
-    return out
+    return _LayerNorm.apply(x, weight, bias, eps)
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -163,5 +162,4 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     not be written to (PyTorch says so where it is).
     """
     assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype)
-    out: tuple[Tensor, Tensor] = _AddLayerNorm.apply(x, delta, weight, bias, eps)
-    return out
+    return _AddLayerNorm.apply(x, delta, weight, bias, eps)

@@ -85,5 +85,4 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: Any = None) -> Tensor:
     `group` is the process group whose ranks each hold a part of the vocabulary, in their order.
     """
     assert logits.stride(-1) == 1
-    out: Tensor = _CrossEntropy.apply(logits, targets, group)
-    return out
+    return _CrossEntropy.apply(logits, targets, group)

@@ -163,14 +163,12 @@ def _strided(x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
     """x / rms(x) * weight over the last axis, or * (1 + weight) if `centered`; x (..., D) of any strides."""
-    out: Tensor = _Norm.apply(x, weight, None, eps, centered)
-    return out
+    return _Norm.apply(x, weight, None, eps, centered)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight * silu(gate) over the last axis; x and gate (..., D)."""
-    out: Tensor = _Norm.apply(x, weight, gate, eps, False)
-    return out
+    return _Norm.apply(x, weight, gate, eps, False)
 
 
 def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> tuple[Tensor, Tensor]:
@@ -178,5 +176,4 @@ def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, centered: bool = Fa
 
     The second is a view of x that must not be written to (PyTorch says so where it is).
     """
-    out: tuple[Tensor, Tensor] = _NormResidual.apply(x, weight, eps, centered)
-    return out
+    return _NormResidual.apply(x, weight, eps, centered)

@@ -107,14 +107,12 @@ def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None)
     `padded`: width of the heads that are returned, at least D; zeros fill it.
     """
     wide = padded or qkv.shape[-1]
-    out: tuple[Tensor, Tensor, Tensor] = _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, wide)
-    return out
+    return _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, wide)
 
 
 def cut_heads(x: Tensor, width: int) -> Tensor:
     """The first `width` channels, an even number, of heads x (T, H, D) dense -> (T, H, width) dense."""
-    out: Tensor = _Cut.apply(x, width)
-    return out
+    return _Cut.apply(x, width)
 
 
 @triton.jit
@@ -383,7 +381,4 @@ def split_heads(
         (T, G R, D), (T, G, D), (T, G, D) and (T, G, R, D); the last two are views of `mixed`.
     """
     weights = (None, None) if norms is None else (norms.queries, norms.keys)
-    out: tuple[Tensor, ...] = _Heads.apply(
-        mixed.contiguous(), cos.contiguous(), sin.contiguous(), repeats, gated, norms, *weights
-    )
-    return out
+    return _Heads.apply(mixed.contiguous(), cos.contiguous(), sin.contiguous(), repeats, gated, norms, *weights)

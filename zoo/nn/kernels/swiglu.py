@@ -132,5 +132,4 @@ def swiglu(x: Tensor, probs: Tensor | None = None, gelu: bool = False, end: Tens
         gelu: GELU by its approximation with tanh takes SiLU's place.
         end: (1,) int32: rows of x (N, 2 I) from there on have no meaning, nor have those of results and gradients.
     """
-    out: Tensor = _SwiGLU.apply(x, probs, gelu, end)
-    return out
+    return _SwiGLU.apply(x, probs, gelu, end)

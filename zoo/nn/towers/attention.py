@@ -95,10 +95,9 @@ def _attend(
     """The attention module's own forward, hidden_states (N, C), with queries, keys and values turned in one pass."""
     takes = flash_takes(hidden_states.shape[-1] // self.num_heads)
     if not takes or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
-        out: Tensor = type(self).forward(
+        return type(self).forward(
             self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, max_seqlen=max_seqlen, **further
         )
-        return out
     from zoo.nn.kernels.rotary import cut_heads, rotate_qkv
 
     qkv = _queries_keys_values(self, hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
@@ -115,8 +114,7 @@ def _attend(
 def _queries_keys_values(attention: Any, hidden_states: Tensor) -> Tensor:
     """The three projections of hidden states (N, C), side by side: (N, 3 C)."""
     if hasattr(attention, "qkv"):
-        out: Tensor = attention.qkv(hidden_states)
-        return out
+        return attention.qkv(hidden_states)
     parts = attention.q, attention.k, attention.v
     if joinable(*parts) and not hidden_states.shape[-1] % MULTIPLE:
         return joined(hidden_states, *parts)
@@ -132,10 +130,7 @@ def _block(
 ) -> Tensor:
     """The block's own forward, hidden_states (N, C), with sums and norms in one pass."""
     if not fused(hidden_states):
-        out: Tensor = type(self).forward(
-            self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **further
-        )
-        return out
+        return type(self).forward(self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **further)
     graphs = _graphs(self, hidden_states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _run_block(self, hidden_states, cu_seqlens, position_embeddings, **further)
@@ -204,8 +199,7 @@ def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
     """The MLP's own forward, hidden_state (N, C), with the gradients of GELU and of the bias before it in one pass."""
     first = self.linear_fc1
     if not fused(hidden_state) or first._forward_hooks:  # an adapter's, for one
-        out: Tensor = type(self).forward(self, hidden_state)
-        return out
+        return type(self).forward(self, hidden_state)
     from zoo.nn.kernels.gelu import linear_gelu
 
     return self.linear_fc2(linear_gelu(hidden_state, first.weight, first.bias, tanh=True))
@@ -220,8 +214,7 @@ def _gated_feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
         or x.shape[1] % MULTIPLE
         or not joinable(self.gate_proj, self.up_proj, self.down_proj)
     ):
-        out: Tensor = type(self).forward(self, hidden_state)
-        return out
+        return type(self).forward(self, hidden_state)
     from zoo.nn.kernels.swiglu import swiglu
 
     return joined(swiglu(joined(x, self.gate_proj, self.up_proj)), self.down_proj)
@@ -230,8 +223,7 @@ def _gated_feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
 def _layer_norm(self: Any, x: Tensor) -> Tensor:
     """The LayerNorm's own forward, x (..., C)."""
     if not fused(x) or self.bias is None:
-        out: Tensor = type(self).forward(self, x)
-        return out
+        return type(self).forward(self, x)
     from zoo.nn.kernels.layer_norm import layer_norm
 
     return layer_norm(x, self.weight, self.bias, self.eps)
@@ -240,8 +232,7 @@ def _layer_norm(self: Any, x: Tensor) -> Tensor:
 def _rms_norm(self: Any, x: Tensor) -> Tensor:
     """The RMSNorm's own forward, x (..., C)."""
     if not fused(x):
-        out: Tensor = type(self).forward(self, x)
-        return out
+        return type(self).forward(self, x)
     from zoo.nn.kernels.norm import rms_norm
 
     return rms_norm(x, self.weight, self.variance_epsilon)
@@ -250,8 +241,7 @@ def _rms_norm(self: Any, x: Tensor) -> Tensor:
 def _project_patches(self: Any, x: Tensor) -> Tensor:
     """The convolution's own forward, x (N, C, t, h, w); of patches as large as its kernel it is a matrix product."""
     if not fused(x) or tuple(x.shape[2:]) != tuple(self.kernel_size):
-        out: Tensor = type(self).forward(self, x)
-        return out
+        return type(self).forward(self, x)
     return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[:, :, None, None, None]
 
 

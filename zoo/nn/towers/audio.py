@@ -77,8 +77,7 @@ def encode_clips(tower: Any, features: Tensor, frames: list[int], *, whole_chunk
     offsets = cpu_to_device(offsets, hidden.device)
     for layer in tower.layers:
         hidden = _first(layer(hidden, offsets, max_seqlen=max(windows)))
-    normed: Tensor = tower.ln_post(hidden)
-    return normed
+    return tower.ln_post(hidden)
 
 
 def check_audio(audio: Any, positions: str) -> None:
@@ -138,5 +137,4 @@ def _cut(total: int, size: int) -> list[int]:
 
 
 def _first(output: Any) -> Tensor:
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
+    return output[0] if isinstance(output, tuple) else output

@@ -36,8 +36,7 @@ def joined(x: Tensor, *linears: Any) -> Tensor:
     Returns:
         (N, sum of each `out` rounded up to a `MULTIPLE`).
     """
-    out: Tensor = _Joined.apply(x, *(one for linear in linears for one in (linear.weight, linear.bias)))
-    return out
+    return _Joined.apply(x, *(one for linear in linears for one in (linear.weight, linear.bias)))
 
 
 class _Joined(torch.autograd.Function):
@@ -78,8 +77,7 @@ def _whole(count: int) -> int:
 def _stacked(weights: Sequence[Any], width: int) -> Tensor:
     """Weights (out, in) one below the other, with rows and columns of zeros: (output columns, `width`)."""
     if len(weights) == 1 and weights[0].shape == (_width(weights), width):
-        only: Tensor = weights[0]
-        return only
+        return weights[0]
     whole = weights[0].new_zeros(_width(weights), width)
     for weight, mine in zip(weights, _places(weights), strict=True):
         whole[mine, : weight.shape[1]] = weight

@@ -33,14 +33,12 @@ def channels_by_rank(x: Tensor, sections: Sequence[int], size: int, kept: int) -
 
     Returns (size, T, (C - K) / size), a rank's parts one behind the other, and (T, K), the section that is kept.
     """
-    found: tuple[Tensor, Tensor] = _ChannelsByRank.apply(x, list(sections), size, kept)
-    return found
+    return _ChannelsByRank.apply(x, list(sections), size, kept)
 
 
 def side_by_side(x: Tensor, size: int) -> Tensor:
     """(size * T, width), the parts of `size` ranks one after the other -> (T, size * width), a token's parts beside one another."""
-    found: Tensor = _SideBySide.apply(x, size)
-    return found
+    return _SideBySide.apply(x, size)
 
 
 def _rank_order(layout: PackedLayout, size: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Attention within the segments of a packed row: causal, and where a layer or a family has them, windows and two-way runs.
+"""Attention within the segments of a packed row: causal, and where a layer or a family has them, windows and bidirectional spans.
 
-A token sees its segment up to itself or, in a run of `zoo.packing.spans.BidirectionalSpans`, up to the run's end. Under a window of W
+A token sees its segment up to itself or, in one of `zoo.packing.spans.BidirectionalSpans`, up to the span's end. Under a window of W
 tokens it sees none further back than the W - 1 before it. On a GPU in half precision this is one varlen call, and a second
-one for the tokens of runs alone, each against the keys up to its run's end. Elsewhere it is masked scaled dot product
+one for the tokens of spans alone, each against the keys up to its span's end. Elsewhere it is masked scaled dot product
 attention, segments side by side where that pays.
 
 Context parallelism gathers keys and values; a rank holds a front and a back chunk of every segment.
@@ -14,19 +14,20 @@ import importlib.util
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zoo.nn.decoder.attention.context_moves import in_row_order
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
-from zoo.packing.index import cpu_to_device, offsets, ragged
+from zoo.packing.index import cpu_to_device, offsets, ragged, starts
 from zoo.packing.spans import BidirectionalSpans
 
 
@@ -36,14 +37,14 @@ class AttentionMaskSpec:
 
     Attributes:
         window: the most keys that a token sees up to itself, itself included; None: all.
-        bidirectional: runs of tokens that see one another both ways.
+        bidirectional: spans of tokens that see one another both ways.
     """
 
     window: int | None = None
     bidirectional: BidirectionalSpans = field(default_factory=BidirectionalSpans)
 
     def within(self, longest: int) -> AttentionMaskSpec:
-        """The same for segments of at most `longest` tokens: a window that none of them outgrows is none."""
+        """The same for segments of at most `longest` tokens, where a window as wide is none."""
         return AttentionMaskSpec(None, self.bidirectional) if self.window and self.window >= longest else self
 
     @property
@@ -52,8 +53,8 @@ class AttentionMaskSpec:
         return self.window is None and not self.bidirectional.spans
 
     @property
-    def name(self) -> tuple[Any, ...]:
-        """What it is in the name of a value that is kept with a layout."""
+    def name(self) -> tuple[object, ...]:
+        """Its part in the name of a value that is kept with a layout."""
         return self.window, self.bidirectional.spans
 
     def first_key(self, start: int, token: int) -> int:
@@ -77,13 +78,6 @@ def has_flash(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and flash_takes(x.shape[-1])
 
 
-def has_windows() -> bool:
-    """Whether PyTorch's varlen flash attention takes windows: from 2.11 on."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "window_size" in _arguments(varlen_attn)
-
-
 def has_flash4(x: Tensor) -> bool:
     """Whether FlashAttention 4 is installed and right for x (..., D): on Hopper, at the widths it was checked at."""
     return flash4_width(x.shape[-1]) is not None and _flash4_there(x.device)
@@ -91,9 +85,9 @@ def has_flash4(x: Tensor) -> bool:
 
 @lru_cache(maxsize=8)
 def _flash4_there(device: torch.device) -> bool:
-    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    installed = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, of an argument that isn't given
-    return bool(found) and torch.cuda.get_device_capability(device)[0] == 9
+    return bool(installed) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def varlen_attention(
@@ -106,18 +100,18 @@ def varlen_attention(
     *,
     causal: bool,
     window: int | None = None,
-    of_keys: tuple[Tensor, int] | None = None,
+    key_segments: tuple[Tensor, int] | None = None,
     pad: bool = True,
 ) -> Tensor:
     """Flash attention of q (T, H, D) against k and v (T', G, D), a GPU in half precision, within segments.
 
-    Segments of q begin at `offsets` (S + 1,), the longest has `longest` tokens; `of_keys` says the same of k and v, where
-    they are cut otherwise. Causal attention and `window`, the most keys up to a query's own, are aligned at a segment's
+    Segments of q begin at `offsets` (S + 1,), the longest has `longest` tokens; `key_segments` are the same two of k and
+    v, where these are cut otherwise. Causal attention and `window`, the most keys up to a query's own, are aligned at a segment's
     end. FlashAttention 4 where it is installed (twice as fast on Hopper) and there is no window, else PyTorch's. Without `pad`
     it gets heads as wide as they are, with gradients that may be wrong.
     """
     offsets = offsets.to(torch.int32)
-    key_offsets, longest_key = of_keys or (offsets, longest)
+    key_offsets, longest_key = key_segments or (offsets, longest)
     if has_flash4(q) and window is None:
         from flash_attn.cute.interface import flash_attn_varlen_func
 
@@ -137,19 +131,18 @@ def varlen_attention(
         return (out[0] if isinstance(out, tuple) else out)[..., :head]
     from torch.nn.attention.varlen import varlen_attn
 
-    back = -1 if window is None else window - 1
-    how: dict[str, Any] = {"scale": scale, "window_size": (back, 0 if causal else -1)}
+    cuts = offsets, key_offsets, longest, longest_key
+    options: dict[str, Any] = {"scale": scale, "window_size": ((window or 0) - 1, 0 if causal else -1)}
     if "window_size" not in _arguments(varlen_attn):  # PyTorch 2.10, which scales by the width
-        assert window is None, "has_windows says that it takes none"
-        q = q * (scale * math.sqrt(q.shape[-1]))
-        how = {"is_causal": causal}
-    out = varlen_attn(q, k, v, offsets, key_offsets, longest, longest_key, **how)
+        assert window is None, "`_has_flash_with` says that it takes none"
+        q, options = q * (scale * math.sqrt(q.shape[-1])), {"is_causal": causal}
+    out = varlen_attn(q, k, v, *cuts, **options)
     assert isinstance(out, Tensor)
     return out
 
 
 @lru_cache
-def _arguments(function: Any) -> frozenset[str]:
+def _arguments(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -159,31 +152,44 @@ def segment_attention(
     """Attention of (T, H, D) against (T, G, D) within the segments of `layout`.
 
     Padding stands at segment ends, so the padded offsets give right results for every real token
-    (a causal token looks only back, a run ends with its segment); what a padding token gets is finite and unused.
+    (a causal token looks only back, a span ends with its segment); what a padding token gets is finite and unused.
     """
     mask_spec = mask_spec.within(layout.max_seqlen)
-    if _flash_reaches(q, mask_spec):
-        starts, longest = layout.cu_seqlens_padded, layout.max_seqlen
-        out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=mask_spec.window)
-        seen = layout.kept(
-            ("runs", *mask_spec.name), lambda: _RunCall.from_runs(_runs(layout, mask_spec), len(q), q.device)
-        )
-        return _see_runs(out, q, k, v, seen, scale, mask_spec)
+    if _has_flash_with(q, mask_spec):
+        cuts = layout.cu_seqlens_padded, layout.max_seqlen
+        out = varlen_attention(q, k, v, *cuts, scale, causal=True, window=mask_spec.window)
+
+        def make() -> _SpanCall | None:
+            spans: list[_Span] = []
+            for start, length in zip(starts(layout.padded_lengths), layout.padded_lengths, strict=True):
+                spans += _Chunk(start, start, start + length, start).spans(mask_spec)
+            return _SpanCall.from_spans(spans, len(q), q.device)
+
+        span_call = layout.kept(("spans", *mask_spec.name), make)
+        return _attend_spans(out, q, k, v, span_call, scale, mask_spec)
     layout.refuse_static_shapes("attention without a varlen kernel")
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
-        mask = None if mask_spec.plain else _side_by_side_mask(layout, mask_spec, q)
+        mask = None
+        if not mask_spec.plain:
+            name = ("rows", mask_spec.window, q.dtype, q.device)
+            mask = mask_spec.bidirectional.kept(name, partial(_side_by_side_mask, layout, mask_spec, q))
         q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
         return layout.pack(sdpa(q, k, v, scale, causal=mask is None, mask=mask).transpose(1, 2))[0]
     pieces, start = [], 0
     for length in layout.padded_lengths:
         mine, start = slice(start, start + length), start + length
-        span = (mine.start, mine.start, start)
-        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, _mask(layout, mask_spec, span, length, q)))
+        mask = _mask(layout, mask_spec, (mine.start, mine.start, start), length, q)
+        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, mask))
     return torch.cat(pieces)
 
 
-def _flash_reaches(x: Tensor, mask_spec: AttentionMaskSpec) -> bool:
-    return has_flash(x) and (mask_spec.window is None or has_windows())
+def _has_flash_with(x: Tensor, mask_spec: AttentionMaskSpec) -> bool:
+    """Whether PyTorch's varlen flash attention takes x, and a window where there is one: from PyTorch 2.11 on."""
+    if mask_spec.window is None or not has_flash(x):
+        return has_flash(x)
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in _arguments(varlen_attn)
 
 
 def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -199,16 +205,10 @@ def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | N
 
 def _side_by_side_mask(layout: PackedLayout, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
     """(S, 1, L, L) in the dtype and on the device of `like`: 0 where a query sees a key, else minus infinity."""
-
-    def make() -> Tensor:
-        ahead = mask_spec.bidirectional.horizon(layout.total, like.device) - torch.arange(
-            layout.total, device=like.device
-        )
-        own = torch.arange(max(layout.lengths), device=like.device)
-        last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
-        return _additive(own, last[:, None], own, mask_spec, like)
-
-    return mask_spec.bidirectional.kept(("rows", mask_spec.window, like.dtype, like.device), make)
+    ahead = mask_spec.bidirectional.horizon(layout.total, like.device) - torch.arange(layout.total, device=like.device)
+    own = torch.arange(max(layout.lengths), device=like.device)
+    last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
+    return _additive(own, last[:, None], own, mask_spec, like)
 
 
 def _mask(
@@ -241,7 +241,7 @@ def gathered_attention(
     v: Tensor,
     layout: PackedLayout,
     scale: float,
-    group: Any,
+    group: ProcessGroup,
     mask_spec: AttentionMaskSpec = CAUSAL,
 ) -> Tensor:
     """Context parallel attention: this rank's queries against the keys and values of all ranks.
@@ -257,13 +257,13 @@ def gathered_attention(
     whole = in_row_order(whole, layout, size)
     k, v = whole.split(k.shape[1], dim=1)
     mask_spec = mask_spec.within(layout.max_seqlen)
-    if not _flash_reaches(q, mask_spec):
+    if not _has_flash_with(q, mask_spec):
         chunks = layout.kept(("cp chunks", rank, size), lambda: _chunks(layout, rank, size))
         return torch.cat([chunk.masked(q, k, v, layout, scale, mask_spec) for chunk in chunks])
     name = ("cp", rank, size, *mask_spec.name)
-    call, of_runs = layout.kept(name, lambda: _chunk_calls(layout, rank, size, mask_spec, q.device))
+    call, span_call = layout.kept(name, lambda: _chunk_calls(layout, rank, size, mask_spec, q.device))
     out = call(q, k, v, scale, causal=True, window=mask_spec.window)
-    return _see_runs(out, q, k, v, of_runs, scale, mask_spec)
+    return _attend_spans(out, q, k, v, span_call, scale, mask_spec)
 
 
 @dataclass(frozen=True)
@@ -280,36 +280,37 @@ class _Call:
     def from_spans(cls, lengths: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device) -> _Call:
         """The call for segments of so many queries, each of which sees keys [first, stop) of the row."""
         keys = [stop - start for start, stop in spans]
-        index = ragged(keys, [start for start, _ in spans])
-        made = (cpu_to_device(tensor, device) for tensor in (offsets(lengths), index, offsets(keys)))
-        queries, index, key_offsets = made
+        tensors = offsets(lengths), ragged(keys, [start for start, _ in spans]), offsets(keys)
+        queries, index, key_offsets = (cpu_to_device(tensor, device) for tensor in tensors)
         return cls(queries, max(lengths), index, key_offsets, max(keys))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **how: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, window: int | None) -> Tensor:
         """Attention of the segments' queries against keys and values of the row."""
         k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-        of_keys = (self.key_offsets, self.longest_key)
-        return varlen_attention(q, k, v, self.queries, self.longest, scale, of_keys=of_keys, **how)
+        keys = self.key_offsets, self.longest_key
+        return varlen_attention(
+            q, k, v, self.queries, self.longest, scale, causal=causal, window=window, key_segments=keys
+        )
 
 
 def _chunk_calls(
     layout: PackedLayout, rank: int, size: int, mask_spec: AttentionMaskSpec, device: torch.device
-) -> tuple[_Call, _RunCall | None]:
-    """What a context-parallel rank's chunks see up to themselves, and what their runs see."""
+) -> tuple[_Call, _SpanCall | None]:
+    """What a context-parallel rank's chunks see up to themselves, and what their bidirectional spans see."""
     chunks = _chunks(layout, rank, size)
-    spans = [(mask_spec.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
+    keys = [(mask_spec.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
     lengths = [chunk.stop - chunk.first for chunk in chunks]
-    runs = [run for chunk in chunks for run in chunk.runs(mask_spec)]
-    return _Call.from_spans(lengths, spans, device), _RunCall.from_runs(runs, sum(lengths), device)
+    spans = [span for chunk in chunks for span in chunk.spans(mask_spec)]
+    return _Call.from_spans(lengths, keys, device), _SpanCall.from_spans(spans, sum(lengths), device)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Queries of a rank that are in one run, and the keys that they see."""
+class _Span:
+    """Queries of a rank that are in one bidirectional span, and the keys that they see."""
 
     first: int  # the first query among the rank's
     count: int
-    missing: int  # tokens of the run behind them, which other ranks hold
+    missing: int  # tokens of the span behind them, which other ranks hold
     start: int  # keys, in the row
     stop: int
 
@@ -323,14 +324,13 @@ class _Chunk:
     stop: int
     start: int
 
-    def runs(self, mask_spec: AttentionMaskSpec) -> list[_Run]:
-        """The parts of runs that lie in it."""
-        found = []
+    def spans(self, mask_spec: AttentionMaskSpec) -> list[_Span]:
+        spans = []
         for begin, end in mask_spec.bidirectional.within(self.first, self.stop):
             first, stop = max(begin, self.first), min(end, self.stop)
-            place, key = self.at + first - self.first, mask_spec.first_key(self.start, first)
-            found.append(_Run(place, stop - first, end - stop, key, end))
-        return found
+            key = mask_spec.first_key(self.start, first)
+            spans.append(_Span(self.at + first - self.first, stop - first, end - stop, key, end))
+        return spans
 
     def masked(
         self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, mask_spec: AttentionMaskSpec
@@ -345,62 +345,56 @@ class _Chunk:
 
 def _chunks(layout: PackedLayout, rank: int, size: int) -> list[_Chunk]:
     """The front and the back chunk of each segment, in the order in which a rank of `size` holds them."""
-    found, at, start = [], 0, 0
-    for length in layout.padded_lengths:
+    chunks, at = [], 0
+    for start, length in zip(starts(layout.padded_lengths), layout.padded_lengths, strict=True):
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
             first = start + number * chunk
-            found.append(_Chunk(at, first, first + chunk, start))
+            chunks.append(_Chunk(at, first, first + chunk, start))
             at += chunk
-        start += length
-    return found
-
-
-def _runs(layout: PackedLayout, mask_spec: AttentionMaskSpec) -> list[_Run]:
-    """The runs of a row that a rank holds whole."""
-    found, start = [], 0
-    for length in layout.padded_lengths:
-        found += _Chunk(start, start, start + length, start).runs(mask_spec)
-        start += length
-    return found
+    return chunks
 
 
 @dataclass(frozen=True)
-class _RunCall:
-    """The varlen call of a rank's queries that are in runs."""
+class _SpanCall:
+    """The varlen call of a rank's queries that are in bidirectional spans."""
 
-    call: _Call  # what each run sees
-    place: Tensor  # (Q,) int64, its queries among the rank's, whose number stands for one of another rank
-    where: Tensor  # (Q',) int64, those of `place` that the rank has itself
-    own: Tensor  # (Q',) int64, their places
+    call: _Call  # what each span sees
+    queries: Tensor  # (Q,) int64, the spans' queries among the rank's, whose number stands for one of another rank
+    held: Tensor  # (Q',) int64, those of `queries` that the rank has itself
+    held_queries: Tensor  # (Q',) int64, where these are among the rank's
 
     @classmethod
-    def from_runs(cls, runs: Sequence[_Run], queries: int, device: torch.device) -> _RunCall | None:
-        """The call for `runs` of a rank with so many queries; None if there are no runs."""
-        if not runs:
+    def from_spans(cls, spans: Sequence[_Span], queries: int, device: torch.device) -> _SpanCall | None:
+        """The call for spans of a rank with so many queries; None if there are no spans."""
+        if not spans:
             return None
-        lengths = [run.count + run.missing for run in runs]
+        lengths = [span.count + span.missing for span in spans]
         rows: list[int] = []
-        kept: list[int] = []
-        at = 0
-        for run, length in zip(runs, lengths, strict=True):
-            rows += [*range(run.first, run.first + run.count), *[queries] * run.missing]
-            kept += range(at, at + run.count)
-            at += length
-        place, where = (cpu_to_device(torch.tensor(x), device) for x in (rows, kept))
-        call = _Call.from_spans(lengths, [(run.start, run.stop) for run in runs], device)
-        return cls(call, place, where, place.index_select(0, where))
+        held: list[int] = []
+        for span in spans:
+            held += range(len(rows), len(rows) + span.count)
+            rows += [*range(span.first, span.first + span.count), *[queries] * span.missing]
+        rows_index, held_index = (cpu_to_device(torch.tensor(x), device) for x in (rows, held))
+        call = _Call.from_spans(lengths, [(span.start, span.stop) for span in spans], device)
+        return cls(call, rows_index, held_index, rows_index.index_select(0, held_index))
 
 
-def _see_runs(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _RunCall | None, scale: float, mask_spec: AttentionMaskSpec
+def _attend_spans(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span_call: _SpanCall | None,
+    scale: float,
+    mask_spec: AttentionMaskSpec,
 ) -> Tensor:
-    """`out` (T, H, D) of causal attention with the rows of runs replaced: each sees the keys up to its run's end.
+    """`out` (T, H, D) of causal attention with the rows of bidirectional spans replaced: each sees the keys up to its span's end.
 
     Flash attention aligns a window at the end of its keys, so queries that other ranks hold are filled in with zeros.
     """
-    if runs is None:
+    if span_call is None:
         return out
-    whole = torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, runs.place)
-    seen = runs.call(whole, k, v, scale, causal=False, window=mask_spec.window)
-    return out.index_copy(0, runs.own, seen.index_select(0, runs.where))
+    whole = torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, span_call.queries)
+    attended = span_call.call(whole, k, v, scale, causal=False, window=mask_spec.window)
+    return out.index_copy(0, span_call.held_queries, attended.index_select(0, span_call.held))

@@ -191,8 +191,7 @@ def grouped_product(
         later: gets a function that computes the weight gradient, and autograd gets none: the caller sends the gradient of x first, and calls the
             function while that travels.
     """
-    out: Tensor = _GroupedProduct.apply(x, weight, rows, gradient_only, total, later)
-    return out
+    return _GroupedProduct.apply(x, weight, rows, gradient_only, total, later)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -249,8 +248,7 @@ def lora_product(
         b: (E, out, rank).
         rows, gradient_only: as of `grouped_product`.
     """
-    out: Tensor = _LoraProduct.apply(x, weight, a, b, scale, rows, gradient_only)
-    return out
+    return _LoraProduct.apply(x, weight, a, b, scale, rows, gradient_only)
 
 
 class _LoraProduct(torch.autograd.Function):

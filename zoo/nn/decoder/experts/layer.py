@@ -79,8 +79,7 @@ class MixtureOfExperts(MoELayer):
 
         Its gradients come together by themselves, recomputed or not, so that both round alike.
         """
-        found: Tensor | None = self.shared_experts_compute(hidden.view_as(hidden))
-        return found
+        return self.shared_experts_compute(hidden.view_as(hidden))
 
     def _dispatched(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden (T, B, hidden), mask (T, B) -> (T, B, hidden), by megatron-core's flex dispatcher.
@@ -98,8 +97,7 @@ class MixtureOfExperts(MoELayer):
         else:
             rows, _ = self.experts(rows, bounds, probs)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-        out: Tensor = dispatcher.combine_postprocess(rows)
-        return out
+        return dispatcher.combine_postprocess(rows)
 
     def _exchange(self, chosen: Tensor) -> ExpertExchange | None:
         """How tokens with the experts (N, k) come to these; None where this rank has all."""
@@ -200,8 +198,7 @@ def routed(experts: GroupedExperts, hidden: Tensor, weights: Tensor, dispatch: D
     trained = [p for p in experts.parameters() if p.requires_grad]
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *trained))
     call = _Call(experts, dispatch, recorded and not recompute)
-    out: Tensor = _Routed.apply(call, hidden, weights, *trained)
-    return out
+    return _Routed.apply(call, hidden, weights, *trained)
 
 
 @dataclass(frozen=True)

@@ -98,5 +98,4 @@ def accumulate(total: Tensor, grad: Tensor) -> None:
 
 def _counts(bounds: Tensor) -> list[int]:
     """Rows of each expert; the host waits for them."""
-    counts: list[int] = bounds.diff().tolist()
-    return counts
+    return bounds.diff().tolist()

@@ -146,10 +146,9 @@ class Router(TopKRouter):
             own, total = counts.sum() / self.topk, by_expert.sum().clamp(min=1) / self.topk  # of no token: 0
         share = coefficient * logits.shape[1] / (self.topk * total * total)
         loss = torch.dot(scores, by_expert.to(scores.dtype)) * share
-        found: Tensor = self.attach_and_log_load_balancing_loss(
+        return self.attach_and_log_load_balancing_loss(
             weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=own
         )
-        return found
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
@@ -163,8 +162,7 @@ class Router(TopKRouter):
         if input.dtype == self.weight.dtype == torch.bfloat16 and self.config.moe_router_dtype == "fp32":
             logits = router_logits(input.reshape(-1, input.shape[-1]), self.weight).view(*input.shape[:-1], -1)
             return logits if self.bias is None else logits + self.bias
-        found: Tensor = super().gating(input)
-        return found
+        return super().gating(input)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits (N, E) with the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) attached to their gradient.
@@ -186,8 +184,7 @@ class Router(TopKRouter):
             self.config.num_layers + (self.config.mtp_num_layers or 0),
             avg_group=self.tp_dp_cp_group,
         )
-        scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, share * coefficient)
-        return scaled
+        return MoEAuxLossAutoScaler.apply(logits, share * coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count routing_map (N, E) for the update of the experts' bias, where there is one; padding doesn't count.
@@ -211,8 +208,7 @@ def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
         chosen = kernel.top(scores.detach(), count)
         return scores.gather(1, chosen), chosen
-    found: tuple[Tensor, Tensor] = scores.topk(count, dim=1)
-    return found
+    return scores.topk(count, dim=1)
 
 
 def loads(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
