@@ -35,7 +35,7 @@ from zoo.bench.options import Bounded
 from zoo.bench.training.setting import LEAST_WARM, Setting
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
-from zoo.checkpoint import integrity, selection, sharded
+from zoo.checkpoint import integrity, loading, selection
 from zoo.checkpoint.storage.disk import THREADS
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.layers.keys import number
@@ -194,7 +194,7 @@ class SavesRun(BenchRun):
         state = {
             "step": self.done,
             "model": self.description,
-            "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
+            "weights": loading.origin(self.recipe, self.assembly.source, self.assembly.fp32),
         }
         self.saver.start(self.trainable, state)
         stall, done = time.monotonic() - began, None
@@ -222,7 +222,7 @@ class SavesRun(BenchRun):
         Path("/proc/self/clear_refs").write_text("5")
         before, began = _memory("VmRSS"), time.monotonic()
         assert not selection.faults(self.saved, read=False)
-        sharded.load(self.trainable, self.saved, self.world, self.world.size)
+        loading.load(self.trainable, self.saved, self.world, self.world.size)
         seconds = time.monotonic() - began
         return {
             "bytes": self._whole_bytes(self.saved),

@@ -28,7 +28,7 @@ BRIDGE = Bridge(
         rule("vision.{rest}", f"{_TOWER}{{rest}}"),
         rule("projector.{rest}", "multi_modal_projector.{rest}"),
     ),
-    dialects=(
+    name_prefixes=(
         {
             "model.language_model.": "language_model.model.",
             "lm_head.": "language_model.lm_head.",

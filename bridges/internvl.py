@@ -47,7 +47,7 @@ BRIDGE = Bridge(
         rule("vision.{rest}", "vision_tower.{rest}"),
         rule("projector.{rest}", "multi_modal_projector.{rest}"),
     ),
-    dialects=(_MEMORY,),
+    name_prefixes=(_MEMORY,),
     export_config=_export_config,
     module_names=lambda config: _MODULES,
 )

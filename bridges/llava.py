@@ -46,6 +46,6 @@ BRIDGE = Bridge(
         *(rule(f"projector.linear_{i}.{{rest}}", f"multi_modal_projector.linear_{i}.{{rest}}") for i in (1, 2)),
         rule("projector.image_newline", "image_newline"),
     ),
-    dialects=(_OTHER,),
+    name_prefixes=(_OTHER,),
     module_names=lambda config: _MODULES,
 )

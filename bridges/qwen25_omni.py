@@ -1,7 +1,7 @@
 """Qwen2.5-Omni: the thinker's parameters <-> published names (Qwen/Qwen2.5-Omni-7B).
 
 Read: full checkpoints (`thinker.` prefix) and thinker-only ones (none). Written: the hub's names. The talker and token2wav are
-not trained and are carried through, with the file of speakers that transformers wants beside them.
+not trained and pass through, with the file of speakers that transformers wants beside them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BRIDGE = Bridge(
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
     ),
-    carry=("talker.{rest}", "token2wav.{rest}"),
+    pass_through=("talker.{rest}", "token2wav.{rest}"),
     carry_files=("spk_dict.pt",),
-    dialects=(THINKER_ALONE,),
+    name_prefixes=(THINKER_ALONE,),
     export_config=whole_config(
         "qwen2_5_omni",
         "Qwen2_5OmniForConditionalGeneration",

@@ -22,6 +22,6 @@ BRIDGE = Bridge(
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
         rule("vision.{rest}", "visual.{rest}"),
     ),
-    dialects=({"model.language_model.": "model.", "model.visual.": "visual."},),
+    name_prefixes=({"model.language_model.": "model.", "model.visual.": "visual."},),
     module_names=lambda config: {"model.": "model.language_model.", "visual.": "model.visual."},
 )

@@ -2,7 +2,7 @@
 
 Read: full checkpoints (`thinker.` prefix) and thinker-only ones (none), experts one by one (hub) or fused (in memory
 in transformers >= 5: `gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]). Written: the hub's names. The talker and
-code2wav are not trained and are carried through.
+code2wav are not trained and pass through.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BRIDGE = Bridge(
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
     ),
-    carry=("talker.{rest}", "code2wav.{rest}"),
-    dialects=(THINKER_ALONE,),
+    pass_through=("talker.{rest}", "code2wav.{rest}"),
+    name_prefixes=(THINKER_ALONE,),
     export_config=whole_config("qwen3_omni_moe", *["Qwen3OmniMoeForConditionalGeneration"] * 2),
     module_names=module_names("qwen3_omni_moe_thinker"),
 )

@@ -134,7 +134,7 @@ def sums(run: Path) -> None:
     for fault in integrity.faults(checkpoint):
         one_sentence(fault)
     integrity.strangers(checkpoint)
-    integrity.block_sums(checkpoint)
+    integrity.block_checksums(checkpoint)
 
 
 def index(run: Path) -> None:

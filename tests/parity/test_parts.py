@@ -14,7 +14,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
 from support.weights import tensors
 
-from zoo.checkpoint import initial_weights, sharded
+from zoo.checkpoint import initial_weights, loading
 from zoo.checkpoint.export import export
 from zoo.model import build
 from zoo.training import optimization
@@ -162,7 +162,7 @@ def test_a_frozen_part_that_an_earlier_run_has_trained_is_exported_as_it_is(
         chunks[0].vision.merger.norm.weight.fill_(7.0)
     source = assembly.source
     assert source is not None
-    monkeypatch.setattr(sharded, "started_from", lambda run: source)
+    monkeypatch.setattr(loading, "started_from", lambda run: source)
     of_run = export(chunks, tmp_path / "of_run", assembly, cpu_world, replace(source, kind="run"))
     of_folder = export(chunks, tmp_path / "of_folder", assembly, cpu_world, source)
     name = "model.visual.merger.norm.weight"

@@ -125,7 +125,7 @@ def held(
     Args:
         bucket: if any, gradients are reduced during the backward pass, as on a GPU, so many at once.
     """
-    from zoo.checkpoint.contents import to_write
+    from zoo.checkpoint.sharded_state import to_write
     from zoo.optim import adamw
 
     as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else None
@@ -247,7 +247,7 @@ class Ahead:
 
 def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
     """A step, a forward and backward pass, and the save behind a second step, on streams that are noted."""
-    from zoo.checkpoint.contents import to_write
+    from zoo.checkpoint.sharded_state import to_write
     from zoo.parallel import weight_gathering
 
     streams, early, begun = Streams(), [], []

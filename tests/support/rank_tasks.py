@@ -55,7 +55,7 @@ def train_twice(
 
 def order_of_the_start(rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str) -> list[str]:
     """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Trainer.build`."""
-    from zoo.checkpoint import sharded
+    from zoo.checkpoint import loading
     from zoo.data.loading.loader import BatchLoader
     from zoo.model import build
     from zoo.training.reference import Reference
@@ -66,7 +66,7 @@ def order_of_the_start(rank: int, size: int, overrides: Sequence[str], recipe_na
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "build", lambda run: (found.clear(), build_all(run)))
         for owner, name, stage in (
-            (BatchLoader, "begin", "data"), (build, "build_model", "model"), (sharded, "load", "checkpoint"),
+            (BatchLoader, "begin", "data"), (build, "build_model", "model"), (loading, "load", "checkpoint"),
             (Reference, "give", "reference"),
         ):  # fmt: skip
             called = getattr(owner, name)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.checkpoint.storage import disk
-from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.storage.index import Index, RankTable, write_index
 from zoo.checkpoint.storage.pieces import Piece
 
@@ -33,12 +33,12 @@ def two_halves(key: str, tensor: Tensor) -> Any:
 def save(folder: Path, by_rank: list[list[Piece]], objects: list[dict[str, bytes]] | None = None) -> Index:
     """Each rank's pieces written as a run writes them."""
     folder.mkdir(exist_ok=True)
-    tables, sums = [], {}
+    tables, checksums = [], {}
     for rank, pieces in enumerate(by_rank):
-        copied = HostCopy(CPU)
+        copied = CpuCopy(CPU)
         copied.take(pieces, objects[rank] if objects else {})
         files = [(f"rank{rank}_{i}.bin", size) for i, size in enumerate(disk.parts(copied.size))]
-        sums |= disk.write(folder, files, copied.view(), lambda count: None)
+        checksums |= disk.write(folder, files, copied.view(), lambda count: None)
         tables.append(RankTable(files, copied.pieces, copied.objects))
     write_index(folder, tables)
-    return Index(folder, sums)
+    return Index(folder, checksums)

@@ -70,7 +70,7 @@ def test_whatever_is_imported_anywhere_is_there(room: str) -> None:
 
 def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
-    save, nothing, gone = ("zoo.checkpoint.sharded|save", "zoo.training.nothing", "zoo.launch.rank_main|gone")
+    save, nothing, gone = ("zoo.checkpoint.loading|save", "zoo.training.nothing", "zoo.launch.rank_main|gone")
     first, last = (f"from {name.replace('|', ' import ')}" for name in (save, gone))
     path.write_text(f'def f():\n    {first}\n    import {nothing}\nPROGRAM = "\\n    {last}\\n"\n')
     assert len(list(problems(imported(path)))) == 3
@@ -86,7 +86,7 @@ def test_every_fault_strikes_at_something_that_is_there() -> None:
         for kind in faults.FAULTS:
             disarm = faults.arm(kind)
             disarm()
-        faults.FAULTS["gone"] = faults.Fault("zoo.checkpoint.sharded:save", faults.fail)
+        faults.FAULTS["gone"] = faults.Fault("zoo.checkpoint.loading:save", faults.fail)
         with pytest.raises(AttributeError, match="save"):
             faults.arm("gone")
     finally:

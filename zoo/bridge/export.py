@@ -152,8 +152,8 @@ def export_tensors(
     planned = [tensor for _, job in jobs for tensor in job.planned]
     try:
         writer.begin()
-        carried = [tensor for job in plan.copies for tensor in job.planned]
-        check_room(writer, sum(tensor.nbytes for tensor in (*planned, *carried)))
+        copied = [tensor for job in plan.copies for tensor in job.planned]
+        check_room(writer, sum(tensor.nbytes for tensor in (*planned, *copied)))
         counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
         shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
         try:

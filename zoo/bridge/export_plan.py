@@ -17,8 +17,8 @@ from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.load import grow_vocabulary
 from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.native import CARRIED, in_layouts, native, published_dtypes, read_layouts
-from zoo.bridge.streams import Job, by_width, carried, to_hf
+from zoo.bridge.native import PASS_THROUGH, in_layouts, native, published_dtypes, read_layouts
+from zoo.bridge.streams import Job, by_width, copy_job, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
 from zoo.files import read_object
@@ -78,14 +78,14 @@ class Source:
         """
         jobs = []
         published = {actual: name for name, actual in self.resolution.source.items()}
-        for name in self.resolution.carried:
+        for name in self.resolution.passed_through:
             target = published[name]
-            if target.startswith(CARRIED):
-                target = target.removeprefix(CARRIED)
+            if target.startswith(PASS_THROUGH):
+                target = target.removeprefix(PASS_THROUGH)
             elif (entry := self._native_entry(target)) is not None:
                 jobs += self._to_hf(entry, name)
                 continue
-            jobs.append(carried(name, self.reader, target, to_zoo=False))
+            jobs.append(copy_job(name, self.reader, target, to_zoo=False))
         for name in frozen if dtype is None else ():
             jobs += self._frozen(name)
         return jobs
@@ -113,7 +113,7 @@ class Source:
         if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
             return []
         names = entry.layout.all_names(entry.binding, self.dims.experts)
-        return [carried(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
+        return [copy_job(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
 
     def _native_entry(self, name: str) -> Entry | None:
         """The published entry of a tensor that stands under zoo's name."""

@@ -109,8 +109,8 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
             "allow=NAME leaves the head out"
         ]
         raise BridgeError(f"{reader.folder}: a tied model that stores another head", refused, helps)
-    if resolution.passed:
-        names = sorted(resolution.source[name] for name in resolution.passed)
+    if resolution.redundant:
+        names = sorted(resolution.source[name] for name in resolution.redundant)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         print(
             f"{reader.folder}: passing over {names[0]}{more}: equal to what the model makes of its config or ties",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zoo.bridge.files.headers import DTYPES, CheckpointError
-from zoo.bridge.files.record import SumCheck, check
+from zoo.bridge.files.record import check
 from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.parallel import Comm
@@ -28,7 +28,7 @@ from zoo.config.locate import ABOUT
 from zoo.errors import printable
 from zoo.records import Check, are_texts, is_text, is_texts_by_name, read_record
 
-CARRIED = "carried."
+PASS_THROUGH = "carried."
 FORMAT = 2
 
 
@@ -77,14 +77,9 @@ def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
     return {name: DTYPES[dtype] for name, dtype in named.items()}
 
 
-def check_sums(folder: Path, comm: Comm) -> None:
+def verify_checksums(folder: Path, comm: Comm) -> None:
     """Hold weights against the sums that were written with them, each rank its share; CheckpointError where they differ."""
     check(folder, comm)
-
-
-def sums_while_reading(folder: Path) -> SumCheck:
-    """The same check, of files that this process reads anyway."""
-    return SumCheck(folder)
 
 
 def native(bridge: Bridge) -> Bridge:
@@ -96,7 +91,7 @@ def native(bridge: Bridge) -> Bridge:
     return Bridge(
         name=f"{bridge.name} in zoo's names",
         rules=rules,
-        carry=(f"{CARRIED}{{rest}}",),
+        pass_through=(f"{PASS_THROUGH}{{rest}}",),
         optional=tuple(_zoo_part(bridge, pattern) for pattern in bridge.optional),
     )
 

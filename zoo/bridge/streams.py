@@ -22,7 +22,7 @@ from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.files.writer import Planned, ShardWriter
 from zoo.bridge.mapping.table import Entry
 from zoo.bridge.mapping.transforms import Copy, Dims, GateUp, Rows
-from zoo.bridge.native import CARRIED
+from zoo.bridge.native import PASS_THROUGH
 
 CHUNK = 16 * 2**20  # bytes of a piece of a tensor that is copied
 BELOW = (GateUp, Rows)  # transforms that lay tensors one below the other: nothing has to be held to join them
@@ -211,9 +211,9 @@ def _some(make: Callable[[], Made], planned: list[Planned]) -> Made:
     return ((name, pieces) for name, pieces in make() if name in wanted)
 
 
-def carried(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:
+def copy_job(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:
     """A tensor as it is, under its published name or under that of zoo's own weights."""
-    target = f"{CARRIED}{published}" if to_zoo else published
+    target = f"{PASS_THROUGH}{published}" if to_zoo else published
     planned = Planned(target, reader.shape(name), reader.dtype(name))
     return Job((planned,), lambda: iter([(target, rows(reader, name))]))
 

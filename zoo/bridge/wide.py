@@ -10,7 +10,7 @@ import torch
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.mapping.rules import compile_pattern
 from zoo.bridge.mapping.table import Bridge
-from zoo.bridge.native import CARRIED
+from zoo.bridge.native import PASS_THROUGH
 
 Patterns = tuple[str, ...]  # zoo's names, or patterns of them
 
@@ -25,7 +25,7 @@ def stored_in_fp32(bridge: Bridge, weights: Path, *, native: bool, tied: bool) -
     """
     with SafetensorsFolder(weights) as reader:
         names = (
-            {name: [name] for name in reader.names() if not name.startswith(CARRIED)}
+            {name: [name] for name in reader.names() if not name.startswith(PASS_THROUGH)}
             if native
             else bridge.zoo_names(reader.names())
         )

@@ -13,12 +13,12 @@ from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.bridge.export import HeldTensors, export_tensors
 from zoo.bridge.export_plan import Source
 from zoo.bridge.exported import ExportedTensors
-from zoo.bridge.native import check_sums
+from zoo.bridge.native import verify_checksums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
-from zoo.checkpoint import initial_weights, model_card, sharded
-from zoo.checkpoint.contents import cut_of_parameters
+from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.selection import is_reward_model
+from zoo.checkpoint.sharded_state import cut_of_parameters
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.whole_tensors import WholeTensors
 from zoo.config.compose import load_recipe, recipe_for_weights
@@ -60,11 +60,11 @@ def export(
 
 
 def _beginning(source: Place | None, here: World) -> Place | None:
-    """Where what is carried comes from: of a run's checkpoint, what that run started from."""
+    """Where tensors that pass through come from: of a run's checkpoint, what that run started from."""
     while source is not None and source.kind == "run":
-        source = sharded.started_from(source)
+        source = loading.started_from(source)
     if source is not None and source.kind == "zoo":
-        check_sums(source.folder, TorchComm.from_groups(here.groups))
+        verify_checksums(source.folder, TorchComm.from_groups(here.groups))
     return source
 
 
@@ -78,7 +78,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
             model_card.trained,
             _recipe_of(run),
             step_of(run.folder),
-            sharded.started_from(run),
+            loading.started_from(run),
             ends=assembly.processor.ends,
         )
         with _held(run, assembly, recipe, here) as held:
@@ -91,7 +91,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
             adapters.freeze_others()
-        return export(chunks, target, assembly, here, sharded.started_from(run), card=about, **options)
+        return export(chunks, target, assembly, here, loading.started_from(run), card=about, **options)
 
 
 @contextmanager
@@ -123,10 +123,10 @@ def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> 
     """A run's tensors, read from its files; None of reward models with adapters."""
     origin = read_origin(run.folder)
     if "lora" not in origin:
-        with _whole(sharded.open_weights(run.folder), run, assembly, recipe, here) as held:
+        with _whole(loading.open_weights(run.folder), run, assembly, recipe, here) as held:
             yield held
     elif not is_reward_model(run):
-        yield _merged(run, assembly, sharded.with_adapters_of(recipe, origin), here)
+        yield _merged(run, assembly, loading.with_adapters_of(recipe, origin), here)
     else:
         yield None
 
@@ -147,7 +147,7 @@ def _whole(index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, h
 
 def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> HeldTensors:
     """Those of a checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
-    base, bridge, dims = sharded.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
+    base, bridge, dims = loading.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
     assert base is not None
     with on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
@@ -155,7 +155,7 @@ def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -
     shapes = {name: tuple(one.shape) for name, one in model_parameters(chunks)}
     adapters = lora.attach_zeros(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
     adapters.whole.allocate()
-    sharded.load_adapters(adapters, run.folder, here)
+    loading.load_adapters(adapters, run.folder, here)
     added, whole = {one.target.zoo: one.adapter for one in adapters.held}, adapters.whole.trained
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None

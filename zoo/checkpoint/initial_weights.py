@@ -13,9 +13,9 @@ from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.mapping.table import SCORE
-from zoo.bridge.native import check_sums, native
+from zoo.bridge.native import native, verify_checksums
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
-from zoo.checkpoint import sharded
+from zoo.checkpoint import loading
 from zoo.checkpoint.selection import is_reward_model
 from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
@@ -35,7 +35,7 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
         return
     if source is not None:
         if source.kind == "zoo":
-            check_sums(source.folder, default_comm())
+            verify_checksums(source.folder, default_comm())
         table = native(bridge) if source.kind == "zoo" else bridge
         with on_all_cores(recipe, world):
             found = load_hf(
@@ -63,16 +63,16 @@ def load_run(chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, 
     origin = read_origin(run.folder)
     headless = recipe.train.scores and not is_reward_model(run)
     if "lora" not in origin:
-        sharded.load_weights(chunks, run.folder, world, without=(SCORE,) if headless else ())
+        loading.load_weights(chunks, run.folder, world, without=(SCORE,) if headless else ())
         if headless:
             _draw(chunks, assembly, recipe, world, only={SCORE})
         return None
-    base = replace(assembly, source=sharded.started_from(run))
+    base = replace(assembly, source=loading.started_from(run))
     init_weights(chunks, base, recipe, world)
-    recipe = sharded.with_adapters_of(recipe, origin)
+    recipe = loading.with_adapters_of(recipe, origin)
     recipe = recipe.replace({"train.loss": "nll"}) if headless else recipe
     adapters = attach_adapters(chunks, base, recipe, world)
-    sharded.load_adapters(adapters, run.folder, world)
+    loading.load_adapters(adapters, run.folder, world)
     adapters.merge()
     return adapters
 

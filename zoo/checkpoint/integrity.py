@@ -22,7 +22,7 @@ from zoo.files import open_plain, parse_json, replaced, sync, sync_names, write_
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
 _LONGEST = 2**30  # bytes of a manifest, which has a checksum for each block of a checkpoint
-Sum = str | list[str]  # of a whole file, or of each of its blocks
+Checksum = str | list[str]  # of a whole file, or of each of its blocks
 
 
 def files_of(folder: Path) -> list[str]:
@@ -31,7 +31,7 @@ def files_of(folder: Path) -> list[str]:
     return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
-class Kept:
+class CachedFiles:
     """Files that are alike in all checkpoints of a process: made once, kept in memory, and written anew each time.
 
     Further names of one file would be damaged together.
@@ -57,13 +57,13 @@ class Kept:
             sync(folder / name)
 
 
-def write_manifest(folder: Path, known: Mapping[str, Sum], tick: Callable[[], None] = lambda: None) -> None:
-    """Sum up all files of a folder; `known` holds digests that need not be worked out again, of files on other nodes too."""
-    sums: dict[str, Sum] = {}
+def write_manifest(folder: Path, known: Mapping[str, Checksum], tick: Callable[[], None] = lambda: None) -> None:
+    """Checksum up all files of a folder; `known` holds digests that need not be worked out again, of files on other nodes too."""
+    checksums: dict[str, Checksum] = {}
     for name in sorted({*files_of(folder), *known}):
         tick()
-        sums[name] = known.get(name) or disk.digest(folder / name)
-    write_atomically(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": sums}, indent=1) + "\n")
+        checksums[name] = known.get(name) or disk.digest(folder / name)
+    write_atomically(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": checksums}, indent=1) + "\n")
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -107,13 +107,13 @@ def damaged(
         return {name: fault for name, fault in zip(names, found, strict=True) if fault}
 
 
-def block_sums(folder: Path) -> dict[str, list[str]]:
+def block_checksums(folder: Path) -> dict[str, list[str]]:
     """The sums of blocks that a checkpoint's manifest has, by file; none of a file that was summed up as a whole."""
-    sums = _read_manifest(folder)
-    return {name: found for name, found in sums.items() if isinstance(found, list)}
+    checksums = _read_manifest(folder)
+    return {name: found for name, found in checksums.items() if isinstance(found, list)}
 
 
-def _read_manifest(folder: Path) -> dict[str, Sum]:
+def _read_manifest(folder: Path) -> dict[str, Checksum]:
     """Sums by file; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
@@ -126,21 +126,21 @@ def _read_manifest(folder: Path) -> dict[str, Sum]:
     return parse_manifest(raw, path)
 
 
-def parse_manifest(raw: bytes, path: Path) -> dict[str, Sum]:
+def parse_manifest(raw: bytes, path: Path) -> dict[str, Checksum]:
     """Checksums by file of a manifest's bytes; UserError, which names `path`, where it is none."""
     content = parse_json(raw, path, most=_LONGEST)
     try:
-        sums, algorithm = content["files"], content["algorithm"]
-        if not all(_is_sum(value) and "\0" not in name for name, value in sums.items()):
+        checksums, algorithm = content["files"], content["algorithm"]
+        if not all(_is_checksum(value) and "\0" not in name for name, value in checksums.items()):
             raise ValueError("a checksum is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})") from None
     if algorithm != ALGORITHM:
         raise UserError(f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM}")
-    return sums
+    return checksums
 
 
-def _is_sum(value: object) -> bool:
+def _is_checksum(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
@@ -149,7 +149,7 @@ def strangers(folder: Path) -> list[str]:
 
     What a network file system leaves of an open file that was removed (`.nfs...`) goes by itself, and does not count.
     """
-    known: dict[str, Sum] = {}
+    known: dict[str, Checksum] = {}
     with contextlib.suppress(UserError):
         known = _read_manifest(folder)
     return [name for name in files_of(folder) if name not in known and not name.rpartition("/")[2].startswith(".nfs")]
@@ -157,10 +157,10 @@ def strangers(folder: Path) -> list[str]:
 
 def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     """Put the copy that has the sum of a checkpoint's manifest in the place of a damaged file; that copy, or None."""
-    sums = _read_manifest(folder)
+    checksums = _read_manifest(folder)
     for copy in copies:
         with contextlib.suppress(OSError):
-            if copy.is_file() and disk.digest(copy) == sums.get(name):
+            if copy.is_file() and disk.digest(copy) == checksums.get(name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with replaced(folder / name) as partial:
                     shutil.copyfile(copy, partial)
@@ -169,7 +169,7 @@ def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     return None
 
 
-def _fault(folder: Path, name: str, wanted: Sum, *, read: bool) -> str | None:
+def _fault(folder: Path, name: str, wanted: Checksum, *, read: bool) -> str | None:
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
         return f"{path} leads out of the checkpoint"
@@ -178,7 +178,7 @@ def _fault(folder: Path, name: str, wanted: Sum, *, read: bool) -> str | None:
     try:
         if not read and isinstance(wanted, list):
             return None
-        found: Sum = disk.digests(path) if isinstance(wanted, list) else disk.digest(path)
+        found: Checksum = disk.digests(path) if isinstance(wanted, list) else disk.digest(path)
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
     return None if found == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"

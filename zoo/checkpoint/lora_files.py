@@ -30,7 +30,7 @@ from zoo.bridge.mapping.peft import (
     to_zoo,
 )
 from zoo.bridge.parallel import join, shard_axis, together
-from zoo.checkpoint import initial_weights, model_card, sharded
+from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.export import export
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
@@ -85,7 +85,7 @@ def load_base(
     assert recipe.run.dir is not None
     folder = Path(recipe.run.dir)
     if not fresh:
-        based = replace(assembly, source=agreed(lambda: sharded.started_from(locate(str(folder)))))
+        based = replace(assembly, source=agreed(lambda: loading.started_from(locate(str(folder)))))
         initial_weights.init_weights(chunks, based, recipe, here)
         return based
     initial_weights.init_weights(chunks, assembly, recipe, here)

@@ -14,7 +14,7 @@ import zoo
 from zoo.bridge.export_plan import OF_TOKENS
 from zoo.bridge.files.side_files import MARK, licence_of
 from zoo.bridge.native import read_about
-from zoo.checkpoint import sharded
+from zoo.checkpoint import loading
 from zoo.config.entries import parse_entry
 from zoo.config.locate import ABOUT, Place
 from zoo.config.schema import Recipe, TrainConfig
@@ -42,7 +42,7 @@ class Base:
 def base_of(source: Place | None) -> Base | None:
     """The model that weights come from in the end, through runs and conversions; None for random weights."""
     while source is not None and source.kind == "run":
-        source = sharded.started_from(source)
+        source = loading.started_from(source)
     if source is None:
         return None
     name = source.folder.absolute().name

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from zoo.checkpoint import integrity, snapshot
-from zoo.checkpoint.contents import Trainable
 from zoo.checkpoint.progress import PARTIAL, Saving, saving
-from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.selection import prune
+from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.copier import Copier
 from zoo.checkpoint.staging.copying import Copied
 from zoo.checkpoint.staging.stage import Stage
 from zoo.checkpoint.storage import disk
-from zoo.checkpoint.storage.host_copy import HostCopy
-from zoo.checkpoint.writer import Channel, Order, write
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
+from zoo.checkpoint.writer import ControlGroup, SaveRequest, write
 from zoo.config.derived import STAGED
 from zoo.config.schema import Recipe
 from zoo.logging.messages import at_last_copy, late_save
@@ -64,14 +64,14 @@ class Saver:
         """`save_files` writes config.json and the processor's files into a folder; `tick` is called as a save gets on."""
         self._tick = tick
         assert recipe.run.dir is not None
-        self._recipe, self._world, self._hf = recipe, world, integrity.Kept(save_files)
+        self._recipe, self._world, self._hf = recipe, world, integrity.CachedFiles(save_files)
         self._run_dir = Path(recipe.run.dir)
         self._stage, self._copier = stage, Copier(stage, recipe) if stage else None
         self._written = stage.folder if stage else self._run_dir
         self._folder = self._run_dir / "checkpoints"
-        self._copied = HostCopy(world.device, cores_beside_gpu(recipe, world) or 1)
+        self._copied = CpuCopy(world.device, cores_beside_gpu(recipe, world) or 1)
         self.expected_seconds: float | None = None  # of a save, before the first one; known on the first rank
-        self._channel: Channel | None = None
+        self._control: ControlGroup | None = None
         self._writing: _Writing | None = None
         self._prepared = False
 
@@ -107,8 +107,8 @@ class Saver:
         former = self.wait()
         if self._copier is not None:
             self._copier.wait(STAGED - 1)
-        if self._channel is None:
-            self._channel = Channel(TIMEOUT, self._tick)
+        if self._control is None:
+            self._control = ControlGroup(TIMEOUT, self._tick)
             if self._world.is_main:  # what a killed run has left
                 integrity.remove(self._folder.glob(PARTIAL + "*"))
         full = self._recipe.train.save == "full"
@@ -116,8 +116,8 @@ class Saver:
         own = {"ranks": self._world.size, "scheduler": trainable.scheduler.state_dict(), "optimizer": full}
         state = {**state, **own}
         place = (self._stage.folder, self._stage.sharing) if self._stage else ()
-        order = Order(self._run_dir, state, self._recipe, self._hf, self._tick, *place)
-        self._writing = _Writing(copied, order, self._channel, began, self._world.device)
+        request = SaveRequest(self._run_dir, state, self._recipe, self._hf, self._tick, *place)
+        self._writing = _Writing(copied, request, self._control, began, self._world.device)
         return former
 
     def before_update(self) -> None:
@@ -199,7 +199,7 @@ class Saver:
             self._copier.wait(0, show)
         if self._world.is_main:
             integrity.remove(self._folder.glob(PARTIAL + "*"))
-            tidy(self._run_dir, self._recipe.train.keep, self._recipe.train.keep_best)
+            prune(self._run_dir, self._recipe.train.keep, self._recipe.train.keep_best)
 
     def __enter__(self) -> Saver:
         return self
@@ -243,22 +243,22 @@ class _Writing:
     """A thread that writes one checkpoint."""
 
     def __init__(
-        self, copied: snapshot.Snapshot, order: Order, channel: Channel, began: float, device: torch.device
+        self, copied: snapshot.Snapshot, request: SaveRequest, control: ControlGroup, began: float, device: torch.device
     ) -> None:
-        self._order, self._device = order, device
+        self._request, self._device = request, device
         self._began, self._copied = began, time.monotonic()
         self._published: float | None = None  # when the checkpoint was there
         self._ended: float | None = None  # and when those that are not kept were gone
-        self._thread = threading.Thread(target=self._run, args=(copied, channel), name="zoo-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(copied, control), name="zoo-save", daemon=True)
         self._error: Exception | None = None
         self._size = 0
         self._thread.start()
 
-    def _run(self, copied: snapshot.Snapshot, channel: Channel) -> None:
+    def _run(self, copied: snapshot.Snapshot, control: ControlGroup) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread has the first one
-            self._size = write(copied, self._order, channel, self._publish)
+            self._size = write(copied, self._request, control, self._publish)
         except Exception as error:
             self._error = error
         self._ended = time.monotonic()
@@ -282,6 +282,6 @@ class _Writing:
         if self._error is not None:
             raise self._error
         assert self._published is not None
-        step = self._order.state["step"]
+        step = self._request.state["step"]
         stall, wrote = self._copied - self._began, self._published - self._copied
-        return Saved(self._order.target, step, stall, wrote, self._size, self._order.stage is not None)
+        return Saved(self._request.target, step, stall, wrote, self._size, self._request.stage is not None)

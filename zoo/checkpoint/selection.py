@@ -279,7 +279,7 @@ def best_of(run_dir: Path, metric: str | None) -> Path | None:
     return best[2] if best else None
 
 
-def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
+def prune(run_dir: Path, keep: int, metric: str | None) -> None:
     """Keep the newest checkpoints and the best one, which the link `best` names; the first rank calls it."""
     best = best_of(run_dir, metric)
     found = checkpoints(run_dir)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zoo.checkpoint.contents import Trainable, packed, to_write
-from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.sharded_state import Trainable, packed, to_write
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.storage.pieces import Piece
 from zoo.parallel.world import World
 
@@ -26,7 +26,7 @@ _OPTIMIZER = "optimizer."  # prefix of the keys of its state
 class Snapshot:
     """The state of a step, as this rank holds it."""
 
-    copied: HostCopy
+    copied: CpuCopy
     rank: int
     size: int
 
@@ -36,7 +36,7 @@ def random_key(rank: int, ranks: int) -> str:
     return f"random/shard_{rank}_{ranks}"
 
 
-def take(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: bool = True) -> Snapshot:
+def take(trainable: Trainable, world: World, copied: CpuCopy, *, optimizer: bool = True) -> Snapshot:
     """Copy everything, or all but the `optimizer`'s state; on a GPU, begin to."""
     held = to_write(trainable, world, optimizer=optimizer)
     held.objects[random_key(world.rank, world.size)] = packed(random_state())
@@ -44,7 +44,7 @@ def take(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: boo
     return Snapshot(copied, world.rank, world.size)
 
 
-def prepare(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: bool = True) -> int:
+def prepare(trainable: Trainable, world: World, copied: CpuCopy, *, optimizer: bool = True) -> int:
     """Take the host memory for `take` beside the steps; optimizer state must be there. Returns its bytes."""
     held = to_write(trainable, world, optimizer=optimizer)
     held.objects[random_key(world.rank, world.size)] = packed(random_state())

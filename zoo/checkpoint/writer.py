@@ -16,7 +16,7 @@ from typing import Any
 
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.progress import PARTIAL
-from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.selection import prune
 from zoo.checkpoint.snapshot import Snapshot
 from zoo.checkpoint.storage import disk
 from zoo.checkpoint.storage.index import RankTable, write_index
@@ -26,7 +26,7 @@ from zoo.files import sync, write_atomically
 from zoo.parallel.object_group import ObjectGroup
 
 
-class Channel(ObjectGroup):
+class ControlGroup(ObjectGroup):
     """All ranks, for the writers' threads."""
 
     def __init__(self, timeout: timedelta, tick: Callable[[], None] = lambda: None) -> None:
@@ -50,13 +50,13 @@ class Channel(ObjectGroup):
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """What is to be written, and where."""
 
     run_dir: Path
     state: dict[str, Any]  # goes into state.json; `step` names the folder
     recipe: Recipe
-    hf: integrity.Kept  # config.json and the processor's files
+    hf: integrity.CachedFiles  # config.json and the processor's files
     tick: Callable[[], None] = lambda: None  # a tensor or file is written
     stage: Path | None = None  # folder on the local disk in the place of the run folder
     sharing: tuple[int, ...] = ()  # ranks that see the same stage
@@ -77,74 +77,76 @@ class _Written:
     """What one rank has written."""
 
     table: RankTable
-    sums: dict[str, list[str]]  # of its files
+    checksums: dict[str, list[str]]  # of its files
 
 
-def write(snapshot: Snapshot, order: Order, channel: Channel, published: Callable[[], None] = lambda: None) -> int:
+def write(
+    snapshot: Snapshot, request: SaveRequest, control: ControlGroup, published: Callable[[], None] = lambda: None
+) -> int:
     """Write and publish, then remove what is no longer kept; returns the bytes of all ranks. Raises, on all, what has failed on any.
 
     In a stage each node has a folder with its ranks' files; the first rank's has what makes the checkpoint whole. `published` is called on
     every rank when the checkpoint is there.
     """
     main = snapshot.rank == 0
-    sharing = order.sharing or tuple(range(snapshot.size))
+    sharing = request.sharing or tuple(range(snapshot.size))
     leads = snapshot.rank == sharing[0]
     try:
-        sizes = channel.gather(snapshot.copied.size)
+        sizes = control.gather(snapshot.copied.size)
         here = sum(sizes[rank] for rank in sharing)
-        channel.together(lambda: _begin(order, here) if leads else None)
-        mine = channel.together(lambda: _write_mine(snapshot, order))
-        written = channel.collect(mine)
-        if order.stage is not None:
-            channel.together(lambda: _publish_part(order) if leads and not main else None)
-        channel.together(lambda: _publish(written, order) if main else None)
+        control.together(lambda: _begin(request, here) if leads else None)
+        mine = control.together(lambda: _write_mine(snapshot, request))
+        written = control.collect(mine)
+        if request.stage is not None:
+            control.together(lambda: _publish_part(request) if leads and not main else None)
+        control.together(lambda: _publish(written, request) if main else None)
         published()
-        channel.together(lambda: _tidy(order) if main else None)
+        control.together(lambda: _tidy(request) if main else None)
     except Exception:
         if leads:
-            integrity.remove([order.partial])
+            integrity.remove([request.partial])
         raise
     return sum(sizes)
 
 
-def _begin(order: Order, total: int) -> None:
-    order.partial.mkdir(parents=True)
-    progress.begin(order.partial, order.state["step"], total)
+def _begin(request: SaveRequest, total: int) -> None:
+    request.partial.mkdir(parents=True)
+    progress.begin(request.partial, request.state["step"], total)
 
 
-def _write_mine(snapshot: Snapshot, order: Order) -> _Written:
+def _write_mine(snapshot: Snapshot, request: SaveRequest) -> _Written:
     """This rank's files, through to the disk."""
     copied = snapshot.copied
     copied.wait()
     sizes = disk.parts(copied.size)
     files = [(f"rank{snapshot.rank}_{number}.bin", size) for number, size in enumerate(sizes)]
-    sums = disk.write(order.partial, files, copied.view(), lambda _: order.tick())
-    return _Written(RankTable(files, copied.pieces, copied.objects), sums)
+    checksums = disk.write(request.partial, files, copied.view(), lambda _: request.tick())
+    return _Written(RankTable(files, copied.pieces, copied.objects), checksums)
 
 
-def _publish_part(order: Order) -> None:
+def _publish_part(request: SaveRequest) -> None:
     """The work of a further node's first rank; without `integrity.json` nothing takes its folder for a checkpoint."""
-    progress.end(order.partial)
-    integrity.publish(order.partial, order.target)
+    progress.end(request.partial)
+    integrity.publish(request.partial, request.target)
 
 
-def _publish(written: Sequence[_Written], order: Order) -> None:
+def _publish(written: Sequence[_Written], request: SaveRequest) -> None:
     """The first rank's work when all files of tensors are there."""
-    folder, log = order.partial, order.run_dir / "train.jsonl"
+    folder, log = request.partial, request.run_dir / "train.jsonl"
     if log.exists():  # its lines of the steps so far must not be younger than the checkpoint
         sync(log)
     progress.end(folder)
     write_index(folder, [one.table for one in written])
-    order.hf.write(folder / HF_PART, order.tick)
-    shutil.copyfile(order.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
+    request.hf.write(folder / HF_PART, request.tick)
+    shutil.copyfile(request.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
     sync(folder / "config.yaml")
-    write_atomically(folder / STATE, json.dumps(order.state) + "\n")
-    known = {name: value for one in written for name, value in one.sums.items()}
-    integrity.write_manifest(folder, known, order.tick)
-    integrity.publish(folder, order.target)
+    write_atomically(folder / STATE, json.dumps(request.state) + "\n")
+    known = {name: value for one in written for name, value in one.checksums.items()}
+    integrity.write_manifest(folder, known, request.tick)
+    integrity.publish(folder, request.target)
 
 
-def _tidy(order: Order) -> None:
+def _tidy(request: SaveRequest) -> None:
     """Remove the checkpoints that are not kept: a disk may take a quarter of a second for each GB."""
-    if order.stage is None:
-        tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
+    if request.stage is None:
+        prune(request.run_dir, request.recipe.train.keep, request.recipe.train.keep_best)

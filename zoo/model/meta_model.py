@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.bridge import Bridge, Dims
 from zoo.bridge.mapping.table import SCORE
-from zoo.bridge.native import CARRIED
+from zoo.bridge.native import PASS_THROUGH
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.streams import Folder
 from zoo.config.schema import Recipe
@@ -66,7 +66,7 @@ def family_of(arch: JsonMapping) -> ModelFamily:
 def published_names(reader: Folder, arch: JsonMapping) -> list[str]:
     """Hugging Face's names of zoo's own weights, one for each tensor, as far as they are known without a model."""
     bridge: Bridge = family_of(arch).load("bridge")
-    names = [name for name in reader.names() if not name.startswith(CARRIED)]
+    names = [name for name in reader.names() if not name.startswith(PASS_THROUGH)]
     return [entry.hf_names(0)[0] for entry in bridge.publish(names).values()]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from zoo.checkpoint import initial_weights, integrity, sharded, snapshot
-from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint import initial_weights, integrity, loading, snapshot
 from zoo.checkpoint.selection import choose
-from zoo.checkpoint.storage.host_copy import HostCopy
-from zoo.checkpoint.writer import Channel, Order, write
+from zoo.checkpoint.sharded_state import Trainable
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
+from zoo.checkpoint.writer import ControlGroup, SaveRequest, write
 from zoo.config.compose import save_recipe
 from zoo.config.locate import locate, read_state
 from zoo.config.schema import Recipe
@@ -42,32 +42,32 @@ class Checkpoints:
 
     def __init__(self, recipe: Recipe, world: World, parts: EngineParts) -> None:
         self.recipe, self.world, self.parts = recipe, world, parts
-        self._copied = HostCopy(world.device, cores_beside_gpu(recipe, world) or 1)
-        self._channel: Channel | None = None
-        self._files = integrity.Kept(parts.assembly.save_files)
+        self._copied = CpuCopy(world.device, cores_beside_gpu(recipe, world) or 1)
+        self._control: ControlGroup | None = None
+        self._files = integrity.CachedFiles(parts.assembly.save_files)
 
     def save(self, folder: Path, step: int, counts: Counts) -> Path:
         """Write `checkpoints/iter_{step}` in the folder, and wait until the disk has it; returns its path."""
         trainable = self._trainable("save")
-        if self._channel is None:
-            self._channel = Channel(TIMEOUT)
+        if self._control is None:
+            self._control = ControlGroup(TIMEOUT)
         agreed(lambda: self._begin(folder))
         allocate_state(trainable.optimizer)
         state: dict[str, Any] = {
             "step": step,
             **asdict(counts),
-            "model": sharded.describe(self.recipe, self.parts.assembly.config.hf),
-            "weights": sharded.origin(self.recipe, self.parts.assembly.source, self.parts.assembly.fp32),
+            "model": loading.describe(self.recipe, self.parts.assembly.config.hf),
+            "weights": loading.origin(self.recipe, self.parts.assembly.source, self.parts.assembly.fp32),
             "ranks": self.world.size,
             "scheduler": trainable.scheduler.state_dict(),
             "optimizer": True,
         }
-        order = Order(folder, state, self.recipe, self._files)
+        request = SaveRequest(folder, state, self.recipe, self._files)
         try:
-            write(snapshot.take(trainable, self.world, self._copied), order, self._channel)
+            write(snapshot.take(trainable, self.world, self._copied), request, self._control)
         finally:
             self._copied.release()
-        return order.target
+        return request.target
 
     def load(self, folder: Path) -> tuple[int, Counts]:
         """Load the newest whole checkpoint, under whatever layout it was saved; returns its step, and what had been done by then."""
@@ -76,13 +76,13 @@ class Checkpoints:
         if chosen is None:
             raise UserError(f"{folder} has no checkpoint; engine.save writes one")
         state = agreed(lambda: read_state(chosen))
-        model = sharded.describe(self.recipe, self.parts.assembly.config.hf)
+        model = loading.describe(self.recipe, self.parts.assembly.config.hf)
         if state["model"] != model:
             raise UserError(f"{chosen} is of another model than the engine's; wanted one that it has saved")
         allocate_state(trainable.optimizer)
-        sharded.load(trainable, chosen, self.world, state["ranks"])
+        loading.load(trainable, chosen, self.world, state["ranks"])
         step = int(state["step"])  # the only count of a run of `zoo train`
-        updates = sharded.updates_of(state, trainable.scheduler.num_steps)
+        updates = loading.updates_of(state, trainable.scheduler.num_steps)
         return step, Counts(int(state.get("train_steps", step)), updates)
 
     def load_weights(self, init: str) -> None:

@@ -14,7 +14,7 @@ from zoo.bridge import WeightStream
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.weight_shards import WeightShard, weight_shards
 from zoo.bridge.weight_stream import BUCKET
-from zoo.checkpoint import lora_files, sharded
+from zoo.checkpoint import loading, lora_files
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model import build, lora
@@ -81,7 +81,7 @@ class Weights:
                 "adapter_weights() for what is trained, or take lora.base_dtype=model"
             )
         while source is not None and source.kind == "run":
-            source = sharded.started_from(source)
+            source = loading.started_from(source)
         return WeightStream(
             parameters,
             assembly.family.load("bridge"),

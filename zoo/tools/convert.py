@@ -22,23 +22,23 @@ import torch
 from zoo.bridge import Dims, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import check_room
 from zoo.bridge.export_plan import with_dtype
+from zoo.bridge.files.record import ChecksumsWhileReading
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, DTYPE_NAMES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
 from zoo.bridge.mapping.table import Entry
 from zoo.bridge.native import (
-    CARRIED,
     FORMAT,
+    PASS_THROUGH,
     in_layouts,
     layouts_of,
     native,
     published_dtypes,
     read_about,
     read_layouts,
-    sums_while_reading,
 )
 from zoo.bridge.progress import Progress
-from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
+from zoo.bridge.streams import Job, by_width, copy_job, run, to_hf, to_zoo
 from zoo.checkpoint import model_card as card
 from zoo.checkpoint.selection import check_beside_weights
 from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, quantisation, read_arch, unquantised
@@ -133,12 +133,12 @@ def convert(
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
         export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
     elif place.kind == "zoo":
-        sums = sums_while_reading(place.folder)
+        checksums = ChecksumsWhileReading(place.folder)
         with ExitStack() as opened:
-            with sums.blamed_first():
-                reader = opened.enter_context(SafetensorsFolder(place.weights, on_read=sums.read))
+            with checksums.raise_damage_first():
+                reader = opened.enter_context(SafetensorsFolder(place.weights, on_read=checksums.read))
                 conversion = _plan_hf(place, reader, dtype, allow)
-            _write(replace(conversion, check_source=sums.finish), writer, shard_bytes, quiet)
+            _write(replace(conversion, check_source=checksums.finish), writer, shard_bytes, quiet)
     else:
         with SafetensorsFolder(place.weights) as reader:
             conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
@@ -262,14 +262,14 @@ def to_zoo_jobs(
         if not (plan.dims.tied and entries[name].rule.tied_to)
     ]
     names = {actual: published for published, actual in resolution.source.items()}
-    carry = [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
+    pass_through = [copy_job(actual, reader, names[actual], to_zoo=True) for actual in resolution.passed_through]
     dtypes = {
         published: DTYPE_NAMES[found]
         for job in jobs
         for published in _parts(entries[job.planned[0].name], plan.dims)
         if (found := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
     }
-    jobs += carry
+    jobs += pass_through
     return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()), dtypes=dtypes)
 
 
@@ -298,7 +298,9 @@ def to_hf_jobs(
         if entry.rule.writes(plan.dims)
         for job in to_hf(entry, name, reader, plan.dims, partial(written, name))
     ]
-    jobs += [carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried]
+    jobs += [
+        copy_job(name, reader, name.removeprefix(PASS_THROUGH), to_zoo=False) for name in resolution.passed_through
+    ]
     return Conversion(by_width(jobs), resolution.allowed)
 
 
@@ -309,7 +311,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
         check_room(writer, conversion.nbytes)
         progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
         native_part = conversion.part == WEIGHTS_PART
-        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, sums=native_part)
+        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, checksums=native_part)
         try:
             run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
         finally:

@@ -23,7 +23,7 @@ from zoo.bridge import Comm, SafetensorsFolder
 from zoo.bridge.load import unequal
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.native import CARRIED, check_sums, native
+from zoo.bridge.native import PASS_THROUGH, native, verify_checksums
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Folder, of_expert
 from zoo.checkpoint.export import exported_tensors
@@ -139,7 +139,7 @@ def _side(place: Place) -> Iterator[_Side]:
     if place.kind != "run":
         with SafetensorsFolder(place.weights) as reader:
             if place.kind == "zoo":
-                check_sums(place.folder, Comm())
+                verify_checksums(place.folder, Comm())
             yield _Side.of(reader, read_arch(place.files), own=place.kind == "zoo")
         return
     check_beside_weights(place)
@@ -176,9 +176,9 @@ class _Side:
             for entry in resolution.entries.values()
             for part in entry.layout.all_names(entry.binding, plan.dims.experts)
         }
-        passed = resolution.passed - set(unequal(resolution, reader))  # the others hold nothing of their own
+        passed = resolution.redundant - set(unequal(resolution, reader))  # the others hold nothing of their own
         others = {
-            name.removeprefix(CARRIED) if own else name: actual
+            name.removeprefix(PASS_THROUGH) if own else name: actual
             for name, actual in resolution.source.items()
             if actual not in used and name not in passed
         }

@@ -52,7 +52,7 @@ def allowed_changes(checkpoint: Path, state: JsonMapping, recipe: Recipe, model:
 
     Args:
         state: the checkpoint's state.json.
-        model: the description of the recipe's model (`zoo.checkpoint.sharded.describe`).
+        model: the description of the recipe's model (`zoo.checkpoint.loading.describe`).
 
     Raises:
         ConfigError: another difference; the message names the keys, both values, and how to allow it.
@@ -73,7 +73,7 @@ def allowed_changes(checkpoint: Path, state: JsonMapping, recipe: Recipe, model:
 
 
 def _model_changes(theirs: object, ours: object, prefix: str = "model") -> Iterator[Change]:
-    """Differences of two descriptions (`zoo.checkpoint.sharded.describe`), under the keys of a recipe."""
+    """Differences of two descriptions (`zoo.checkpoint.loading.describe`), under the keys of a recipe."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for name in sorted({*theirs, *ours}):
             key = "lora" if (prefix, name) == ("model", "lora") else f"{prefix}.{name}"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from zoo.checkpoint import initial_weights, lora_files, sharded
-from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint import initial_weights, loading, lora_files
 from zoo.checkpoint.saver import Saved, Saver, SaveReport
 from zoo.checkpoint.selection import choose, repaired_source
+from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.exports import export_trained
 from zoo.checkpoint.staging.leftovers import open_and_finish
 from zoo.checkpoint.storage.disk import Damaged
@@ -152,7 +152,7 @@ class Trainer:
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))
-        self.description = sharded.describe(recipe, self.assembly.config.hf)
+        self.description = loading.describe(recipe, self.assembly.config.hf)
         self.stage = open_and_finish(recipe, world, self.progress.tick)
         self._choose_checkpoint()
         self.prefetched: StepBatches | None = None  # of the next step, fetched while a GPU worked on this one
@@ -238,12 +238,12 @@ class Trainer:
         if self.resume_from is not None and self.state is not None:
             with on_all_cores(recipe, world):
                 try:
-                    sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
+                    loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
                 except Damaged as damaged:  # the newest whole checkpoint before it
                     self.data.close()
                     self._choose_checkpoint({self.resume_from.name: damaged.faults})
                     assert self.resume_from is not None and self.state is not None
-                    sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
+                    loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
         if reference is not None:
             reference.give(self.data)
         self.loader.begin()
@@ -526,7 +526,7 @@ class Trainer:
             "callbacks": self.callbacks.state_dict(),
             "known_rows": self.rows.known,
             "model": self.description,
-            "weights": sharded.origin(self.recipe, self.assembly.source, self.assembly.fp32),
+            "weights": loading.origin(self.recipe, self.assembly.source, self.assembly.fp32),
         }
         self._note_saved(self.saver.start(self.trainable, state))
         if wait:

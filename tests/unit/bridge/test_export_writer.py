@@ -189,11 +189,11 @@ def test_sums_of_another_algorithm_are_refused(tmp_path: Path) -> None:
     files = [tmp_path / f"model-{number}.safetensors" for number in range(3)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([number]) * 1000)
-    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    (tmp_path / RECORD).write_text(json.dumps({"zoo": "0", "files": sums}))
+    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    (tmp_path / RECORD).write_text(json.dumps({"zoo": "0", "files": checksums}))
     with pytest.raises(CheckpointError, match=f"{RECORD} is missing or can't be read"):
         check(tmp_path, Comm())
-    (tmp_path / RECORD).write_text(json.dumps({"algorithm": "md5", "files": sums}))
+    (tmp_path / RECORD).write_text(json.dumps({"algorithm": "md5", "files": checksums}))
     with pytest.raises(CheckpointError, match="has sums by 'md5'; wanted xxh3_128"):
         check(tmp_path, Comm())
 
@@ -201,7 +201,7 @@ def test_sums_of_another_algorithm_are_refused(tmp_path: Path) -> None:
 def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
-    shards = ShardWriter(writer.partial, planned("abc"), shard_bytes=30, sums=True)
+    shards = ShardWriter(writer.partial, planned("abc"), shard_bytes=30, checksums=True)
     for name in "abc":
         shards.write(name, [torch.ones(2, 3)])
     writer.commit(shards.shards, "weights")

@@ -27,4 +27,4 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
             found |= entry.hf_shapes(tuple(ours.parameters[name].shape), ours.dims)
     assert found == shapes
     resolution = BRIDGE.resolve(shapes, ours.parameters, ours.dims)
-    assert len(resolution.source) == SIZES[size] and not resolution.carried
+    assert len(resolution.source) == SIZES[size] and not resolution.passed_through

@@ -53,7 +53,7 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
     assert set(BRIDGE.published_names(entries.values(), dims)) == shapes.keys()
     for names in (shapes, in_memory):
         resolution = BRIDGE.resolve(names, ours, dims)
-        assert len(resolution.source) == len(names) and not resolution.carried
+        assert len(resolution.source) == len(names) and not resolution.passed_through
     qkv = (text.num_attention_heads + 2 * text.num_key_value_heads) * 128
     for part, shape in {
         "self_attention.linear_qkv.weight": (qkv, text.hidden_size),

@@ -52,4 +52,4 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
         assert set(BRIDGE.published_names(entries.values(), dims)) == shapes.keys()
     for names in (list(shapes), [name for name, _ in model.named_parameters()]):
         resolution = BRIDGE.resolve(names, ours, dims)
-        assert not resolution.carried and len(resolution.source) == len(names)
+        assert not resolution.passed_through and len(resolution.source) == len(names)

@@ -40,7 +40,7 @@ def test_table_covers_the_published_names(
     assert ("language_model.lm_head.weight" in published) != dims.tied
     assert ("image_newline" in published) == newline
     resolution = BRIDGE.resolve(published, zoo, dims)
-    assert len(resolution.source) == len(published) and not resolution.carried
+    assert len(resolution.source) == len(published) and not resolution.passed_through
 
 
 MEMORY = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}

@@ -28,7 +28,7 @@ def test_each_kind_of_checkpoint(tiny: Tiny, kind: str) -> None:
     chunk = fakes.build_chunk(tiny.state, ShardInfo())
     found = load_hf([chunk], getattr(tiny, kind), BRIDGE, DIMS)
     assert_loaded(chunk, fakes.expected_chunk(tiny.state, ShardInfo(), ALL))
-    assert bool(found.carried) == (kind == "talking")
+    assert bool(found.passed_through) == (kind == "talking")
 
 
 def test_experts_fused_as_in_memory(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names: layouts, dialects, carried and tied tensors, and reports that list every tensor without a partner."""
+"""Names: layouts, name_prefixes, passed-through and tied tensors, and reports that list every tensor without a partner."""
 
 import pytest
 
@@ -20,8 +20,8 @@ SMALL = Bridge(
         Rule("layers.{layer}.experts.weight2", (per_expert_down(f"m.{EXPERTS}"),), "expert2"),
         rule("tower.{rest}", "m.tower.{rest}"),
     ),
-    carry=("talker.{rest}",),
-    dialects=({"old.": "m."},),
+    pass_through=("talker.{rest}",),
+    name_prefixes=({"old.": "m."},),
 )
 ZOO = ["embedding.weight", "output.weight", "layers.10.experts.weight1", "layers.10.experts.weight2", "tower.a.b.bias"]
 
@@ -41,7 +41,7 @@ def problems(names: list[str], zoo: list[str] = ZOO, dims: Dims = DIMS) -> list[
 
 def test_every_name_finds_its_partner() -> None:
     found = SMALL.resolve([*hf_names(), "talker.x.y"], ZOO, DIMS)
-    assert found.carried == ["talker.x.y"]
+    assert found.passed_through == ["talker.x.y"]
     gate_up = found.entries["layers.10.experts.weight1"]
     assert gate_up.hf_names(2) == [f"m.layers.10.experts.2.{p}_proj.weight" for p in ("gate", "up")]
     assert found.entries["tower.a.b.bias"].hf_names() == ["m.tower.a.b.bias"]
@@ -56,10 +56,10 @@ def test_fused_layout_is_read_and_per_expert_written() -> None:
 
 def test_an_optional_part_is_carried_where_the_model_is_built_without_it() -> None:
     whole = Bridge(name="whole", rules=(rule("a", "m.a"), rule("mtp.{rest}", "mtp.{rest}")), optional=("mtp.{rest}",))
-    assert whole.resolve(["m.a", "mtp.b.c"], ["a"], DIMS).carried == ["mtp.b.c"]
-    assert whole.resolve(["m.a"], ["a"], DIMS).carried == []
+    assert whole.resolve(["m.a", "mtp.b.c"], ["a"], DIMS).passed_through == ["mtp.b.c"]
+    assert whole.resolve(["m.a"], ["a"], DIMS).passed_through == []
     built = whole.resolve(["m.a", "mtp.b.c"], ["a", "mtp.b.c"], DIMS)
-    assert built.carried == [] and built.entries["mtp.b.c"].hf_names() == ["mtp.b.c"]
+    assert built.passed_through == [] and built.entries["mtp.b.c"].hf_names() == ["mtp.b.c"]
     with pytest.raises(BridgeError, match=r"mtp\.b\.c: missing"):
         whole.resolve(["m.a"], ["a", "mtp.b.c"], DIMS)
     with pytest.raises(BridgeError, match=r"extra: the model has no mtp\.d"):
@@ -140,4 +140,4 @@ def test_qwen3_omni_table_covers_the_published_names() -> None:
     assert len(published) == 5 + 48 * (9 + 3 * 128)
     assert "thinker.model.layers.47.mlp.experts.127.up_proj.weight" in published
     carried = ["talker.model.norm.weight", "code2wav.decoder.6.conv.bias"]
-    assert BRIDGE.resolve([*published, *carried], zoo, dims).carried == carried[::-1]
+    assert BRIDGE.resolve([*published, *carried], zoo, dims).passed_through == carried[::-1]

@@ -43,7 +43,7 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
     ours = [*ENDS, *layers, *towers]
     entries = BRIDGE.publish(ours)
     assert set(BRIDGE.published_names(entries.values(), dims)) == mine.keys()
-    assert len(BRIDGE.resolve(shapes, ours, dims).carried) == whole - thinker
+    assert len(BRIDGE.resolve(shapes, ours, dims).passed_through) == whole - thinker
     alone = [name.removeprefix("thinker.") for name in mine]
     assert len(BRIDGE.resolve(alone, ours, dims).source) == thinker
     qkv = (text.num_attention_heads + 2 * groups) * head

@@ -50,7 +50,7 @@ def test_the_table_covers_names_and_shapes(size: str) -> None:
     assert set(BRIDGE.published_names(entries.values(), dims)) == shapes.keys()
     for names in (shapes, [name.replace("visual.", "model.visual.") for name in shapes]):
         resolution = BRIDGE.resolve(names, ours, dims)
-        assert len(resolution.source) == count and not resolution.carried
+        assert len(resolution.source) == count and not resolution.passed_through
     qkv = (text.num_attention_heads + 2 * groups) * head
     for part, shape in (("weight", (qkv, text.hidden_size)), ("bias", (qkv,))):
         found = entries[f"decoder.layers.0.self_attention.linear_qkv.{part}"].hf_shapes(shape, dims)

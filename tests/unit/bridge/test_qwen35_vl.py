@@ -52,9 +52,9 @@ def test_table_covers_the_published_names_of_a_dense_checkpoint() -> None:
     assert len(published) == 738 - 297 + 1
     layer = "model.language_model.layers"
     assert {f"{layer}.0.linear_attn.in_proj_qkv.weight", f"{layer}.31.self_attn.q_proj.weight"} <= set(published)
-    assert not BRIDGE.resolve(published, zoo, DENSE).carried
+    assert not BRIDGE.resolve(published, zoo, DENSE).passed_through
     without = [name for name in zoo if not name.startswith("multi_token.")]
-    assert len(BRIDGE.resolve(published, without, DENSE).carried) == 15
+    assert len(BRIDGE.resolve(published, without, DENSE).passed_through) == 15
 
 
 def test_table_covers_the_published_names_of_a_checkpoint_with_experts() -> None:
@@ -76,7 +76,7 @@ def test_table_covers_stacked_experts_of_mtp() -> None:
     stacked += [f"{prefix}gate_up_proj", f"{prefix}down_proj"]
     assert len(stacked) == len(published) - 3 * 256 + 2
     found = BRIDGE.resolve(stacked, zoo, SPARSE)
-    assert set(found.source) == set(stacked) and not found.carried
+    assert set(found.source) == set(stacked) and not found.passed_through
     assert not found.entries["multi_token.layers.0.mlp.experts.weight1"].layout.per_expert
 
 

@@ -26,4 +26,4 @@ def test_names_and_shapes_are_those_of_transformers(size: str) -> None:
             found |= entry.hf_shapes(tuple(plan.parameters[name].shape), plan.dims)
     assert found == wanted
     resolution = plan.bridge.resolve(wanted, plan.parameters, plan.dims)
-    assert len(resolution.source) == TENSORS[size] and not resolution.carried
+    assert len(resolution.source) == TENSORS[size] and not resolution.passed_through

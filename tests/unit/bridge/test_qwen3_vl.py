@@ -54,7 +54,7 @@ def test_table_covers_the_published_names(layers: int, dims: Dims, tensors: int,
     assert len(published) == tensors - tower + 1
     assert ("lm_head.weight" in published) != dims.tied
     resolution = BRIDGE.resolve(published, zoo, dims)
-    assert len(resolution.source) == len(published) and not resolution.carried
+    assert len(resolution.source) == len(published) and not resolution.passed_through
 
 
 def test_shapes_of_a_published_layer() -> None:

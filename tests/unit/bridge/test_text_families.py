@@ -55,7 +55,7 @@ def test_the_tables_cover_names_and_shapes(recipe: str, size: str) -> None:
         if entry.rule.writes(model.dims):
             found |= entry.hf_shapes(tuple(model.parameters[name].shape), model.dims)
     assert found == shapes
-    assert not model.bridge.resolve(shapes, model.parameters, model.dims).carried
+    assert not model.bridge.resolve(shapes, model.parameters, model.dims).passed_through
 
 
 DIMS = Dims(

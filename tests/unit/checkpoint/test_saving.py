@@ -15,7 +15,7 @@ import torch
 from zoo.bench.saves import Options, report, run
 from zoo.checkpoint import integrity, progress, writer
 from zoo.checkpoint.saver import Saved, Saver, SaveReport, _Writing
-from zoo.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
+from zoo.checkpoint.selection import best_of, check_beside_weights, choose, prune, repaired_source
 from zoo.checkpoint.storage import disk
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
@@ -130,7 +130,7 @@ def test_files_that_are_alike_are_made_once_and_are_no_names_of_one_file(tmp_pat
         (folder / "templates" / "a.jinja").write_text("a")
         (folder / "config.json").write_text("{}")
 
-    kept = integrity.Kept(make)
+    kept = integrity.CachedFiles(make)
     for name in ("one", "two"):
         kept.write(tmp_path / name)
         assert integrity.files_of(tmp_path / name) == ["config.json", "templates/a.jinja"]
@@ -232,14 +232,14 @@ def test_a_checkpoint_is_of_the_step_inside_whatever_its_folder_is_called(
     assert f"{folder}/iter_1 holds step 6" in capsys.readouterr().err
     log(tmp_path, _2=0.1, _4=0.2, _6=0.3)
     assert best_of(tmp_path, "loss") == folder / "iter_900"
-    tidy(tmp_path, 1, "loss")
+    prune(tmp_path, 1, "loss")
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_900", "iter_1"]
 
 
 def test_what_somebody_has_put_beside_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
     save(tmp_path, 2, 4, 6)
     (tmp_path / "checkpoints" / "iter_2" / "notes.txt").write_text("mine")
-    tidy(tmp_path, 1, None)
+    prune(tmp_path, 1, None)
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_2", "iter_6"]
 
 
@@ -248,21 +248,21 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     log(tmp_path, _2=0.5, _4=0.2, _6=0.2, _8=float("nan"), _12=0.1)
     assert best_of(tmp_path, "loss") == tmp_path / "checkpoints" / "iter_6"  # of equals the newest
     assert best_of(tmp_path, None) is None
-    tidy(tmp_path, 1, "loss")
+    prune(tmp_path, 1, "loss")
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_6", "iter_10"]
     best = tmp_path / "checkpoints" / "best"
     assert best.is_symlink() and best.resolve().name == "iter_6"
     log(tmp_path, _6=0.2, _10=0.3)
-    tidy(tmp_path, 1, "loss")
+    prune(tmp_path, 1, "loss")
     assert best.resolve().name == "iter_6"
     log(tmp_path, _6=0.2, _10=0.1)
-    tidy(tmp_path, 1, "loss")
+    prune(tmp_path, 1, "loss")
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_10"] and best.resolve().name == "iter_10"
 
 
 def test_without_a_figure_the_newest_alone_stay(tmp_path: Path) -> None:
     make(tmp_path, 2, 4, 6)
-    tidy(tmp_path, 2, "exact_match")
+    prune(tmp_path, 2, "exact_match")
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_4", "iter_6"]
     assert not (tmp_path / "checkpoints" / "best").exists()
 
@@ -357,12 +357,12 @@ def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(tmp_path: Path, m
     for name in ("_begin", "_write_mine", "_publish"):
         monkeypatch.setattr(writer, name, lambda *_, name=name: done.append(name))
     monkeypatch.setattr(writer, "_tidy", lambda _: done.append("_tidy") or time.sleep(1.0))
-    channel: Any = SimpleNamespace(
+    control: Any = SimpleNamespace(
         gather=lambda value: [value], together=lambda stage: stage(), collect=lambda mine: [mine]
     )
     snapshot: Any = SimpleNamespace(rank=0, size=1, copied=SimpleNamespace(size=7))
-    order: Any = writer.Order(tmp_path, {"step": 3}, None, None)  # type: ignore[arg-type]
-    writing = _Writing(snapshot, order, channel, time.monotonic(), torch.device("cpu"))
+    request: Any = writer.SaveRequest(tmp_path, {"step": 3}, None, None)  # type: ignore[arg-type]
+    writing = _Writing(snapshot, request, control, time.monotonic(), torch.device("cpu"))
     saved = writing.result()
     assert done == ["_begin", "_write_mine", "_publish", "_tidy"]
     assert (saved.size, writing.ended) == (7, True)
@@ -388,14 +388,14 @@ def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
     place = look(str(tmp_path))
     assert place is not None
     save(tmp_path, 4, 6)
-    tidy(tmp_path, 1, None)
+    prune(tmp_path, 1, None)
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_2", "iter_6"]
     copy = pickle.loads(pickle.dumps(place))
     del place
-    tidy(tmp_path, 1, None)
+    prune(tmp_path, 1, None)
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_2", "iter_6"]
     del copy
-    tidy(tmp_path, 1, None)
+    prune(tmp_path, 1, None)
     assert [path.name for path in checkpoints(tmp_path)] == ["iter_6"]
 
 
@@ -407,7 +407,7 @@ def test_a_run_that_saves_and_removes_is_read_all_the_same(tmp_path: Path) -> No
         for step in range(1, 120):
             (made,) = save(tmp_path / f"made_{step}", step)
             integrity.publish(made, tmp_path / "checkpoints" / made.name)
-            tidy(tmp_path, 1, None)
+            prune(tmp_path, 1, None)
         ended.set()
 
     save(tmp_path, 0)

@@ -42,8 +42,8 @@ class Exchange:
         self.barrier = threading.Barrier(ranks, timeout=30)
 
 
-class Channel:
-    """`zoo.checkpoint.writer.Channel` of one of these threads."""
+class ControlGroup:
+    """`zoo.checkpoint.writer.ControlGroup` of one of these threads."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank = exchange, rank
@@ -75,8 +75,8 @@ def stages(root: Path, nodes: list[list[int]]) -> list[Stage]:
         folder = root / f"node{number}" / "run-01234567"
         (folder / "checkpoints").mkdir(parents=True)
         for rank in ranks:
-            channel: Any = Channel(exchange, rank)
-            found[rank] = Stage(folder, root / "run", rank, count, tuple(ranks), channel)
+            control: Any = ControlGroup(exchange, rank)
+            found[rank] = Stage(folder, root / "run", rank, count, tuple(ranks), control)
     (root / "run").mkdir()
     return [found[rank] for rank in range(count)]
 
@@ -324,7 +324,7 @@ def test_what_must_not_be_taken_is_put_aside(what: str, tmp_path: Path, capsys: 
 def test_two_checkpoints_are_staged_at_most_while_the_run_folder_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copier takes them in order, tells how far it is, and raises at the next look what has failed."""
+    """A copier takes them in request, tells how far it is, and raises at the next look what has failed."""
     (stage,) = stages(tmp_path, [[0]])
     write, copier = copying._write, Copier(stage, RECIPE)
 
@@ -399,7 +399,7 @@ def test_an_export_goes_through_a_stage_that_all_ranks_share(nodes: list[list[in
     def export(stage: Stage) -> None:
         def write(folder: Path) -> None:  # ranks leave it together, as they leave an export
             made.append(folder)
-            stage.channel.together(lambda: fill(folder) if stage.is_main else None)
+            stage.control.together(lambda: fill(folder) if stage.is_main else None)
 
         write_through(stage, target, 4, write)
 

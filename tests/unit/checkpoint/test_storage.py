@@ -20,7 +20,7 @@ from support.stored import described, save, two_halves
 from torch import Tensor
 
 from zoo.checkpoint.storage import disk
-from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.storage.index import INDEX, Index
 from zoo.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
 from zoo.checkpoint.storage.reading import fill
@@ -207,7 +207,7 @@ def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(tmp_path: Path, mo
 
 
 def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
-    from zoo.checkpoint.contents import packed
+    from zoo.checkpoint.sharded_state import packed
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -263,7 +263,7 @@ def test_an_index_that_is_none_is_refused(what: str, tmp_path: Path) -> None:
 def test_the_copy_takes_the_rank_s_own_bytes_and_no_more_the_second_time() -> None:
     tensors = [torch.randn(1000, 1000), torch.randn(30, 7)]
     pieces = [piece for i, tensor in enumerate(tensors) for piece in grid(tensor, f"{i}", [2, 1])]
-    copied = HostCopy(CPU)
+    copied = CpuCopy(CPU)
     copied.take(pieces, {"object": b"x" * 10})
     held = sum(tensor.nbytes for tensor in tensors)
     assert held <= copied.size <= 1.01 * held
@@ -276,7 +276,7 @@ def test_the_copy_takes_the_rank_s_own_bytes_and_no_more_the_second_time() -> No
 
 def test_memory_that_was_taken_beforehand_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, 1000)
-    pieces, copied = grid(tensor, "w", [2, 1]), HostCopy(CPU)
+    pieces, copied = grid(tensor, "w", [2, 1]), CpuCopy(CPU)
     copied.prepare(pieces, {"object": b"x" * 10})
     copied.release()  # waits for it
     copied.prepare(pieces, {"object": b"x" * 10})
@@ -287,7 +287,7 @@ def test_memory_that_was_taken_beforehand_is_the_one_that_is_used(monkeypatch: p
         copied.take(pieces, {"object": b"x" * 5000})
     assert copied._bytes.data_ptr() == place and bytes(copied.view()[:4000]) == tensor[0].numpy().tobytes()
     monkeypatch.setattr(mmap, "mmap", Mock(side_effect=MemoryError))
-    other = HostCopy(CPU)
+    other = CpuCopy(CPU)
     other.prepare(pieces, {})
     with pytest.raises(MemoryError):  # where the run waits for the save, and not from a thread
         other.take(pieces, {})
@@ -308,19 +308,19 @@ def test_files_hold_the_memory_and_their_sums(
             return plain(path, flags, *more)
 
         monkeypatch.setattr(os, "open", refused)
-    copied, done = HostCopy(CPU), []
+    copied, done = CpuCopy(CPU), []
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     copied.take(grid(data, "w", [1]), {})
     files = [("a", size // 2 // 4096 * 4096), ("b", size - size // 2 // 4096 * 4096)]
-    sums = disk.write(tmp_path, files, copied.view(), done.append)
+    checksums = disk.write(tmp_path, files, copied.view(), done.append)
     content = b"".join((tmp_path / name).read_bytes() for name, _ in files)
     assert content == bytes(copied.view()) and sum(done) == size
-    assert sums == {name: disk.digests(tmp_path / name) for name, _ in files}
-    assert [len(sums[name]) for name, _ in files] == [-(-size // disk.SUMMED) for _, size in files]
+    assert checksums == {name: disk.digests(tmp_path / name) for name, _ in files}
+    assert [len(checksums[name]) for name, _ in files] == [-(-size // disk.SUMMED) for _, size in files]
 
 
 def test_threads_that_write_leave_the_cores_to_others(tmp_path: Path) -> None:
-    copied = HostCopy(CPU)
+    copied = CpuCopy(CPU)
     copied.take([Piece("w", (8,), (0,), (8,), torch.ones(8))], {})
     here, seen = os.getpriority(os.PRIO_PROCESS, 0), []
 
@@ -343,7 +343,7 @@ def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(tmp_path: Path, m
         return plain(handle, data[:1000], at) if len(calls) == 2 else plain(handle, data, at)
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    copied = HostCopy(CPU)
+    copied = CpuCopy(CPU)
     copied.take(grid(torch.arange(2048), "w", [1]), {})
     disk.write(tmp_path, [("a", copied.size)], copied.view(), lambda count: None)
     assert calls == [0, 0, 1000] and (tmp_path / "a").read_bytes() == bytes(copied.view())
@@ -358,7 +358,7 @@ def test_the_error_of_the_thread_that_failed_is_raised(tmp_path: Path, monkeypat
         return plain(handle, data, at)
 
     monkeypatch.setattr(os, "pwrite", full)
-    copied = HostCopy(CPU)
+    copied = CpuCopy(CPU)
     copied.take(grid(torch.zeros(4 * 4096, dtype=torch.uint8), "w", [1]), {})
     with pytest.raises(OSError, match="No space left") as raised:
         disk.write(tmp_path, [(name, 4096) for name in "abcd"], copied.view(), lambda count: None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.bridge import CheckpointError, Comm, ShardWriter
 from zoo.bridge.files import record
-from zoo.bridge.native import check_sums
+from zoo.bridge.native import verify_checksums
 from zoo.files import read_json
 from zoo.tools.convert import convert
 
@@ -44,7 +44,7 @@ def flip(file: Path, at: int) -> None:
 def refused(native: Path, target: Path, **options: Any) -> str:
     """The error of a conversion, which is that of a check of the whole folder."""
     with pytest.raises(CheckpointError) as of_check:
-        check_sums(native, Comm())
+        verify_checksums(native, Comm())
     with pytest.raises(CheckpointError) as caught:
         convert(native, target, shard_size=SHARD, quiet=True, **options)
     assert str(caught.value) == str(of_check.value)

@@ -102,7 +102,7 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
         "write": lambda _: write_much(tmp_path),
         "digest": lambda _: forever(lambda: plain(tmp_path / "large")),
         "copy": lambda _: forever(lambda: shutil.copyfile(tmp_path / "large", tmp_path / "copy")),
-        "files": lambda progress: integrity.Kept(make).write(tmp_path / "kept", progress.tick),
+        "files": lambda progress: integrity.CachedFiles(make).write(tmp_path / "kept", progress.tick),
         "manifest": lambda progress: integrity.write_manifest(source, {}, progress.tick),
     }
     found = signs_of_life("save", "zoo-save", doing[work])

@@ -2,7 +2,7 @@
 
 The sums are XXH3 (128 bits), which finds damage at the rate of memory. By the record
 a folder is known as zoo's before it is replaced, and damage is found before native weights are used: by `check`, which reads
-whole files, or by `SumCheck`, while somebody else reads them. Published formats have no sums there: they are somebody's to change.
+whole files, or by `ChecksumsWhileReading`, while somebody else reads them. Published formats have no sums there: they are somebody's to change.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ READERS = 8  # threads that hold files against their sums
 _PIECE = 2**22  # bytes of a file that are read at once
 
 
-def write_record(folder: Path, sums: Mapping[str, str]) -> None:
-    """Name all files of a folder; `sums` are those of some of them (ALGORITHM), in hexadecimal."""
+def write_record(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Name all files of a folder; `checksums` are those of some of them (ALGORITHM), in hexadecimal."""
     names = [*_files(folder), RECORD]
-    files = {name: sums.get(name) for name in sorted(set(names))}
+    files = {name: checksums.get(name) for name in sorted(set(names))}
     about = {"zoo": zoo.__version__, "algorithm": ALGORITHM, "files": files}
     (folder / RECORD).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
@@ -69,7 +69,7 @@ def check(folder: Path, comm: Comm) -> None:
     _refuse(fault for of_rank in comm.gather_objects(mine) for fault in of_rank)
 
 
-class SumCheck:
+class ChecksumsWhileReading:
     """Holds the files of a folder against their sums while a reader reads them, so that each file is read once.
 
     A sum takes the bytes as the reader has them, front to back. What the reader leaves out before them (a header) is read
@@ -94,7 +94,7 @@ class SumCheck:
         _refuse(_faults(self._files))
 
     @contextmanager
-    def blamed_first(self) -> Iterator[None]:
+    def raise_damage_first(self) -> Iterator[None]:
         """Where the block fails and a file is damaged, raise what `finish` says instead: damage explains the rest."""
         try:
             yield
@@ -170,12 +170,12 @@ def _summed_files(folder: Path) -> tuple[list[_SummedFile], str | None]:
     listed = _read(folder)
     if listed is None:
         return [], f"{folder / RECORD} is missing or can't be read"
-    sums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
-    if not sums:
+    checksums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
+    if not checksums:
         return [], f"{folder / RECORD} has no sums"
     if listed.algorithm != ALGORITHM:
         return [], printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {ALGORITHM}", 400)
-    return [_SummedFile(folder, name, value) for name, value in sums], None
+    return [_SummedFile(folder, name, value) for name, value in checksums], None
 
 
 def _faults(files: Iterable[_SummedFile]) -> list[str]:

@@ -78,17 +78,17 @@ class ShardWriter:
         rank: int = 0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         label: str = "rank",
-        sums: bool = False,
+        checksums: bool = False,
     ) -> None:
         """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others.
 
-        `sums`: the XXH3 of each file is worked out while it is written.
+        `checksums`: the XXH3 of each file is worked out while it is written.
         """
         self.folder = folder
         self.shards: list[Shard] = []
         self._prefix = f"{label}{rank:05d}"
         self._stream: FileStream | None = None
-        self._sum = xxhash.xxh3_128() if sums else None
+        self._sum = xxhash.xxh3_128() if checksums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
         self._group: list[Planned] = []
@@ -205,14 +205,14 @@ class ExportWriter:
         files = _published_files(len(ordered))
         folder = self.partial / part
         folder.mkdir(exist_ok=True)
-        sums = {}
+        checksums = {}
         for shard, file in zip(ordered, files, strict=True):
             (self.partial / shard.file).rename(folder / file)
             if shard.digest is not None:
-                sums[(Path(part) / file).as_posix()] = shard.digest
+                checksums[(Path(part) / file).as_posix()] = shard.digest
         if len(ordered) > 1:
             self._write_index(folder, ordered, files)
-        self.replace_target(sums)
+        self.replace_target(checksums)
 
     def _write_index(self, folder: Path, shards: list[Shard], files: list[str]) -> None:
         weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard.tensors}
@@ -220,12 +220,12 @@ class ExportWriter:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
-    def replace_target(self, sums: Mapping[str, str] | None = None) -> None:
+    def replace_target(self, checksums: Mapping[str, str] | None = None) -> None:
         """Have the disk hold all files and rename the partial folder; a former target is moved aside first and removed after.
 
-        `sums`: of files (`record.ALGORITHM`), for the record of what was written.
+        `checksums`: of files (`record.ALGORITHM`), for the record of what was written.
         """
-        write_record(self.partial, sums or {})
+        write_record(self.partial, checksums or {})
         with disk_errors(self.partial):
             for path in [*self.partial.rglob("*"), self.partial]:
                 if not path.is_symlink():

@@ -84,7 +84,7 @@ class Resolution:
     """What `Bridge.resolve` found: each zoo tensor's entry, and where the file keeps each tensor."""
 
     entries: Mapping[str, Entry]  # zoo name -> entry
-    carried: Sequence[str]  # names, as in the source, of tensors that zoo does not train
+    passed_through: Sequence[str]  # names, as in the source, of tensors that zoo does not train
     source: Mapping[str, str]  # published name -> name in the source
     allowed: Sequence[str] = ()  # problems that the caller has allowed, of tensors that are left out
     buffers: Sequence[str] = ()  # published names of known buffers, which are not read
@@ -92,7 +92,7 @@ class Resolution:
     doubles: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def passed(self) -> set[str]:
+    def redundant(self) -> set[str]:
         """Published names of tensors that hold nothing of their own."""
         return {*self.buffers, *self.doubles}
 
@@ -103,15 +103,15 @@ class Bridge:
 
     name: str
     rules: tuple[Rule, ...]
-    carry: tuple[str, ...] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
+    pass_through: tuple[str, ...] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
     carry_files: tuple[
         str, ...
     ] = ()  # names of files that transformers wants beside such tensors: copied as they are, never opened
     optional: tuple[
         str, ...
-    ] = ()  # HF patterns of parts that a model may be built without: carried where it has none of their tensors
+    ] = ()  # HF patterns of parts that a model may be built without: passed through where it has none of their tensors
     without_optional: str = ""  # the recipe's key that builds a model without these, for messages
-    dialects: tuple[Mapping[str, str], ...] = ()  # other naming schemes that are read: their prefix -> published
+    name_prefixes: tuple[Mapping[str, str], ...] = ()  # other naming schemes that are read: their prefix -> published
     fp32: tuple[
         str, ...
     ] = ()  # zoo's patterns of parameters that the family publishes in fp32, beside others in half precision
@@ -123,16 +123,16 @@ class Bridge:
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
 
     @cached_property
-    def _carry_regex(self) -> list[re.Pattern[str]]:
-        return [compile_pattern(pattern) for pattern in self.carry]
+    def _pass_through_regex(self) -> list[re.Pattern[str]]:
+        return [compile_pattern(pattern) for pattern in self.pass_through]
 
     @cached_property
     def _hf_regex(self) -> list[tuple[re.Pattern[str], Rule]]:
         return [(compile_pattern(p), r) for r in self.rules for layout in r.layouts for p in layout.patterns]
 
-    def is_carried(self, hf_name: str) -> bool:
+    def passes_through(self, hf_name: str) -> bool:
         """Whether the published name is of a tensor that zoo carries along untouched."""
-        return any(regex.fullmatch(hf_name) for regex in self._carry_regex)
+        return any(regex.fullmatch(hf_name) for regex in self._pass_through_regex)
 
     def zoo_name(self, hf_name: str) -> str | None:
         """The zoo tensor that the published name is a part of, whether or not a model has it."""
@@ -151,7 +151,7 @@ class Bridge:
                 if (match := regex.fullmatch(name))
             ]
             for name, actual in source.items()
-            if not self.is_carried(name)
+            if not self.passes_through(name)
         }
         return {actual: names for actual, names in found.items() if names}
 
@@ -200,8 +200,8 @@ class Bridge:
         published_entries = self.publish(zoo_names)
         allow = [*allow, *(HEADS if SCORE in published_entries else ())]
         absent = self._absent(published_entries.values())
-        carried = {n for n in source if self.is_carried(n) or any(part.fullmatch(n) for part in absent)}
-        unused = set(source) - carried
+        pass_through = {n for n in source if self.passes_through(n) or any(part.fullmatch(n) for part in absent)}
+        unused = set(source) - pass_through
         entries = {}
         for name, published in published_entries.items():
             layout, wrong = _choose_layout(published, source, dims)
@@ -221,8 +221,8 @@ class Bridge:
             for name, entry in entries.items()
             if all(part in source for part in entry.layout.all_names(entry.binding, dims.experts))
         }
-        kept = [actual for name, actual in source.items() if name in carried]
-        return Resolution(whole, kept, source, problems, buffers, doubles)
+        passed_through = [actual for name, actual in source.items() if name in pass_through]
+        return Resolution(whole, passed_through, source, problems, buffers, doubles)
 
     def has_optional(self, hf_names: Collection[str]) -> bool:
         """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
@@ -264,14 +264,14 @@ class Bridge:
         return f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
 
     def _translate(self, hf_names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-        """Published name -> given name, in the dialect that leaves the fewest names unknown; names met twice."""
+        """Published name -> given name, in the prefixes that leaves the fewest names unknown; names met twice."""
         best: dict[str, list[str]] = {}
         fewest = len(hf_names) + 1
-        for dialect in ({}, *self.dialects):
+        for prefixes in ({}, *self.name_prefixes):
             translated: dict[str, list[str]] = {}
             for name in sorted(hf_names):
-                translated.setdefault(_rename(name, dialect), []).append(name)
-            unknown = sum(not self.is_carried(n) and self.zoo_name(n) is None for n in translated)
+                translated.setdefault(_rename(name, prefixes), []).append(name)
+            unknown = sum(not self.passes_through(n) and self.zoo_name(n) is None for n in translated)
             if unknown < fewest:
                 best, fewest = translated, unknown
             if not unknown:
@@ -285,8 +285,8 @@ def is_allowed(problem: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(problem.partition(":")[0], pattern) for pattern in patterns)
 
 
-def _rename(name: str, dialect: Mapping[str, str]) -> str:
-    for prefix, published in dialect.items():
+def _rename(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, published in prefixes.items():
         if name.startswith(prefix):
             return published + name.removeprefix(prefix)
     return name

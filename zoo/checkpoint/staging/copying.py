@@ -22,7 +22,7 @@ import xxhash
 
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.progress import PARTIAL
-from zoo.checkpoint.selection import tidy
+from zoo.checkpoint.selection import prune
 from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import Stage
 from zoo.checkpoint.storage import disk
@@ -86,14 +86,14 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
         UserError: it can't be read or written, also when tried again; or the staged one lacks a file.
         Damaged: a staged file is not what was written.
     """
-    began, channel, main = time.monotonic(), stage.channel, stage.is_main
+    began, control, main = time.monotonic(), stage.control, stage.is_main
     step = step_in_name(name)
     assert step is not None
-    seen: list[_Seen] = channel.gather(channel.together(lambda: _look(stage.staged(name))))
+    seen: list[_Seen] = control.gather(control.together(lambda: _look(stage.staged(name))))
     text = _manifest(seen, stage.staged(name))
-    sums = integrity.parse_manifest(text.encode(), stage.staged(name) / integrity.MANIFEST)
-    parts = deal([one.sizes for one in seen], sums, stage.staged(name))
-    total = _tensor_bytes([one.sizes for one in seen], sums)
+    checksums = integrity.parse_manifest(text.encode(), stage.staged(name) / integrity.MANIFEST)
+    parts = deal([one.sizes for one in seen], checksums, stage.staged(name))
+    total = _tensor_bytes([one.sizes for one in seen], checksums)
     meter = meter or Meter()
     meter.begin(step, total, sum(seen[stage.rank].sizes[one] for one in parts[stage.rank]))
 
@@ -102,16 +102,16 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
 
     def copy(wanted: Callable[[str], bool]) -> None:
         names = [one for one in parts[stage.rank] if wanted(one)]
-        files = Files(stage.staged(name), into, sums, stage.tick, meter)
+        files = Files(stage.staged(name), into, checksums, stage.tick, meter)
         retries.run(lambda: files.copy(names), step)
 
     try:
-        begun = channel.gather(channel.together(begin))[0]
+        begun = control.gather(control.together(begin))[0]
         assert begun is not None
         into = begun
-        channel.together(lambda: copy(lambda one: one != STATE))
-        channel.together(lambda: copy(lambda one: one == STATE))
-        channel.together(lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None)
+        control.together(lambda: copy(lambda one: one != STATE))
+        control.together(lambda: copy(lambda one: one == STATE))
+        control.together(lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None)
     except Exception as error:
         if main:
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
         if isinstance(error, OSError):
             raise _refused(error, stage, name) from error
         raise
-    channel.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
+    control.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
     return Copied(stage.target(name), step, time.monotonic() - began, total)
 
 
@@ -207,12 +207,12 @@ class Files:
         self,
         source: Path,
         target: Path,
-        sums: Mapping[str, integrity.Sum],
+        checksums: Mapping[str, integrity.Checksum],
         tick: Callable[[], None] = lambda: None,
         meter: Meter | None = None,
     ) -> None:
-        """`sums`: of each file, as its manifest has them; a file without one is not checked."""
-        self._source, self._target, self._sums, self._tick = source, target, sums, tick
+        """`checksums`: of each file, as its manifest has them; a file without one is not checked."""
+        self._source, self._target, self._checksums, self._tick = source, target, checksums, tick
         self._meter = meter or Meter()
         self._done: set[str] = set()
         self._failures: list[BaseException] = []
@@ -243,7 +243,7 @@ class Files:
         try:
             target = self._target / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            wanted = self._sums.get(name)
+            wanted = self._checksums.get(name)
             found = self._stream(self._source / name, target, wanted)
             if found is None or self._failures:
                 return
@@ -254,7 +254,7 @@ class Files:
         except BaseException as error:
             self._failures.append(error)
 
-    def _stream(self, source: Path, target: Path, like: integrity.Sum | None) -> integrity.Sum | None:
+    def _stream(self, source: Path, target: Path, like: integrity.Checksum | None) -> integrity.Checksum | None:
         """Copy a file; its sum, of the kind of `like`; None where another file has failed meanwhile."""
         blocks = isinstance(like, list)
         summed: Any = disk.Digests() if blocks else xxhash.xxh3_128()
@@ -301,7 +301,7 @@ def _finish(stage: Stage, name: str, into: Path, manifest: str, recipe: Recipe) 
     target = stage.target(name)
     partial = target.with_name(PARTIAL + name)
     if into == partial and not partial.is_dir() and (target / integrity.MANIFEST).is_file():
-        return tidy(stage.run_dir, recipe.train.keep, recipe.train.keep_best)  # it was published before it failed
+        return prune(stage.run_dir, recipe.train.keep, recipe.train.keep_best)  # it was published before it failed
     progress.end(partial)
     with (into / integrity.MANIFEST).open("wb", buffering=0) as file:
         _write(file, memoryview(manifest.encode()), into / integrity.MANIFEST)
@@ -311,7 +311,7 @@ def _finish(stage: Stage, name: str, into: Path, manifest: str, recipe: Recipe) 
     else:
         integrity.remove([partial])
         sync(target)
-    tidy(stage.run_dir, recipe.train.keep, recipe.train.keep_best)
+    prune(stage.run_dir, recipe.train.keep, recipe.train.keep_best)
 
 
 def _refused(error: OSError, stage: Stage, name: str) -> UserError:

@@ -10,7 +10,7 @@ from zoo.bridge.files.record import RECORD
 from zoo.bridge.files.side_files import CARD, write_card
 from zoo.bridge.files.writer import ExportWriter
 from zoo.checkpoint import export, integrity, lora_files, model_card
-from zoo.checkpoint.contents import Trainable
+from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.copying import Files, deal
 from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import EXPORT, Stage
@@ -64,7 +64,7 @@ def write_through(stage: Stage | None, target: Path, step: int, write: Callable[
         return
     staged = stage.folder / EXPORT
     write(staged)
-    channel, writer = stage.channel, ExportWriter(target, overwrite="aside")
+    control, writer = stage.control, ExportWriter(target, overwrite="aside")
     names = [name for name in integrity.files_of(staged) if name != RECORD]
     sizes = {name: (staged / name).stat().st_size for name in names}
     mine = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
@@ -76,11 +76,11 @@ def write_through(stage: Stage | None, target: Path, step: int, write: Callable[
         writer.replace_target()
 
     try:
-        channel.together(lambda: writer.begin() if stage.is_main else None)
-        channel.together(lambda: retries.run(lambda: files.copy(mine), step, "the export"))
-        channel.together(lambda: publish() if stage.is_main else None)
+        control.together(lambda: writer.begin() if stage.is_main else None)
+        control.together(lambda: retries.run(lambda: files.copy(mine), step, "the export"))
+        control.together(lambda: publish() if stage.is_main else None)
     except BaseException:
         if stage.is_main:
             writer.discard()
         raise
-    channel.together(lambda: integrity.remove([staged]) if stage.leads else None)
+    control.together(lambda: integrity.remove([staged]) if stage.leads else None)

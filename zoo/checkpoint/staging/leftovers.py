@@ -39,10 +39,10 @@ def finish(stage: Stage, recipe: Recipe) -> None:
     Raises:
         UserError: on all ranks, where one can't be copied; it stays where it is.
     """
-    channel = stage.channel
-    seen = channel.gather(channel.together(lambda: _staged(stage)))
+    control = stage.control
+    seen = control.gather(control.together(lambda: _staged(stage)))
     whole = {name for one in seen for name, is_whole in one.items() if is_whole}
-    newest, reached = channel.gather(channel.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main)))[0]
+    newest, reached = control.gather(control.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main)))[0]
     for name in sorted({name for one in seen for name in one}, key=lambda name: step_in_name(name) or 0):
         step = step_in_name(name) or 0
         if name not in whole or step <= newest:
@@ -55,7 +55,7 @@ def finish(stage: Stage, recipe: Recipe) -> None:
 
 
 def _remove(stage: Stage, name: str) -> None:
-    stage.channel.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
+    stage.control.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
 
 
 def _staged(stage: Stage) -> dict[str, bool]:
@@ -108,7 +108,7 @@ def _put_aside(stage: Stage, name: str, why: str) -> None:
             integrity.remove([aside])
             os.replace(folder, aside)
 
-    stage.channel.together(rename)
+    stage.control.together(rename)
     if stage.is_main:
         print(
             f"zoo: WARNING: {folder} is not taken: {why}. It is now {aside}; remove it when you need it no more",

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from zoo.checkpoint import integrity
-from zoo.checkpoint.writer import Channel
+from zoo.checkpoint.writer import ControlGroup
 from zoo.config.derived import stage_folder
 from zoo.config.schema import Recipe
 from zoo.parallel.world import World
@@ -32,7 +32,7 @@ class Stage:
     rank: int
     ranks: int  # of the run
     sharing: tuple[int, ...]  # those that see the same folder, this one among them
-    channel: Channel  # of the threads that copy; the main thread uses it before there are any
+    control: ControlGroup  # of the threads that copy; the main thread uses it before there are any
     tick: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
@@ -63,8 +63,8 @@ def open_stage(recipe: Recipe, world: World, tick: Callable[[], None] = lambda: 
     if folder is None:
         return None
     assert recipe.run.dir is not None
-    channel = Channel(_PATIENCE, tick)
-    token = channel.gather(secrets.token_hex(8))[0]
+    control = ControlGroup(_PATIENCE, tick)
+    token = control.gather(secrets.token_hex(8))[0]
     mark = folder / f"{_MARK}{token}-{world.rank}"
 
     def leave_mark() -> None:
@@ -74,10 +74,10 @@ def open_stage(recipe: Recipe, world: World, tick: Callable[[], None] = lambda: 
     def read_marks() -> tuple[int, ...]:
         return tuple(sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{_MARK}{token}-*")))
 
-    channel.together(leave_mark)
-    sharing = channel.together(read_marks)
-    stage = Stage(folder, Path(recipe.run.dir), world.rank, world.size, sharing, channel, tick)
-    channel.together(lambda: _clear(stage) if stage.leads else None)
+    control.together(leave_mark)
+    sharing = control.together(read_marks)
+    stage = Stage(folder, Path(recipe.run.dir), world.rank, world.size, sharing, control, tick)
+    control.together(lambda: _clear(stage) if stage.leads else None)
     return stage
 
 

@@ -82,10 +82,10 @@ def write(
             return []
 
     with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer", _step_back) as pool:
-        sums = list(pool.map(one, range(len(files))))
+        checksums = list(pool.map(one, range(len(files))))
     if failures:
         raise failures[0]
-    return {name: value for (name, _), value in zip(files, sums, strict=True)}
+    return {name: value for (name, _), value in zip(files, checksums, strict=True)}
 
 
 def _step_back() -> None:
@@ -200,9 +200,11 @@ class _Short(OSError):
 class Files:
     """Files that several threads read from, each opened once."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None, *, direct: bool = False) -> None:
-        """`sums` are the files' digests, where a read checks them; `direct`: past the page cache, where that is possible."""
-        self._folder, self._sums, self._direct = folder, sums or {}, direct
+    def __init__(
+        self, folder: Path, checksums: Mapping[str, Sequence[str]] | None = None, *, direct: bool = False
+    ) -> None:
+        """`checksums` are the files' digests, where a read checks them; `direct`: past the page cache, where that is possible."""
+        self._folder, self._checksums, self._direct = folder, checksums or {}, direct
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -233,10 +235,10 @@ class Files:
         except OSError as error:
             what = "is damaged: it ends too early" if isinstance(error, _Short) else f"can't be read ({error.strerror})"
             raise Damaged({name: f"{self._folder / name} {what}"}) from None
-        sums = self._sums.get(name)
+        checksums = self._checksums.get(name)
         summed = xxhash.xxh3_128()
         summed.update(buffer[:size])
-        if sums is not None and (number >= len(sums) or summed.hexdigest() != sums[number]):
+        if checksums is not None and (number >= len(checksums) or summed.hexdigest() != checksums[number]):
             raise Damaged({name: f"{self._folder / name} is damaged: its checksum is not the one in integrity.json"})
         return buffer[:size]
 

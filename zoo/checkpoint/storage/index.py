@@ -89,13 +89,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Index:
     """An opened `index.json`: `tensors` by key, and their bytes."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None) -> None:
-        """`sums` are digests of its files, which reads are checked against.
+    def __init__(self, folder: Path, checksums: Mapping[str, Sequence[str]] | None = None) -> None:
+        """`checksums` are digests of its files, which reads are checked against.
 
         Raises:
             UserError: it is not the index of a checkpoint.
         """
-        self.folder, self._sums, path = folder, sums, folder / INDEX
+        self.folder, self._checksums, path = folder, checksums, folder / INDEX
         if not path.is_file():
             raise UserError(f"{path} is missing; take another checkpoint")
         content = read_json(path, most=_MOST)
@@ -152,7 +152,7 @@ class Index:
 
     def files(self, *, direct: bool = False) -> Files:
         """The files to read from, as `Files`."""
-        return Files(self.folder, self._sums, direct=direct)
+        return Files(self.folder, self._checksums, direct=direct)
 
     def place(self, item: Any) -> Place:
         """Where the stored piece lies that a planned read takes a part of."""

@@ -31,7 +31,7 @@ _SPARE = 2**20  # bytes that objects may grow from one save to the next
 _TOUCHED = 2**26  # bytes of a thread at once
 
 
-class HostCopy:
+class CpuCopy:
     """What this rank writes. `take` may be called again once the copy before is written.
 
     Beside a GPU, `threads` copy what an optimizer holds on the host while the next step runs.

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zoo.checkpoint.contents import Trainable, load_optimizer, objects_wanted, spread_completed, weights_wanted
-from zoo.checkpoint.integrity import block_sums
+from zoo.checkpoint.integrity import block_checksums
 from zoo.checkpoint.selection import refuse_faults, together
+from zoo.checkpoint.sharded_state import Trainable, load_optimizer, objects_wanted, spread_completed, weights_wanted
 from zoo.checkpoint.snapshot import random_key, set_random_state
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.reading import fill
@@ -90,7 +90,7 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
 
 
 def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
-    index = Index(checkpoint, block_sums(checkpoint))
+    index = Index(checkpoint, block_checksums(checkpoint))
     state = read_state(checkpoint)
     with reading_back(checkpoint / STATE, "take another checkpoint"):
         schedule = state["scheduler"]
@@ -122,7 +122,7 @@ def _load_objects(modules: Sequence[Any], index: Index, world: World) -> None:
 def open_weights(checkpoint: Path) -> Index:
     """The tensors of a checkpoint whose files are there; each block is checked when it is read. Raises Damaged where some are not."""
     refuse_faults(checkpoint)
-    return Index(checkpoint, block_sums(checkpoint))
+    return Index(checkpoint, block_checksums(checkpoint))
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()) -> None:

@@ -10,7 +10,7 @@ import xxhash
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
 from zoo.bridge.files import record
-from zoo.bridge.files.record import RECORD, SumCheck, check
+from zoo.bridge.files.record import RECORD, ChecksumsWhileReading, check
 
 NAMES = "abcdefg"  # two tensors a file, and one in the last
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     writer = ExportWriter(tmp_path / "zoo")
     writer.begin()
     planned = [Planned(name, (4, 8), torch.float32) for name in NAMES]
-    shards = ShardWriter(writer.partial, planned, shard_bytes=256, sums=True)
+    shards = ShardWriter(writer.partial, planned, shard_bytes=256, checksums=True)
     for number, name in enumerate(NAMES):
         shards.write(name, [torch.full((4, 8), float(number))])
     writer.commit(shards.shards, "weights")
@@ -86,10 +86,10 @@ def message(action: Callable[[], Any]) -> str:
 
 
 def run(folder: Path, read: Read) -> None:
-    sums = SumCheck(folder)
-    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+    checksums = ChecksumsWhileReading(folder)
+    with SafetensorsFolder(folder / "weights", on_read=checksums.read) as reader:
         read(reader)
-    sums.finish()
+    checksums.finish()
 
 
 @pytest.mark.parametrize("read", ORDERS)
@@ -135,26 +135,26 @@ def test_a_reader_that_goes_front_to_back_leaves_nothing_but_headers_to_read(
 def test_damage_is_named_as_a_check_of_whole_files_names_it(
     folder: Path, read: Read, at: int, which: list[int]
 ) -> None:
-    sums = SumCheck(folder)
-    reader = SafetensorsFolder(folder / "weights", on_read=sums.read)
+    checksums = ChecksumsWhileReading(folder)
+    reader = SafetensorsFolder(folder / "weights", on_read=checksums.read)
     for number in which:
         flip(files(folder)[number], at)
     wanted = message(lambda: check(folder, Comm()))
     assert "is damaged: its checksum" in wanted and ("1 more" in wanted) == (len(which) > 1)
 
     def all_of_it() -> None:
-        with sums.blamed_first(), reader:
+        with checksums.raise_damage_first(), reader:
             read(reader)
-        sums.finish()
+        checksums.finish()
 
     assert message(all_of_it) == wanted
-    assert message(sums.finish) == wanted, "it stays refused"
+    assert message(checksums.finish) == wanted, "it stays refused"
 
 
 def test_a_damaged_file_is_named_when_its_last_byte_is_read(folder: Path) -> None:
     flip(files(folder)[1])
-    sums = SumCheck(folder)
-    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+    checksums = ChecksumsWhileReading(folder)
+    with SafetensorsFolder(folder / "weights", on_read=checksums.read) as reader:
         for name in "abc":
             reader.read(name)
         assert f"{files(folder)[1]} is damaged" in message(lambda: reader.read("d"))
@@ -166,20 +166,20 @@ def test_a_record_that_cannot_be_used_is_refused_at_once(folder: Path, text: str
         text = (folder / RECORD).read_text().replace(record.ALGORITHM, text)
     (folder / RECORD).write_text(text)
     wanted = message(lambda: check(folder, Comm()))
-    assert message(lambda: SumCheck(folder)) == wanted
+    assert message(lambda: ChecksumsWhileReading(folder)) == wanted
 
 
 def test_a_missing_file_is_named_at_once(folder: Path) -> None:
     files(folder)[2].unlink()
     wanted = message(lambda: check(folder, Comm()))
     assert wanted.startswith(f"{files(folder)[1].with_name('model-00003-of-00004.safetensors')} is missing")
-    assert message(lambda: SumCheck(folder)) == wanted
+    assert message(lambda: ChecksumsWhileReading(folder)) == wanted
 
 
 @pytest.mark.parametrize("change", ["removed", "cut", "made longer"])
 def test_a_file_that_changes_while_others_are_read(folder: Path, change: str) -> None:
-    sums = SumCheck(folder)
-    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+    checksums = ChecksumsWhileReading(folder)
+    with SafetensorsFolder(folder / "weights", on_read=checksums.read) as reader:
         reader.read("a")
         last = files(folder)[-1]
         if change == "removed":
@@ -188,4 +188,4 @@ def test_a_file_that_changes_while_others_are_read(folder: Path, change: str) ->
             data = last.read_bytes()
             last.write_bytes(data[:-1] if change == "cut" else data + b"x")
         expected = "is missing" if change == "removed" else "is damaged: its checksum"
-        assert f"{last} {expected}" in message(sums.finish)
+        assert f"{last} {expected}" in message(checksums.finish)

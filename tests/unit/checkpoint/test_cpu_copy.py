@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.checkpoint.storage.host_copy import HostCopy
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.storage.pieces import Piece
 from zoo.errors import UserError
 from zoo.nn.adamw.state import Moment
@@ -79,7 +79,7 @@ def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(monkey
         Piece("s", (4,), (0,), (4,), short, device=GPU),
         Piece("b", (3,), (0,), (3,), buffer, steady=False, device=GPU),
     ]
-    copied = HostCopy(GPU)
+    copied = CpuCopy(GPU)
     copied.take(pieces, {})
     assert cuda.said == [
         "copies waits for main", "main copies 3, True", "event of main", "copies copies 4, True", "copies copies 10, True",
@@ -103,7 +103,7 @@ def test_memory_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPa
     cuda = Cuda(monkeypatch)
     cuda.error = 2
     piece = Piece("w", (10,), (0,), (10,), torch.randn(10), device=GPU)
-    copied = HostCopy(GPU)
+    copied = CpuCopy(GPU)
     copied.prepare([piece], {})
     with pytest.raises(UserError, match=r"can't be pinned for saves \(CUDA error 2\); leave the host more room"):
         copied.take([piece], {})
@@ -127,7 +127,7 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     held = Piece("m", (384,), (0,), (384,), like, source=source, device=CPU)
     plain = Piece("w", (5,), (0,), (5,), torch.arange(5.0))
     Cuda(monkeypatch)
-    copied = HostCopy(GPU, threads=2)
+    copied = CpuCopy(GPU, threads=2)
     copied.take([held, plain], {})
     assert asked.wait(10) and not copied._on_host[0].done()  # `take` has come back before
     under_way = copied._on_host
