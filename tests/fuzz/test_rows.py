@@ -11,9 +11,8 @@ from support.fuzz import fuzzed, inside, memory_below, mutated, within
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS
-from zoo.data.sources.lines import load_line
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, make_row
+from zoo.data.sources.rows import Row, make_row, parse_row
 
 MEMORY_MB = 1024
 SAY = {"role": "user", "content": "Say 7."}
@@ -128,7 +127,7 @@ def bounded(processor: Any) -> Any:
 @fuzzed()
 @given(line=mutated([json.dumps(row).encode() for row in GOOD]))
 def test_lines_of_bytes(line: bytes, root: Path) -> None:
-    check(lambda: make_row(load_line(line, "x:1"), "x:1", Access(root, outside=False)), root)
+    check(lambda: parse_row(line, "x:1", Access(root, outside=False)), root)
 
 
 @fuzzed()

@@ -31,9 +31,9 @@ from zoo.data.processors.boxes import THOUSANDTHS, with_boxes
 from zoo.data.processors.chat import check_said, check_tools, with_thoughts
 from zoo.data.processors.labels import Span, answer_begins, text_begins
 from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.lines import load_line, numbered_items
+from zoo.data.sources.lines import numbered_items
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Box, Row, make_row
+from zoo.data.sources.rows import Box, Row, parse_row
 from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
 
@@ -118,7 +118,7 @@ def test_rows(name: str, tmp_path: Path) -> None:
         def read() -> None:
             for form in forms:
                 with suppress(UserError):
-                    make_row(load_line(line, "x"), "x", Access(tmp_path), form)
+                    parse_row(line, "x", Access(tmp_path), form)
 
         return read
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,8 @@ def named_examples(
 ) -> dict[str, Example]:
     """The shortest and the longest of `rows` of each kind, then the mixtures, by their names."""
     import zoo.data.digits
-    from zoo.data.sources.rows import parse_row
+    from zoo.data.sources.references import Access
+    from zoo.data.sources.rows import make_row
 
     root = Path(zoo.data.digits.__file__).parent
     examples = {}
@@ -105,7 +105,7 @@ def named_examples(
         encoded.sort(key=lambda example: example.length)
         examples[f"{kind}-short"], examples[f"{kind}-long"] = encoded[0], encoded[-1]
     for name, item in mixed.items():
-        examples[name] = encode(processor, parse_row(json.dumps(item), name, root), name)
+        examples[name] = encode(processor, make_row(item, name, Access(root)), name)
     return examples
 
 

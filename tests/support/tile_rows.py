@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,13 +43,14 @@ def tile_examples(processor: Any) -> dict[str, Example]:
 def _example(
     processor: Any, folder: Path, name: str, texts: tuple[str, ...], videos: list[str], sizes: tuple[str, ...]
 ) -> Example:
-    from zoo.data.sources.rows import parse_row
+    from zoo.data.sources.references import Access
+    from zoo.data.sources.rows import make_row
 
     roles = ("user", "assistant") * len(texts)
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     images = [draw(folder, f"{name}{i}", SIZES[size], len(name) + i) for i, size in enumerate(sizes)]
-    row = json.dumps({"messages": messages, "images": images, "videos": videos})
-    return encode(processor, parse_row(row, name, folder), name)
+    row = {"messages": messages, "images": images, "videos": videos}
+    return encode(processor, make_row(row, name, Access(folder)), name)
 
 
 def draw(folder: Path, name: str, size: tuple[int, int], seed: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from zoo import user_code
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.user_formats import find_format
+from zoo.data.sources.formats.choose import find_format
 from zoo.errors import UserError
 from zoo.generation.scores.choose import Scores
 from zoo.launch.rank_group import run_ranks
@@ -35,7 +35,7 @@ def module(tmp_path: Path) -> str:
 
 def test_sys_exit_is_an_error_of_the_function(module: str) -> None:
     with pytest.raises(RowError, match=r"leaves refuses the row: UserCodeError: it raised SystemExit\(0\)"):
-        find_format(module, ())({"a": 1}, "rows.jsonl:1")
+        find_format(module)({"a": 1})
     with pytest.raises(UserError, match=r"leaves: it failed on prediction 'a' \(.*SystemExit\(0\)"):
         Scores.named([module]).of_row("a", ["b"], None, ())
 

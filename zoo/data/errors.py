@@ -37,6 +37,11 @@ class RowError(UserError):
         return RowError(*self.args)
 
 
+def bad_row(message: str, cause: str = "bad_row") -> RowError:
+    """The error of a row whose place the caller adds (`RowError.at`)."""
+    return RowError("", cause, message)
+
+
 def corrupt_media(place: object, what: str, reason: str) -> RowError:
     """The error of a medium that can't be used: `what` it should be, where it stands, and why."""
     return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")

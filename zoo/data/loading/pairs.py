@@ -15,7 +15,7 @@ import torch
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import Sample
-from zoo.data.sources.identity import content_of
+from zoo.data.sources.identity import medium_content
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet
 from zoo.data.sources.rows import PLACEHOLDER, Message, Row
@@ -64,7 +64,11 @@ def _turns(row: Row) -> list[tuple[Message, str, list[Any]]]:
     media = {"image": iter(row.images), "video": iter(row.videos), "audio": iter(row.audios)}
     calls = row.calls or ("",) * len(row.messages)
     return [
-        (message, called, [content_of(next(media[kind])) for kind in PLACEHOLDER.findall(message.content)])
+        (
+            message,
+            called,
+            [medium_content(next(media[kind]), pixels=True) for kind in PLACEHOLDER.findall(message.content)],
+        )
         for message, called in zip(row.messages, calls, strict=True)
     ]
 

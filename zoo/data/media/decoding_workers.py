@@ -30,7 +30,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.media.decoding_process import HEAD, decoded
 from zoo.data.media.sampling import WHOLE, Clip, how_taken
-from zoo.data.sources.references import Medium, OpenImage, bare, files_of, is_url, settings_of_medium, shown
+from zoo.data.sources.references import Medium, OpenImage, files_of, is_url, settings_of_medium, shown, without_settings
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -122,7 +122,7 @@ class DecodingWorkers:
             jobs += [("video", one, *how_taken(settings_of_medium(one), *how)) for one in row.videos]
             for kind, medium, *taken in [*jobs, *(("audio", medium) for medium in heard)]:
                 if not _is_in_memory(medium) and not is_url(medium):
-                    yield Job(row.source, kind, bare(medium), tuple(taken)), row
+                    yield Job(row.source, kind, without_settings(medium), tuple(taken)), row
 
     def close(self) -> None:
         """End all workers; more are started when they are needed."""
@@ -136,7 +136,7 @@ class DecodingWorkers:
         if row.trusted or _is_in_memory(medium):
             return decoded(kind, row.opened(medium), how)
         with self._lock:
-            return self._asked(row, Job(row.source, kind, bare(medium), how))
+            return self._asked(row, Job(row.source, kind, without_settings(medium), how))
 
     def _asked(self, row: Row, job: Job) -> Any:
         if job not in self._done and job not in self._busy:

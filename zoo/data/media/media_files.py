@@ -17,7 +17,7 @@ from zoo.data.media.sampling import Pace, how_taken
 from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, clip_of
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.sources.formats.tags import PLACEHOLDER
-from zoo.data.sources.references import FrameList, Medium, bare, is_url, settings_of_medium
+from zoo.data.sources.references import FrameList, Medium, is_url, settings_of_medium, without_settings
 from zoo.data.sources.rows import Row
 
 
@@ -55,11 +55,11 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
     decoder.start(row)
     room = MediaMemory(decoder.megabytes)
     if row.images:
-        media.arguments["images"] = [room.take(decoder.image(bare(image), row)) for image in row.images]
+        media.arguments["images"] = [room.take(decoder.image(without_settings(image), row)) for image in row.images]
     clips = []
     for video in row.videos:
         how = how_taken(settings_of_medium(video), fps, max_frames)
-        frames, rate = decoder.video(bare(video), row, *how)
+        frames, rate = decoder.video(without_settings(video), row, *how)
         clips.append(room.take(frames))
         media.paces.append(Pace(rate, how[2].start))
     if clips:
@@ -68,7 +68,7 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
     missing: NoSoundTrackError | None = None
     for sound in sound_files(row):
         try:
-            decoded = room.take(decoder.audio(bare(sound.medium), row))
+            decoded = room.take(decoder.audio(without_settings(sound.medium), row))
         except NoSoundTrackError as error:
             if sound.video is None:
                 raise
@@ -98,15 +98,15 @@ def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | Non
         return None
     decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
-    sizes = [decoder.image_size(bare(image), row) for image in row.images]
-    lengths = [decoder.video_size(bare(video), row) for video in row.videos]
-    samples = [decoder.sound_samples(bare(sound.medium), row) for sound in sounds]
+    sizes = [decoder.image_size(without_settings(image), row) for image in row.images]
+    lengths = [decoder.video_size(without_settings(video), row) for video in row.videos]
+    samples = [decoder.sound_samples(without_settings(sound.medium), row) for sound in sounds]
     if None in sizes or None in lengths or None in samples:
         return None
     clips, paces = [], []
     for video, length in zip(row.videos, lengths, strict=True):
         if length is not None:
-            listed = isinstance(bare(video), FrameList)
+            listed = isinstance(without_settings(video), FrameList)
             clip, pace = clip_of(length, settings_of_medium(video), fps, max_frames, frames=listed)
             clips.append(clip)
             paces.append(pace)

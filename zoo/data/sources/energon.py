@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
-from zoo.data.errors import RowError
+from zoo.data.errors import bad_row
 from zoo.data.sources.references import shown
 from zoo.errors import UserError, printable
+from zoo.types import JsonObject
 
 META = ".nv-meta"
 STEP = re.compile(r"\[([^\[\]]+)\]|\.(\w+)")  # [0], [value], .value
@@ -69,31 +70,29 @@ def read_energon(folder: Path, split: str | None, named: str | None, key: str) -
     if named is not None:
         return EnergonSet(tars, left_out, named, {})
     about = _read(folder, "dataset.yaml", key)
-    kind = about.get("sample_type", about)
-    name = str(kind.get("__class__", "")) if isinstance(kind, dict) else ""
+    sample_type = about.get("sample_type", about)
+    name = str(sample_type.get("__class__", "")) if isinstance(sample_type, dict) else ""
     fields = about.get("field_map")
     if name.startswith("Crude"):
         return EnergonSet(tars, left_out, None, {})
-    found = next(((form, columns) for word, form, columns in CLASSES if word in name), None)
-    if found is None or not isinstance(fields, dict):
-        what = "a sample_loader, which is code that zoo does not run" if fields is None else f"the class {shown(name)}"
+    form, columns = next(((form, columns) for word, form, columns in CLASSES if word in name), (None, {}))
+    if form is None or not isinstance(fields, dict):
+        seen = "a sample_loader, which is code that zoo does not run" if fields is None else f"the class {shown(name)}"
         raise UserError(
-            f"{key}: {META}/dataset.yaml has {what}; name how its samples are read: {{path: ..., format: module:function}}"
+            f"{key}: {META}/dataset.yaml has {seen}; name how its samples are read: {{path: ..., format: module:function}}"
         )
-    form, columns = found
-    return EnergonSet(
-        tars, left_out, form, {columns[field]: str(place) for field, place in fields.items() if field in columns}
-    )
+    members = {columns[field]: str(path) for field, path in fields.items() if field in columns}
+    return EnergonSet(tars, left_out, form, members)
 
 
 def _tars(folder: Path, split: str, key: str) -> tuple[list[Path], frozenset[str]]:
     about = _read(folder, "split.yaml", key)
-    parts = about.get("split_parts")
-    if not isinstance(parts, dict) or not isinstance(parts.get(split), list) or not parts[split]:
-        there = ", ".join(str(name) for name, tars in parts.items() if tars) if isinstance(parts, dict) else ""
-        raise UserError(f"{key}: no tars of a split {split} in {META}/split.yaml; splits: {there or 'none'}")
+    splits = about.get("split_parts")
+    if not isinstance(splits, dict) or not isinstance(splits.get(split), list) or not splits[split]:
+        known = ", ".join(str(name) for name, tars in splits.items() if tars) if isinstance(splits, dict) else ""
+        raise UserError(f"{key}: no tars of a split {split} in {META}/split.yaml; splits: {known or 'none'}")
     left_out = frozenset(map(str, about.get("exclude") or []))
-    names = [name for one in parts[split] for name in _spread(str(one), key) if name not in left_out]
+    names = [name for pattern in splits[split] for name in _spread(str(pattern), key) if name not in left_out]
     for name in names:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
@@ -113,44 +112,40 @@ def _spread(name: str, key: str) -> list[str]:
     return [SPAN.sub(f"{n:0{len(first)}}", name, count=1) for n in range(int(first), int(last) + 1)]
 
 
-def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
+def _read(folder: Path, name: str, key: str) -> JsonObject:
     path = folder / META / name
     try:
-        found = read_yaml(read_text(path))
+        content = read_yaml(read_text(path))
     except (OSError, UnreadableError) as error:
         raise UserError(f"{key}: {path} can't be read: {printable(str(error), 200)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{key}: {path} is no mapping; `energon prepare` writes it anew")
-    return found
+    return content
 
 
-def field_of(members: Mapping[str, Any], place: str, source: str) -> Any:
-    """What stands at a place of a sample, such as `json[0][value]`; None where the sample has no such member.
+def field_of(members: Mapping[str, object], path: str) -> object:
+    """The value at a path within a sample, such as `json[0][value]`; None where the sample has no such member.
 
     Args:
-        members: extension -> what the sample's member holds.
-        place: members with `;` or `,` between them, the first there is counts.
-        source: where the sample stands, for errors.
+        members: extension -> content of the sample's member.
+        path: members with `;` or `,` between them, of which the first that is there counts.
 
     Raises:
-        RowError: the member has nothing at that place ("bad_row").
+        RowError: the member has nothing at that path ("bad_row").
     """
-    for one in re.split(r"[;,]", place):
-        name = next((name for name in sorted(members, key=len, reverse=True) if _begins(one.strip(), name)), None)
-        if name is None:
+    for option in map(str.strip, re.split(r"[;,]", path)):
+        fitting = [name for name in members if option.startswith(name) and option[len(name) :][:1] in ("", "[", ".")]
+        if not fitting:
             continue
-        value = members[name]
-        for index, attribute in STEP.findall(one.strip()[len(name) :]):
+        name = max(fitting, key=len)
+        value: Any = members[name]
+        for index, attribute in STEP.findall(option[len(name) :]):
             step = index or attribute
             try:
                 value = value[int(step)] if isinstance(value, list) else value[step]
             except (LookupError, TypeError, ValueError) as error:
-                text = f"the sample has nothing at {shown(place)}, where dataset.yaml's field_map looks."
-                raise RowError(source, "bad_row", text) from error
+                raise bad_row(
+                    f"the sample has nothing at {shown(path)}, where dataset.yaml's field_map looks."
+                ) from error
         return value
     return None
-
-
-def _begins(place: str, name: str) -> bool:
-    rest = place.removeprefix(name)
-    return place.startswith(name) and (not rest or rest[0] == "[" or rest[0] == ".")

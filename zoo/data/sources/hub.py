@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.config.entries import DataEntry
 from zoo.config.hub import asking_the_hub
@@ -13,12 +14,15 @@ from zoo.errors import UserError, printable
 from zoo.files import expanded, why_no_file
 from zoo.records import Check, are_texts, is_text, list_of, read_record
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, IterableDataset
+
 _SAVED: dict[str, Check] = {"splits": are_texts, "_data_files": list_of({"filename": is_text}, ("filename",))}
-PARQUET_MB = 8192  # MiB that the rank may take to unpack parquet files; a row group is held whole
+PARQUET_MB = 8192  # MiB that the rank may use to unpack parquet files; a row group is held whole
 
 
-def load_local(entry: DataEntry, kind: str, key: str) -> Any:
-    """The datasets.Dataset of a folder of `save_to_disk` (kind "disk") or of parquet files ("parquet").
+def load_local(entry: DataEntry, kind: str, key: str) -> Dataset:
+    """The data set of a folder of `save_to_disk` (kind "disk") or of parquet files ("parquet").
 
     Raises:
         UserError: it can't be read, or no such split.
@@ -29,48 +33,64 @@ def load_local(entry: DataEntry, kind: str, key: str) -> Any:
     path = expanded(entry.path)
     if kind == "disk":
         _check_names(path, f"{key}={entry}")
-        return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
+        return _split(_translated(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
     if entry.split is not None and os.path.isfile(path):
         raise UserError(f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out.")
     files = parquet_files(path, entry, key)
-    return _split(_tried(key, entry, lambda: _unpacked(files)), entry, key)
+
+    def unpack() -> DatasetDict:
+        builder = datasets.load_dataset_builder("parquet", data_files=files)
+        with memory_limited(PARQUET_MB):  # a kilobyte may stand for gigabytes
+            builder.download_and_prepare()
+        return builder.as_dataset()  # mapped from disk, and no part of the limit
+
+    return _split(_translated(key, entry, unpack), entry, key)
 
 
-def _unpacked(files: dict[str, list[str]]) -> Any:
-    """The data set of parquet files: of a kilobyte that stands for gigabytes, no more than PARQUET_MB are held."""
-    import datasets
-
-    builder = datasets.load_dataset_builder("parquet", data_files=files)
-    with memory_limited(PARQUET_MB):
-        builder.download_and_prepare()
-    return builder.as_dataset()  # mapped from disk, and no part of the limit
-
-
-def _check_names(folder: Path, given: str) -> None:
-    """That the files which a folder of `save_to_disk` names lie in it; UserError where not."""
-    hint = f"names of files of the same folder are wanted, as save_to_disk writes them ({given})"
+def _check_names(folder: Path, spec: str) -> None:
+    """Check that the files which a folder of `save_to_disk` names lie in it; UserError where not."""
+    hint = f"names of files of the same folder are wanted, as save_to_disk writes them ({spec})"
     for file in (folder / "dataset_dict.json", *folder.glob("state.json"), *folder.glob("*/state.json")):
-        about = read_record(file, _SAVED, hint=hint) if file.exists() else {}
-        names = [*about.get("splits", []), *(data["filename"] for data in about.get("_data_files", []))]
+        record = read_record(file, _SAVED, hint=hint) if file.exists() else {}
+        names = [*record.get("splits", []), *(data["filename"] for data in record.get("_data_files", []))]
         for name in names:
             if name in ("", ".", "..") or name != Path(name).name:
-                text = f"{given}: {file} names {printable(name, 200)}; files of the same folder are wanted"
+                text = f"{spec}: {file} names {printable(name, 200)}; files of the same folder are wanted"
                 raise UserError(text)
 
 
-def load_hub(entry: DataEntry, key: str) -> Any:
+def load_hub(entry: DataEntry, key: str) -> Dataset | IterableDataset:
     """The data set of a hub id, a datasets.IterableDataset under `stream`.
 
     Raises:
         UserError: it can't be loaded, or no such split.
     """
-    return _split(_load(str(entry.hub), entry, key, name=entry.name, revision=entry.revision), entry, key)
+    import datasets
+
+    options = {name: value for name, value in (("name", entry.name), ("revision", entry.revision)) if value is not None}
+    with asking_the_hub() as unreachable:
+        try:
+            loaded = _translated(
+                key, entry, lambda: datasets.load_dataset(str(entry.hub), streaming=entry.stream, **options)
+            )
+        except UserError as error:
+            if unreachable is None:
+                raise
+            raise UserError(
+                f"{error}; the hub is out of reach ({unreachable}), so the cache has to hold the data set; give files, "
+                "or a connection"
+            ) from error
+    return _split(loaded, entry, key)
 
 
-def load_parquet_stream(entry: DataEntry, key: str) -> Any:
-    """The datasets.IterableDataset of parquet files."""
-    path = expanded(str(entry.path))
-    return _split(_load("parquet", entry, key, data_files=parquet_files(path, entry, key)), entry, key)
+def load_parquet_stream(entry: DataEntry, key: str) -> IterableDataset:
+    """The rows of parquet files in order."""
+    import datasets
+
+    files = parquet_files(expanded(str(entry.path)), entry, key)
+    return _split(
+        _translated(key, entry, lambda: datasets.load_dataset("parquet", streaming=True, data_files=files)), entry, key
+    )
 
 
 def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
@@ -80,12 +100,12 @@ def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]
         UserError: no such files, one that is none, or no rows in all of them.
     """
     named = _named_parquet_files(path, entry, key)
-    found = {split: [file for file in files if _parquet_rows(file, key)] for split, files in named.items()}
-    if not any(found.values()):
+    files = {split: [file for file in listed if _parquet_rows(file, key)] for split, listed in named.items()}
+    if not any(files.values()):
         raise UserError(
             f"{key}={printable(str(entry), 300)} has no rows; a parquet file with a row for each sample is wanted."
         )
-    return {split: files for split, files in found.items() if files}
+    return {split: listed for split, listed in files.items() if listed}
 
 
 def _parquet_rows(file: str, key: str) -> int:
@@ -94,12 +114,12 @@ def _parquet_rows(file: str, key: str) -> int:
     from pyarrow.parquet import read_metadata
 
     try:
-        about = read_metadata(file)
+        footer = read_metadata(file)
     except (ArrowException, OSError, MemoryError) as error:
         raise UserError(
             f"{key}: {printable(file, 300)} is no parquet file that can be read: {printable(str(error), 300)}."
         ) from error
-    return int(about.num_rows) if about.num_columns else 0
+    return int(footer.num_rows) if footer.num_columns else 0
 
 
 def _named_parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
@@ -108,48 +128,26 @@ def _named_parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, li
     if not os.path.isdir(path):
         text = f"{key}={printable(str(entry), 300)}: no parquet file and no folder of such files ({why_no_file(path)})."
         raise UserError(text)
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for file in sorted(path.rglob("*.parquet")):
         name = file.stem.partition("-")[0]
-        known = name if name in ("train", "test", "validation", "val", "dev", "heldout") else "train"
-        found.setdefault(known, []).append(str(file))
-    if entry.split is not None and entry.split not in found:
-        raise UserError(f"{key}={entry.path}: no split {entry.split}; there are {', '.join(found)}.")
-    return found if entry.split is None else {entry.split: found[entry.split]}
+        split = name if name in ("train", "test", "validation", "val", "dev", "heldout") else "train"
+        files.setdefault(split, []).append(str(file))
+    if entry.split is not None and entry.split not in files:
+        raise UserError(f"{key}={entry.path}: no split {entry.split}; there are {', '.join(files)}.")
+    return files if entry.split is None else {entry.split: files[entry.split]}
 
 
-def _load(what: str, entry: DataEntry, key: str, **options: Any) -> Any:
-    import datasets
-
-    given = {name: value for name, value in options.items() if value is not None}
-    if what != "parquet":
-        return _asked(key, entry, lambda: datasets.load_dataset(what, streaming=entry.stream, **given))
-    return _tried(key, entry, lambda: datasets.load_dataset(what, streaming=entry.stream, **given))
-
-
-def _asked(key: str, entry: DataEntry, load: Any) -> Any:
-    """What the hub gives out, or what is cached of it."""
-    with asking_the_hub() as unreachable:
-        try:
-            return _tried(key, entry, load)
-        except UserError as error:
-            if unreachable is None:
-                raise
-            raise UserError(
-                f"{error}; the hub is out of reach ({unreachable}), so the cache has to hold the data set; give files, "
-                "or a connection"
-            ) from error
-
-
-def _tried(key: str, entry: DataEntry, load: Any) -> Any:
+def _translated[T](key: str, entry: DataEntry, load: Callable[[], T]) -> T:
+    """The data set that a function loads, without progress bars; whatever it raises becomes a UserError."""
     import datasets
 
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         return load()
-    except Exception as error:  # of many kinds, by what lies there and what the hub answers
-        cause = error.__cause__ or error  # datasets wraps what Arrow says
+    except Exception as error:  # of many kinds, by the files and the hub's answer
+        cause = error.__cause__ or error  # datasets wraps Arrow's errors
         reason = printable([*str(cause).strip().splitlines(), type(cause).__name__][0], 300)
         if isinstance(cause, MemoryError):
             reason = f"it takes over {PARQUET_MB} MiB to unpack ({reason}); write it with smaller row groups"
@@ -159,14 +157,14 @@ def _tried(key: str, entry: DataEntry, load: Any) -> Any:
             datasets.enable_progress_bars()
 
 
-def _split(found: Any, entry: DataEntry, key: str) -> Any:
-    """One split of what was loaded."""
-    if not isinstance(found, dict):
-        if entry.split is not None and str(getattr(found, "split", None)) != entry.split:
+def _split[T: Dataset | IterableDataset](loaded: T | dict[str, T], entry: DataEntry, key: str) -> T:
+    """One split of a data set."""
+    if not isinstance(loaded, dict):
+        if entry.split is not None and str(getattr(loaded, "split", None)) != entry.split:
             raise UserError(f"{key}={entry}: it has no splits; leave split out.")
-        return found
-    name = entry.split or (next(iter(found)) if len(found) == 1 else None)
-    if name not in found:
-        what = f"no split {name}" if name else "it has several splits"
-        raise UserError(f"{key}={entry}: {what}; name one: {{split: {' or '.join(map(str, found))}}}.")
-    return found[name]
+        return loaded
+    name = entry.split or (next(iter(loaded)) if len(loaded) == 1 else None)
+    if name is None or name not in loaded:
+        problem = f"no split {name}" if name else "it has several splits"
+        raise UserError(f"{key}={entry}: {problem}; name one: {{split: {' or '.join(map(str, loaded))}}}.")
+    return loaded[name]

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,12 +30,14 @@ from zoo.data.sources.references import (
     Medium,
     MediumWithSettings,
     OpenImage,
+    PlainMedium,
     files_of,
     is_url,
 )
 from zoo.data.sources.rows import Row
+from zoo.types import JsonObject
 
-DIGEST_VERSION = 1  # version of the digests and of their places; digests of other versions can't be compared
+DIGEST_VERSION = 1  # version of the digests and of their blocks; digests of other versions can't be compared
 DIGESTS = 1024  # of a source's part, at most
 READ_MB = 128  # MiB of media that are read for the digests of a table
 
@@ -49,7 +50,7 @@ class RowDigests:
         name: what the entry was called.
         rows: how many; None for a stream, whose digests are kept with its place.
         spread: whether digests are of single rows spread over a table; else of blocks that make up all rows.
-        digests: in the order of `_places`.
+        digests: in the order of `_blocks`.
     """
 
     name: str
@@ -57,7 +58,7 @@ class RowDigests:
     spread: bool = False
     digests: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Plain values for state.json."""
         return asdict(self)
 
@@ -77,12 +78,12 @@ def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> s
         fewer: whether the part may have fewer rows.
     """
     assert known.rows is not None
-    found = _digests(part, known.rows, known.spread)
-    for (first, last), old, new in zip(_places(known.rows, known.spread), known.digests, found, strict=False):
-        if old != new and last == first + 1:
+    digests = _digests(part, known.rows, known.spread)
+    for (first, end), old, new in zip(_blocks(known.rows, known.spread), known.digests, digests, strict=False):
+        if old != new and end == first + 1:
             return f"{_name(part, first)} is not the row that stood there"
         if old != new:
-            return f"a row of {_name(part, first)} to {_name(part, last - 1)} is not the one that stood there"
+            return f"a row of {_name(part, first)} to {_name(part, end - 1)} is not the one that stood there"
     if len(part) < known.rows and not fewer:
         return f"{len(part)} rows are there, and {known.rows} were"
     return None
@@ -91,30 +92,29 @@ def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> s
 def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
     """Digests of the first `rows` rows, as far as the part has them and READ_MB allows."""
     left = READ_MB * 2**20
-    for first, last in _places(rows, spread):
-        if left < 0:
-            return
-        if last > len(part):
+    for first, end in _blocks(rows, spread):
+        if left < 0 or end > len(part):
             return
         block = hashlib.blake2b(digest_size=6)
-        for place in range(first, last):
+        for index in range(first, end):
             try:
-                row = part[place]
+                row = part[index]
             except RowError as error:
                 block.update(error.cause.encode())
                 continue
-            left -= _bytes(row) if spread else 0
+            if spread:
+                left -= sum(len(file.data) for file in _files(row) if isinstance(file, Blob))
             block.update(_content(row))
         yield block.hexdigest()
 
 
-def _places(rows: int, spread: bool) -> list[tuple[int, int]]:
+def _blocks(rows: int, spread: bool) -> list[tuple[int, int]]:
     """(first row, one past the last) of each digest; single rows come in an order whose every beginning is spread out."""
     if not spread or rows <= DIGESTS:
         edges = np.linspace(0, rows, min(rows, DIGESTS) + 1).round().astype(int).tolist()
         return list(pairwise(edges))
-    places = np.linspace(0, rows - 1, DIGESTS).round().astype(int)
-    return [(place, place + 1) for place in places[np.random.default_rng(0).permutation(DIGESTS)].tolist()]
+    indices = np.linspace(0, rows - 1, DIGESTS).round().astype(int)
+    return [(index, index + 1) for index in indices[np.random.default_rng(0).permutation(DIGESTS)].tolist()]
 
 
 def digest_of(row: Row | RowError) -> str:
@@ -125,23 +125,27 @@ def digest_of(row: Row | RowError) -> str:
 
 def key_of(row: Row, *tokens: np.ndarray) -> bytes:
     """16 bytes that tell a row from all others, wherever it stands: its content, sizes of its files of media, and its tokens."""
-    found = hashlib.blake2b(_content(row), digest_size=16)
-    for medium in (file for one in (*row.images, *row.videos, *row.audios) for file in files_of(one)):
-        if isinstance(medium, OpenImage):
-            found.update(medium.image.tobytes())
-        elif isinstance(medium, str) and not is_url(medium) and not medium.startswith("data:"):
+    key = hashlib.blake2b(_content(row), digest_size=16)
+    for file in _files(row):
+        if isinstance(file, OpenImage):
+            key.update(file.image.tobytes())
+        elif isinstance(file, str) and not is_url(file) and not file.startswith("data:"):
             with contextlib.suppress(OSError):
-                found.update(str(row.path(medium).stat().st_size).encode())
+                key.update(str(row.path(file).stat().st_size).encode())
     for array in tokens:
-        found.update(array.tobytes())
-    return found.digest()
+        key.update(array.tobytes())
+    return key.digest()
+
+
+def _files(row: Row) -> Iterator[PlainMedium]:
+    return (file for medium in (*row.images, *row.videos, *row.audios) for file in files_of(medium))
 
 
 def _content(row: Row) -> bytes:
     """A row's content, as bytes to digest."""
-    media = [list(map(_medium, kind)) for kind in (row.images, row.videos, row.audios)]
+    media = [list(map(medium_content, kind)) for kind in (row.images, row.videos, row.audios)]
     messages = tuple(map(tuple, row.messages))  # digests in checkpoints were made of plain tuples
-    plain: tuple[Any, ...] = (messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
+    plain: tuple[object, ...] = (messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
     if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
         boxes = tuple(tuple(box) if box.norm else tuple(box[:2]) for box in row.boxes)
         plain += (row.tools, row.calls, boxes)
@@ -149,49 +153,34 @@ def _content(row: Row) -> bytes:
         plain += (row.names,)
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
-        other = [list(map(_medium, kind)) for kind in (row.rejected.images, row.rejected.videos, row.rejected.audios)]
-        if (other, row.rejected.tools) != (media, row.tools):
-            plain += (other, row.rejected.tools)
+        rejected = row.rejected
+        other = [list(map(medium_content, kind)) for kind in (rejected.images, rejected.videos, rejected.audios)]
+        if (other, rejected.tools) != (media, row.tools):
+            plain += (other, rejected.tools)
     return repr(plain).encode("utf-8", errors="surrogatepass")
 
 
-def content_of(medium: Medium) -> Any:
-    """What tells a medium from others of a row: a plain value, of a picture all its pixels."""
-    if isinstance(medium, MediumWithSettings):
-        return content_of(medium.medium), medium.settings.given()
-    if isinstance(medium, FrameList):
-        return list(map(content_of, medium.images))
-    if isinstance(medium, OpenImage):
-        return medium.image.size, medium.image.mode, medium.image.tobytes()
-    return _medium(medium)
+def medium_content(medium: Medium, *, pixels: bool = False) -> object:
+    """A plain value that tells a medium from others of a row; of an open image its size and mode, and all its `pixels`."""
+    match medium:
+        case MediumWithSettings(inner, settings):
+            return medium_content(inner, pixels=pixels), settings.values()
+        case FrameList(images):
+            return [medium_content(image, pixels=pixels) for image in images]
+        case Blob(data):
+            return hashlib.blake2b(data, digest_size=8).hexdigest()
+        case AudioSamples(samples, rate):
+            samples = np.ascontiguousarray(samples)
+            return rate, samples.shape, hashlib.blake2b(samples.tobytes(), digest_size=8).hexdigest()
+        case OpenImage(image):
+            return (image.size, image.mode, *([image.tobytes()] if pixels else []))
+    plain = is_url(medium) or medium.startswith("data:") or not os.path.isabs(medium)
+    return medium if plain else Path(medium).name
 
 
-def _medium(medium: Medium) -> Any:
-    if isinstance(medium, MediumWithSettings):
-        return _medium(medium.medium), medium.settings.given()
-    if isinstance(medium, FrameList):
-        return list(map(_medium, medium.images))
-    if isinstance(medium, Blob):
-        return hashlib.blake2b(medium.data, digest_size=8).hexdigest()
-    if isinstance(medium, AudioSamples):
-        samples = np.ascontiguousarray(medium.samples)
-        return medium.rate, samples.shape, hashlib.blake2b(samples.tobytes(), digest_size=8).hexdigest()
-    if isinstance(medium, OpenImage):
-        return medium.image.size, medium.image.mode
-    if is_url(medium) or medium.startswith("data:"):
-        return medium
-    return Path(medium).name if os.path.isabs(medium) else medium
-
-
-def _bytes(row: Row) -> int:
-    """Bytes of the media that were read with the row."""
-    media = (file for one in (*row.images, *row.videos, *row.audios) for file in files_of(one))
-    return sum(len(one.data) if isinstance(one, Blob) else 0 for one in media)
-
-
-def _name(part: Sequence[Row], place: int) -> str:
-    """Where the row of a place stands."""
+def _name(part: Sequence[Row], index: int) -> str:
+    """Where the row of an index stands."""
     try:
-        return part[place].source
+        return part[index].source
     except RowError as error:
         return error.source

@@ -79,8 +79,8 @@ class Mixture:
         if self.shuffle:
             labels = labels[np.random.default_rng((self.seed, epoch)).permutation(len(labels))]
         elif self.parts[0].weight is not None or self.parts[0].rows is None:
-            places = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
-            labels = labels[np.argsort(places, kind="stable")]
+            positions = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+            labels = labels[np.argsort(positions, kind="stable")]
         ids = np.empty(len(labels), np.int64)
         for part, count in enumerate(counts):
             ids[labels == part] = self._part_ids(part, self._before(part, epoch), count)
@@ -95,7 +95,7 @@ class Mixture:
         after = [self._before(part, epoch + 1) for part in range(len(self.parts))]
         return [last - self._before(part, epoch) for part, last in enumerate(after)]
 
-    def place(self, sample_id: SampleId) -> RowPlace:
+    def locate(self, sample_id: SampleId) -> RowPlace:
         """The source, the row within it and the repeat of a sample."""
         repeat, row = divmod(sample_id, self.total)
         part = bisect_right(self.offsets, row) - 1
@@ -133,13 +133,13 @@ class Mixture:
         size, offset = self.sizes[part], self.offsets[part]
         if self.parts[part].rows is None:
             return offset + first + np.arange(count)
-        found, place = [], first
-        while place < first + count:
-            repeat, start = divmod(place, size)
-            rows = self._shuffled(size, (self.seed, part, repeat))[start : start + first + count - place]
-            found.append(repeat * self.total + offset + rows)
-            place += len(rows)
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        ids, next_row, end = [np.zeros(0, np.int64)], first, first + count
+        while next_row < end:
+            repeat, start = divmod(next_row, size)
+            rows = self._shuffled(size, (self.seed, part, repeat))[start : start + end - next_row]
+            ids.append(repeat * self.total + offset + rows)
+            next_row += len(rows)
+        return np.concatenate(ids)
 
     def _shuffled(self, size: int, key: tuple[int, ...]) -> np.ndarray:
         return np.random.default_rng(key).permutation(size) if self.shuffle else np.arange(size)

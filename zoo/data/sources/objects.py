@@ -13,13 +13,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 
-from zoo.data.errors import RowError
-from zoo.data.sources.references import Blob, shown, undecoded
+from zoo.data.errors import bad_row
+from zoo.data.sources.references import Blob, is_image, shown, undecoded
 from zoo.errors import UserError
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SUFFIX = ".rows.arrow"
 MARK = "zoo_medium"  # the one key of a mapping that stands for a medium
@@ -29,7 +33,7 @@ RATE = 16_000  # Hz of an array that comes without one
 WAV_TYPES = {"int16": "PCM_16", "int32": "PCM_32", "uint8": "PCM_U8", "float64": "DOUBLE"}
 
 
-def write_objects(rows: Iterable[Any], path: Path, name: str) -> int:
+def write_objects(rows: Iterable[object], path: Path, name: str) -> int:
     """Write rows to a file, whole or not at all.
 
     Args:
@@ -63,17 +67,22 @@ def write_objects(rows: Iterable[Any], path: Path, name: str) -> int:
     return count
 
 
+class _DataFrame(Protocol):
+    """A DataFrame of pandas, which zoo does not depend on."""
+
+    @property
+    def columns(self) -> Iterable[object]: ...
+    def __iter__(self) -> Iterator[object]: ...
+    def itertuples(self, *, index: bool, name: None) -> Iterable[tuple[object, ...]]: ...
+
+
 def listed(rows: Any) -> Any:
-    """A pandas DataFrame, or an iterator, as a list of rows; all else as it is."""
+    """A pandas DataFrame, or an iterator, as a list of rows; all else unchanged."""
     return list(as_dicts(rows)) if _is_table(rows) or isinstance(rows, Iterator) else rows
 
 
-def _is_table(rows: Any) -> bool:
-    return hasattr(rows, "itertuples") and hasattr(rows, "columns")
-
-
-def as_dicts(rows: Any) -> Iterable[Any]:
-    """The rows of a pandas DataFrame as dicts, cells without a value left out; other rows as they are."""
+def as_dicts(rows: Iterable[object]) -> Iterable[object]:
+    """The rows of a pandas DataFrame as dicts, cells without a value left out; other rows unchanged."""
     if not _is_table(rows):
         return rows
     names = [str(name) for name in rows.columns]
@@ -83,12 +92,16 @@ def as_dicts(rows: Any) -> Iterable[Any]:
     )
 
 
-def _is_missing(cell: Any) -> bool:
+def _is_table(rows: object) -> TypeGuard[_DataFrame]:
+    return hasattr(rows, "itertuples") and hasattr(rows, "columns")
+
+
+def _is_missing(cell: object) -> bool:
     """Whether a cell is what pandas writes for no value: None, NaN, NaT or NA."""
     return cell is None or type(cell).__name__ in ("NAType", "NaTType") or (isinstance(cell, float) and cell != cell)
 
 
-def _cell(value: Any, inner: bool = False) -> Any:
+def _cell(value: object, inner: bool = False) -> object:
     """A cell with lists in the place of the arrays that pandas reads of parquet; an array that is a cell stays one (it is sound)."""
     if isinstance(value, np.ndarray) and (inner or value.dtype == object):
         value = value.tolist()
@@ -96,21 +109,21 @@ def _cell(value: Any, inner: bool = False) -> Any:
         return value.item()
     if isinstance(value, dict):
         is_sound = "sampling_rate" in value
-        return {key: _cell(one, not is_sound) for key, one in value.items() if not _is_missing(one)}
-    return [_cell(one, True) for one in value] if isinstance(value, list) else value
+        return {key: _cell(field, not is_sound) for key, field in value.items() if not _is_missing(field)}
+    return [_cell(item, True) for item in value] if isinstance(value, list) else value
 
 
-def _batches(rows: Iterable[Any], name: str) -> Iterator[list[tuple[bytes, list[bytes]]]]:
+def _batches(rows: Iterable[object], name: str) -> Iterator[list[tuple[bytes, list[bytes]]]]:
     batch: list[tuple[bytes, list[bytes]]] = []
     size = 0
-    for place, row in enumerate(as_dicts(rows), start=1):
+    for number, row in enumerate(as_dicts(rows), start=1):
         if not isinstance(row, Mapping):
-            raise UserError(f"{name}: row {place} is a {type(row).__name__}; a dict is wanted")
+            raise UserError(f"{name}: row {number} is a {type(row).__name__}; a dict is wanted")
         media: list[bytes] = []
         try:
             text = json.dumps(_plain(row, media, "the row"), ensure_ascii=False).encode(errors="surrogatepass")
         except (ValueError, TypeError, OSError, RecursionError) as error:
-            raise UserError(f"{name}: row {place}: {error}") from error
+            raise UserError(f"{name}: row {number}: {error}") from error
         batch.append((text, media))
         size += len(text) + sum(map(len, media))
         if size > BATCH_MB * 2**20:
@@ -120,47 +133,40 @@ def _batches(rows: Iterable[Any], name: str) -> Iterator[list[tuple[bytes, list[
         yield batch
 
 
-def _plain(value: Any, media: list[bytes], where: str) -> Any:
-    """A value as JSON can hold it, its media moved to `media`; ValueError for what neither is."""
+def _plain(value: object, media: list[bytes], where: str) -> object:
+    """A value as JSON can hold it, its media moved to `media`; ValueError for a value that is neither."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Mapping):
-        if value.get("array") is not None and "sampling_rate" in value:
-            return _kept(_wav(_array(value["array"]), value["sampling_rate"], where), media)
-        return {str(key): _plain(one, media, f"{where}[{str(key)[:40]!r}]") for key, one in value.items()}
-    if isinstance(value, bytes | bytearray | memoryview):
-        return _kept(bytes(value), media)
+    if isinstance(value, Mapping) and not (value.get("array") is not None and "sampling_rate" in value):
+        return {str(key): _plain(field, media, f"{where}[{str(key)[:40]!r}]") for key, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, media, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         return str(value)
-    if hasattr(value, "getbands") and hasattr(value, "convert"):
+    if isinstance(value, np.generic):
+        return value.item()
+    media.append(_encoded(value, where))
+    return {MARK: len(media) - 1}
+
+
+def _encoded(value: object, where: str) -> bytes:
+    """A medium as a file; ValueError for a value that is none."""
+    if isinstance(value, Mapping):
+        return _wav(_array(value["array"]), value["sampling_rate"], where)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if is_image(value):
         try:
             data = undecoded(value)
         except ValueError as error:
             raise ValueError(f"{where} is {error}") from error
-        return _kept(_png(value) if data is None else data, media)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) or hasattr(value, "detach"):
-        return _kept(_of_array(_array(value), where), media)
-    if isinstance(value, list | tuple):
-        return [_plain(one, media, f"{where}[{number}]") for number, one in enumerate(value)]
-    raise ValueError(
-        f"{where} is a {type(value).__name__}, which can't be written for the ranks; texts, numbers, lists, dicts, pictures, "
-        "arrays, bytes and paths are wanted"
-    )
-
-
-def _kept(data: bytes, media: list[bytes]) -> dict[str, int]:
-    media.append(data)
-    return {MARK: len(media) - 1}
-
-
-def _array(value: Any) -> np.ndarray:
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-
-
-def _of_array(array: np.ndarray, where: str) -> bytes:
-    """An array as a file: sound of one or two dimensions, an image of three."""
+        return _png(value) if data is None else data
+    if not isinstance(value, np.ndarray) and not hasattr(value, "detach"):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which can't be written for the ranks; texts, numbers, lists, dicts, pictures, "
+            "arrays, bytes and paths are wanted"
+        )
+    array = _array(value)
     if array.ndim in (1, 2):
         return _wav(array, RATE, where)
     if array.ndim == 3 and array.dtype == np.uint8:
@@ -175,8 +181,12 @@ def _of_array(array: np.ndarray, where: str) -> bytes:
     )
 
 
-def _png(image: Any) -> bytes:
-    """A picture without loss, its EXIF orientation kept."""
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _png(image: Image) -> bytes:
+    """An image without loss, its EXIF orientation kept."""
     file = io.BytesIO()
     if image.mode in ("F", "I"):
         image.save(file, "tiff")
@@ -186,7 +196,7 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _wav(array: np.ndarray, rate: Any, where: str) -> bytes:
+def _wav(array: np.ndarray, rate: float, where: str) -> bytes:
     import soundfile
 
     if array.dtype.kind not in "fiu" or array.ndim not in (1, 2) or not array.size:
@@ -203,7 +213,7 @@ def _wav(array: np.ndarray, rate: Any, where: str) -> bytes:
 
 
 class ObjectRows:
-    """The rows of a file of `write_objects`, by their place.
+    """The rows of a file of `write_objects`, by their index.
 
     Raises:
         UserError: no such file.
@@ -212,7 +222,6 @@ class ObjectRows:
     def __init__(self, path: Path, name: str) -> None:
         import pyarrow as pa
 
-        self.name = name
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
             sizes = [self._reader.get_batch(n).num_rows for n in range(self._reader.num_record_batches)]
@@ -220,31 +229,28 @@ class ObjectRows:
                 raise ValueError("its columns are others")
         except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
             raise UserError(f"{name}: no file of rows that zoo wrote: {error}") from error
-        self._ends = np.array(list(itertools.accumulate(sizes)), np.int64)
+        self._starts = np.array([0, *itertools.accumulate(sizes)], np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
-    def __call__(self, place: int) -> dict[str, Any]:
-        """The row of a place."""
-        number = int(np.searchsorted(self._ends, place, side="right"))
-        batch = self._reader.get_batch(number)
-        inner = place - (int(self._ends[number - 1]) if number else 0)
-        source = f"{self.name}:{place + 1}"
+    def __call__(self, index: int) -> JsonObject:
+        """The row of an index."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch, inner = self._reader.get_batch(number), index - int(self._starts[number])
         try:
-            row = json.loads(batch.column(0)[inner].as_py())
             media = batch.column(1)[inner].as_py() or []
-            found = _restored(row, media)
+            row = _restored(json.loads(batch.column(0)[inner].as_py()), media)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise RowError(source, "bad_row", f"the row can't be read: {shown(str(error))}.") from error
-        if not isinstance(found, dict):
-            raise RowError(source, "bad_row", f"the row is a {type(found).__name__}; a dict is wanted.")
-        return found
+            raise bad_row(f"the row can't be read: {shown(str(error))}.") from error
+        if not isinstance(row, dict):
+            raise bad_row(f"the row is a {type(row).__name__}; a dict is wanted.")
+        return row
 
 
-def _restored(value: Any, media: list[bytes]) -> Any:
+def _restored(value: object, media: list[bytes]) -> object:
     if isinstance(value, dict):
         if list(value) == [MARK]:
             return Blob(media[value[MARK]], f"medium {value[MARK]} of the row")
-        return {key: _restored(one, media) for key, one in value.items()}
-    return [_restored(one, media) for one in value] if isinstance(value, list) else value
+        return {key: _restored(field, media) for key, field in value.items()}
+    return [_restored(item, media) for item in value] if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import queue
 import threading
 import time
 import urllib.parse
@@ -16,13 +17,17 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from zoo.data.errors import RowError
-from zoo.data.sources.formats.media_settings import MediaSettings, settings_of
+from zoo.data.errors import bad_row
+from zoo.data.sources.formats.media_settings import MediaSettings, read_settings
 from zoo.files import why_no_file
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
@@ -58,7 +63,7 @@ class AudioSamples:
 class OpenImage:
     """An open PIL image."""
 
-    image: Any = field(repr=False)
+    image: Image = field(repr=False)
     name: str
 
     def __str__(self) -> str:
@@ -78,18 +83,17 @@ class FrameList:
 
 @dataclass(frozen=True)
 class MediumWithSettings:
-    """A medium that is taken in its own way."""
+    """A medium that is decoded in its own way."""
 
-    medium: str | Blob | AudioSamples | OpenImage | FrameList
+    medium: PlainMedium
     settings: MediaSettings
 
     def __str__(self) -> str:
         return str(self.medium)
 
 
-type Medium = (
-    str | Blob | AudioSamples | OpenImage | FrameList | MediumWithSettings
-)  # a str is a path, a URL or a data: URI
+type PlainMedium = str | Blob | AudioSamples | OpenImage | FrameList  # a str is a path, a URL or a data: URI
+type Medium = PlainMedium | MediumWithSettings
 
 
 @dataclass(frozen=True)
@@ -103,27 +107,30 @@ class MediaFile:
         return str(self.path)
 
 
+type OpenedMedium = MediaFile | Blob | AudioSamples | OpenImage | FrameList
+
+
 @dataclass(frozen=True)
 class MediumWithKeys:
     """A medium of a content part, not checked, and the keys beside it."""
 
-    value: Any
-    keys: Mapping[str, Any]
+    value: object
+    keys: JsonMapping
 
 
-def bare(medium: Medium) -> str | Blob | AudioSamples | OpenImage | FrameList:
+def without_settings(medium: Medium) -> PlainMedium:
     """A medium without its settings."""
     return medium.medium if isinstance(medium, MediumWithSettings) else medium
 
 
 def settings_of_medium(medium: Medium) -> MediaSettings | None:
-    """How a medium is taken, where that is its own."""
+    """A medium's own settings, or None."""
     return medium.settings if isinstance(medium, MediumWithSettings) else None
 
 
-def files_of(medium: Medium) -> tuple[Medium, ...]:
-    """What a medium is made of: itself, or the frames of a video."""
-    medium = bare(medium)
+def files_of(medium: Medium) -> tuple[PlainMedium, ...]:
+    """The medium itself, or the frames of a video."""
+    medium = without_settings(medium)
     return medium.images if isinstance(medium, FrameList) else (medium,)
 
 
@@ -146,7 +153,7 @@ class Access:
     closed: bool = False
 
 
-def check_medium(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
+def check_medium(value: object, kind: str, where: str, access: Access) -> Medium:
     """A medium as a row may name it.
 
     Args:
@@ -155,8 +162,7 @@ def check_medium(value: Any, kind: str, where: str, access: Access, source: str)
             have keys of `zoo.data.sources.formats.media_settings` beside it.
         kind: image, video or audio.
         where: the value's place in the row, for messages ("images[0]").
-        access: what is allowed.
-        source: the row's place, for errors.
+        access: which media are allowed.
 
     Raises:
         RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path out of the root ("outside_root"), no
@@ -165,81 +171,88 @@ def check_medium(value: Any, kind: str, where: str, access: Access, source: str)
     if isinstance(value, Blob | AudioSamples | OpenImage | FrameList | MediumWithSettings):
         return value
     if isinstance(value, MediumWithKeys):
-        return _adjusted(value.value, value.keys, kind, where, access, source)
+        return _with_settings(value.value, value.keys, kind, where, access)
     if isinstance(value, Mapping):
-        value, keys = _of_mapping(value, kind, where, source)
+        value, keys = _of_mapping(value, kind, where)
         if keys or isinstance(value, list | tuple):
-            return _adjusted(value, keys, kind, where, access, source)
+            return _with_settings(value, keys, kind, where, access)
     if isinstance(value, list | tuple) and kind == "video":
-        return _frames(value, where, access, source)
+        return _frames(value, where, access)
     if isinstance(value, Path):
         value = str(value)
-    if isinstance(value, str) and value.startswith("file://"):
-        value = _of_file_uri(value)
+    if isinstance(value, str) and value.startswith("file://"):  # of this machine; it is checked like any other path
+        local = value.startswith("file://localhost/")
+        path = value.removeprefix("file://localhost" if local else "file://")
+        value = urllib.parse.unquote(path) if "%" in path else path
     if isinstance(value, Blob | AudioSamples):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
         return Blob(bytes(value), where)
     if isinstance(value, np.ndarray) and kind == "audio":
         return AudioSamples(value, 16_000, where)
-    if kind == "image" and hasattr(value, "convert") and hasattr(value, "getbands"):
+    if kind == "image" and is_image(value):
         try:
             data = undecoded(value)
         except ValueError as error:
-            raise RowError(source, "bad_row", f"{where} is {error}.") from error
+            raise bad_row(f"{where} is {error}.") from error
         return OpenImage(value, where) if data is None else Blob(data, where)
     if not isinstance(value, str) or not value:
-        raise RowError(source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted.")
+        raise bad_row(f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted.")
     if value.startswith("data:"):
         return value
     if value.startswith(("http://", "https://")):
         if not access.urls:
-            text = f"{where} is the URL {shown(value)}; download it first, or set data.urls=true."
-            raise RowError(source, "url", text)
+            raise bad_row(f"{where} is the URL {shown(value)}; download it first, or set data.urls=true.", "url")
         return value
     if access.closed:
         text = f"{where} is {shown(value)}, a file out of the tar; its rows may name members of their own sample alone."
-        raise RowError(source, "outside_root", text)
-    _check_path(value, where, access, source)
+        raise bad_row(text, "outside_root")
+    _check_path(value, where, access)
     return value
 
 
-def _adjusted(value: Any, keys: Mapping[str, Any], kind: str, where: str, access: Access, source: str) -> Medium:
+def _with_settings(value: object, keys: JsonMapping, kind: str, where: str, access: Access) -> Medium:
     """A medium with the keys beside it."""
-    medium = check_medium(value, kind, where, access, source)
-    inner, own = bare(medium), settings_of_medium(medium)
-    settings = settings_of(keys, kind, where, source, frames=isinstance(inner, FrameList))
-    if own is not None and settings is not None:
-        raise RowError(source, "bad_row", f"{where} has settings within settings; give them once.")
-    return medium if settings is None else MediumWithSettings(inner, settings)
+    medium = check_medium(value, kind, where, access)
+    plain = without_settings(medium)
+    settings = read_settings(keys, kind, where, frames=isinstance(plain, FrameList))
+    if settings is None:
+        return medium
+    if settings_of_medium(medium) is not None:
+        raise bad_row(f"{where} has settings within settings; give them once.")
+    return MediumWithSettings(plain, settings)
 
 
-def _frames(value: Sequence[Any], where: str, access: Access, source: str) -> FrameList:
+def _frames(value: Sequence[object], where: str, access: Access) -> FrameList:
     """A video as a list of its frames."""
     if not value or len(value) > MAX_FRAMES:
-        text = f"{where} is a video of {len(value)} frames; 1 to {MAX_FRAMES} are wanted."
-        raise RowError(source, "bad_row", text)
-    images = [check_medium(one, "image", f"{where}[{n}]", access, source) for n, one in enumerate(value)]
-    plain = tuple(one for one in images if isinstance(one, str | Blob | OpenImage))
-    if len(plain) < len(images):
-        text = f"{where} has a frame with settings of its own; give them of the video as a whole."
-        raise RowError(source, "bad_row", text)
-    return FrameList(plain, where)
+        raise bad_row(f"{where} is a video of {len(value)} frames; 1 to {MAX_FRAMES} are wanted.")
+    media = [check_medium(frame, "image", f"{where}[{n}]", access) for n, frame in enumerate(value)]
+    images = tuple(image for image in media if isinstance(image, str | Blob | OpenImage))
+    if len(images) < len(media):
+        raise bad_row(f"{where} has a frame with settings of its own; give them of the video as a whole.")
+    return FrameList(images, where)
 
 
-def undecoded(picture: Any) -> bytes | None:
+def is_image(value: object) -> TypeGuard[Image]:
+    """Whether a value is a PIL image; Pillow need not be imported for this."""
+    return hasattr(value, "convert") and hasattr(value, "getbands")
+
+
+def undecoded(image: Image) -> bytes | None:
     """The file of a PIL image that is open and not decoded yet, so that a worker decodes it; None of pixels in memory.
 
     Raises:
         ValueError: its file is closed, or it shows a later one of several frames.
     """
-    file = getattr(picture, "fp", None)
-    if not hasattr(picture, "fp") or getattr(picture, "_im", None) is not None:
+    file = getattr(image, "fp", None)
+    if not hasattr(image, "fp") or getattr(image, "_im", None) is not None:
         return None
     if file is None or getattr(file, "closed", False):
         raise ValueError("a PIL image whose file was closed before it was read; call its load() before that")
-    if picture.tell():
-        raise ValueError(f"frame {picture.tell()} of a PIL image that is not read yet; call its load()")
+    frame = image.tell()
+    if frame:
+        raise ValueError(f"frame {frame} of a PIL image that is not read yet; call its load()")
     position = file.tell()
     file.seek(0)
     data: bytes = file.read()
@@ -249,29 +262,36 @@ def undecoded(picture: Any) -> bytes | None:
 
 def is_url(medium: Medium) -> bool:
     """Whether a medium would be downloaded, or part of it."""
-    return any(isinstance(one, str) and one.startswith(("http://", "https://")) for one in files_of(medium))
+    return any(isinstance(file, str) and file.startswith(("http://", "https://")) for file in files_of(medium))
 
 
-def opened(medium: Medium, root: Path, outside: bool) -> MediaFile | Blob | AudioSamples | OpenImage | FrameList:
+def open_medium(medium: Medium, root: Path, outside: bool) -> OpenedMedium:
     """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root, or `outside` of it.
 
     Raises:
         RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
     """
-    medium = bare(medium)
+    medium = without_settings(medium)
     if isinstance(medium, FrameList):
-        return FrameList(tuple(opened(one, root, outside) for one in medium.images), medium.name)  # type: ignore[misc]
+        return FrameList(tuple(open_medium(image, root, outside) for image in medium.images), medium.name)  # type: ignore[misc]
     if not isinstance(medium, str):
         return medium
-    if medium.startswith("data:"):
-        return _of_data_uri(medium)
     if medium.startswith(("http://", "https://")):
         return download(medium)
-    return MediaFile(root / medium, None if outside else root)
+    if not medium.startswith("data:"):
+        return MediaFile(root / medium, None if outside else root)
+    head, comma, body = medium.partition(",")  # data:image/png;base64,...
+    name = f"{head}," if comma else shown(medium)
+    if not comma or not head.endswith(";base64"):
+        raise bad_row(f"{shown(name)} is no base64; data:image/png;base64,... is wanted.", "corrupt_media")
+    try:
+        return Blob(base64.b64decode(body, validate=True), name)
+    except (binascii.Error, ValueError) as error:
+        raise bad_row(f"{shown(name)}... is no valid base64: {error}.", "corrupt_media") from error
 
 
 def outside_text(value: str, root: Path) -> str:
-    """What is wrong with a path that leads out of its root."""
+    """The message for a path that leads out of its root."""
     return (
         f"{shown(value)}, which leads out of the data root {root}; set data.root to a folder that holds all media, or "
         "data.outside_root=true."
@@ -280,24 +300,23 @@ def outside_text(value: str, root: Path) -> str:
 
 def download(url: str) -> Blob:
     """The bytes at a URL, within URL_MB and URL_SECONDS; RowError ("url") where there are none."""
-    found: list[bytes | Exception] = []
-    # A server may send its headers a letter at a time, so the time is taken from outside of the call.
-    thread = threading.Thread(target=_download, args=(url, found), daemon=True)
-    thread.start()
-    thread.join(URL_SECONDS)
-    if not found:
+    # A server may send its headers a letter at a time, so the time is measured from outside of the call.
+    answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    threading.Thread(target=_download, args=(url, answers), daemon=True).start()
+    try:
+        answer = answers.get(timeout=URL_SECONDS)
+    except queue.Empty:
         text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
-        raise RowError("", "url", text)
-    (answer,) = found
+        raise bad_row(text, "url") from None
     if isinstance(answer, Exception):
-        raise RowError("", "url", f"{shown(url)} can't be downloaded: {answer}.") from answer
+        raise bad_row(f"{shown(url)} can't be downloaded: {answer}.", "url") from answer
     if len(answer) > URL_MB * 2**20:
-        raise RowError("", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first.")
+        raise bad_row(f"{shown(url)} is over {URL_MB} MiB; download and shrink it first.", "url")
     return Blob(answer, shown(url))
 
 
-def _download(url: str, found: list[bytes | Exception]) -> None:
-    """Put the bytes at a URL, up to one over URL_MB, into `found`, or why there are none."""
+def _download(url: str, answers: queue.SimpleQueue[bytes | Exception]) -> None:
+    """Put the bytes at a URL, up to one over URL_MB, into `answers`, or why there are none."""
     deadline = time.monotonic() + URL_SECONDS
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "zoo"})
@@ -308,9 +327,9 @@ def _download(url: str, found: list[bytes | Exception]) -> None:
                 left -= len(part)
                 if time.monotonic() > deadline:
                     return
-        found.append(b"".join(parts))
-    except Exception as error:  # of many kinds: of the name, the connection, what the server says
-        found.append(error)
+        answers.put(b"".join(parts))
+    except Exception as error:  # of many kinds: of the name, the connection, the server's answer
+        answers.put(error)
 
 
 def missing_text(path: Path) -> str:
@@ -320,7 +339,7 @@ def missing_text(path: Path) -> str:
     return f"no file {path}{reason}; paths in a row are relative to the folder of its JSONL file (or to data.root)."
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a message, not all of it where it is long."""
     try:
         text = value if isinstance(value, str) else repr(value)
@@ -329,63 +348,39 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) -> tuple[Any, dict[str, Any]]:
+def _of_mapping(value: JsonMapping, kind: str, where: str) -> tuple[object, JsonObject]:
     """An image, a sound or a video that is not decoded, as a Hugging Face dataset holds it, and the keys beside it."""
-    left = {str(key): one for key, one in value.items() if one is not None}
+    left = {str(key): inner for key, inner in value.items() if inner is not None}
     data, path = left.pop("bytes", None), left.pop("path", None)
     named = left.pop(kind, None)
     if isinstance(data, bytes | bytearray | memoryview):
         return Blob(bytes(data), f"{where} ({path})" if path else where), left
     if data is None and (path or named):
         if path and named:
-            raise RowError(source, "bad_row", f"{where} has both path and {kind}; keep one of them.")
+            raise bad_row(f"{where} has both path and {kind}; keep one of them.")
         return path or named, left
     if data is None and left.get("array") is not None and kind == "audio":
         rate, array = left.pop("sampling_rate", None), left.pop("array")
         if isinstance(rate, int) and 0 < rate <= MAX_RATE:
-            return AudioSamples(_samples(array, where, source), rate, where), left
+            try:  # the type of the numbers is kept: decoding looks at it
+                samples = np.asarray(array)
+                samples = samples if samples.dtype.kind in "fiu" else samples.astype(np.float32)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise bad_row(f"{where} has an array that is no list of numbers.") from error
+            return AudioSamples(samples, rate, where), left
     keys = ", ".join(map(str, value))
-    text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
-    raise RowError(source, "bad_row", text)
+    raise bad_row(f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted.")
 
 
-def _samples(array: Any, where: str, source: str) -> np.ndarray:
-    """The array as it is: what its numbers mean follows from their type, which decoding looks at."""
-    try:
-        found = np.asarray(array)
-        return found if found.dtype.kind in "fiu" else found.astype(np.float32)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RowError(source, "bad_row", f"{where} has an array that is no list of numbers.") from error
-
-
-def _of_file_uri(uri: str) -> str:
-    """The path of a `file://` URI, of this machine; it is checked like any other."""
-    path = uri.removeprefix("file://").removeprefix("localhost/" if uri.startswith("file://localhost/") else "")
-    path = f"/{path}" if uri.startswith("file://localhost/") else path
-    return urllib.parse.unquote(path) if "%" in path else path
-
-
-def _check_path(value: str, where: str, access: Access, source: str) -> None:
+def _check_path(value: str, where: str, access: Access) -> None:
     path = access.root / value
     try:
-        there = path.is_file()
+        exists = path.is_file()
         inside = access.outside or path.resolve().is_relative_to(access.root.resolve())
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null byte, a loop of links
         reason = getattr(error, "strerror", None) or why_no_file(path) or error
-        raise RowError(source, "bad_row", f"{where} is {shown(value)}, no path: {reason}.") from error
+        raise bad_row(f"{where} is {shown(value)}, no path: {reason}.") from error
     if not inside:
-        raise RowError(source, "outside_root", f"{where} is {outside_text(value, access.root)}")
-    if not there:
-        raise RowError(source, "missing_file", missing_text(path))
-
-
-def _of_data_uri(uri: str) -> Blob:
-    """The bytes of `data:image/png;base64,...`."""
-    head, comma, body = uri.partition(",")
-    name = f"{head}," if comma else shown(uri)
-    if not comma or not head.endswith(";base64"):
-        raise RowError("", "corrupt_media", f"{shown(name)} is no base64; data:image/png;base64,... is wanted.")
-    try:
-        return Blob(base64.b64decode(body, validate=True), name)
-    except (binascii.Error, ValueError) as error:
-        raise RowError("", "corrupt_media", f"{shown(name)}... is no valid base64: {error}.") from error
+        raise bad_row(f"{where} is {outside_text(value, access.root)}", "outside_root")
+    if not exists:
+        raise bad_row(missing_text(path), "missing_file")

@@ -5,13 +5,13 @@ Tables give any row by its place. Streams are read in order, and keep only the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import overload
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from zoo.config.entries import FORMS, MEDIA_KEYS, DataEntry, MediaLimits, is_bun
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError, raised
 from zoo.data.sources.formats.choose import PREFERENCE
-from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
+from zoo.data.sources.lines import locate, numbered_items
 from zoo.data.sources.mixture import Mixture, SampleId, SourceShare
 from zoo.data.sources.references import Access, shown
-from zoo.data.sources.rows import Row, make_row, no_rows
-from zoo.data.sources.streams import RowStream, is_stream, open_stream
+from zoo.data.sources.rows import Row, no_rows, parse_row
+from zoo.data.sources.streams import RowStream, State, is_stream, open_stream
 from zoo.data.sources.tables import form_of, kind_of, open_table
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -31,7 +31,7 @@ from zoo.files import expanded
 _FIRST = 10  # rows that are looked at before ranks are started
 _QUICK = 2**26  # bytes that are read for them
 MOST_NAMED = 20  # columns that a note lists
-ONE_SOUND = "one audio"  # among what a model takes: a sound, but no second one in a row
+ONE_SOUND = "one audio"  # of a model's media: a sound, but no second one in a row
 
 
 class RowSet(Sequence[Row]):
@@ -63,15 +63,21 @@ class RowSet(Sequence[Row]):
         """Rows, bad ones that are not yet known to be bad included; with a stream, a number above them all."""
         return self._mixture.total
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.row(SampleId(index))
 
     def row(self, sample_id: SampleId) -> Row:
         """The row of a sample; RowError where it is a bad one that is read when it is asked for."""
-        place = self._mixture.place(sample_id)
-        row, limits = self.parts[place.part][place.row], self.limits[place.part]
+        part, index, _ = self._mixture.locate(sample_id)
+        row, limits = self.parts[part][index], self.limits[part]
         return row if limits is None else replace(row, limits=limits)
 
     def name(self, sample_id: SampleId) -> str:
@@ -107,29 +113,32 @@ class RowSet(Sequence[Row]):
     def renumber(self, ids: Iterable[SampleId], sizes: Sequence[int | None]) -> list[SampleId]:
         """Ids of samples as numbered when the parts had these sizes, as they are numbered now that rows were added."""
         former = self._former(sizes, 0, False)
-        found: list[SampleId] = self._mixture.renumbered(np.fromiter(ids, np.int64), former).tolist()
-        return found
+        numbers: list[SampleId] = self._mixture.renumbered(np.fromiter(ids, np.int64), former).tolist()
+        return numbers
 
     def _former(self, sizes: Sequence[int | None], seed: int, shuffle: bool) -> Mixture:
         shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
         return Mixture(shares, seed, shuffle)
 
     def notes(self, *, pairs: bool = False) -> list[str]:
-        """What a user should know of how rows are read, by the rows in memory or the first one of each part; `pairs`: both answers are trained on."""
-        found: list[str] = []
+        """Notes for the user on how rows are read, by the rows in memory or the first one of each part; `pairs`: both answers are trained on."""
+        notes: list[str] = []
         for part, name in zip(self.parts, self.names, strict=True):
-            row = part.peek() if isinstance(part, RowStream) else _first_row(part)
-            if row is not None and row.form == PREFERENCE and not pairs:
-                found.append(
+            first = None
+            with suppress(RowError, IndexError):
+                first = part.peek() if isinstance(part, RowStream) else part[0]
+            if first is not None and first.form == PREFERENCE and not pairs:
+                notes.append(
                     f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
                 )
-            rows = part if isinstance(part, list) else [row] if row is not None else []
-            skipped = dict.fromkeys(name for names in {one.skipped for one in rows} for name in names)
+            rows = part if isinstance(part, list) else [first] if first is not None else []
+            skipped = sorted({column for columns in {row.skipped for row in rows} for column in columns})
             if skipped:
-                listed = ", ".join(shown(one) for one in sorted(skipped)[:MOST_NAMED])
                 more = f" and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
-                found.append(f"{name} has columns that are not read: {listed}{more}")
-        return found
+                notes.append(
+                    f"{name} has columns that are not read: {', '.join(map(shown, skipped[:MOST_NAMED]))}{more}"
+                )
+        return notes
 
     @property
     def has_stream(self) -> bool:
@@ -146,7 +155,7 @@ class RowSet(Sequence[Row]):
             gone.append(range(offset, offset + first))
         return gone
 
-    def stream_state(self, wanted: Iterable[SampleId]) -> dict[str, Any]:
+    def stream_state(self, wanted: Iterable[SampleId]) -> dict[str, State]:
         """The places from which streams have to be read to give `wanted`, as plain values; {} without streams."""
         oldest = self._oldest(wanted) if self.has_stream else {}
         return {
@@ -155,20 +164,20 @@ class RowSet(Sequence[Row]):
             if isinstance(stream, RowStream)
         }
 
-    def load_stream_state(self, state: dict[str, Any]) -> None:
+    def load_stream_state(self, state: Mapping[str, State]) -> None:
         """Send the streams to a saved place."""
-        for part, place in state.items():
+        for part, saved in state.items():
             stream = self.parts[int(part)]
             assert isinstance(stream, RowStream)
-            stream.load(place)
+            stream.load(saved)
 
     def _oldest(self, ids: Iterable[SampleId]) -> dict[int, int]:
         """Part -> the first row of a stream that is among the samples."""
-        found: dict[int, int] = {}
-        for place in map(self._mixture.place, ids):
-            if isinstance(self.parts[place.part], RowStream):
-                found[place.part] = min(found.get(place.part, place.row), place.row)
-        return found
+        oldest: dict[int, int] = {}
+        for part, row, _ in map(self._mixture.locate, ids):
+            if isinstance(self.parts[part], RowStream):
+                oldest[part] = min(oldest.get(part, row), row)
+        return oldest
 
 
 def spread(rows: int, most: int) -> list[int]:
@@ -187,13 +196,6 @@ def spread_over_kinds(rows: RowSet, most: int) -> list[int]:
                 kinds.add(kind)
                 numbers.append(number)
     return sorted(numbers)
-
-
-def _first_row(part: Sequence[Row]) -> Row | None:
-    """The first row of a table; None where there is none, or it is a bad one."""
-    with suppress(RowError, IndexError):
-        return part[0]
-    return None
 
 
 def open_rows(
@@ -221,21 +223,19 @@ def open_rows(
     """
     key = "data.eval" if evaluation else "data.train"
     parts: list[Sequence[Row] | RowStream] = []
-    literal = data.literal_tags or set(modalities) <= {"text"}
     for entry in entries:
-        if literal and entry.literal_tags is None:
-            entry = replace(entry, literal_tags=True)
+        entry = _with_literal_tags(entry, data, modalities)
         access = partial(_access, data, entry.root)
-        bundled = entry.path is not None and is_bundled(entry.path)
         if is_stream(entry):
             stream = open_stream(entry, access, evaluation=evaluation, key=key)
             parts.append(_first(stream, str(entry), max_rows, on_bad) if evaluation else stream)
             continue
         rows = open_table(entry, access, on_bad, evaluation=evaluation, key=key)
         if entry.kinds is not None:
-            rows = _of_kinds(rows, entry, key)
-        if isinstance(rows, list):  # read already, so that what can't be used is known
-            rows = [row for row in rows if _takes(row, modalities, None if bundled else on_bad)]
+            rows = _of_kinds(rows, entry, entry.kinds, key)
+        if isinstance(rows, list):  # read already, so that rows which can't be used are known
+            bundled = entry.path is not None and is_bundled(entry.path)
+            rows = _with_modalities(rows, modalities, None if bundled else on_bad)
         parts.append(rows)
     if max_rows is not None:
         left = max_rows
@@ -243,71 +243,83 @@ def open_rows(
             assert not isinstance(part, RowStream)
             parts[number] = first = part if len(part) <= left else part[:left]
             left -= len(first)
+    own = [any(getattr(entry, name) is not None for name in MEDIA_KEYS) for entry in entries]
     return RowSet(
         parts,
         list(map(str, entries)),
         [SourceShare(None, entry.weight, entry.epochs) for entry in entries],
-        [_own_limits(data, entry) for entry in entries],
+        [MediaLimits.of(data, entry) if has_own else None for entry, has_own in zip(entries, own, strict=True)],
     )
 
 
-def _of_kinds(rows: Sequence[Row], entry: DataEntry, key: str) -> list[Row]:
+def _with_literal_tags(entry: DataEntry, data: DataConfig, modalities: Sequence[str]) -> DataEntry:
+    """The entry, its tags text where the recipe says so or the model reads texts alone, unless it says itself how they are read."""
+    literal = data.literal_tags or set(modalities) <= {"text"}
+    return replace(entry, literal_tags=True) if literal and entry.literal_tags is None else entry
+
+
+def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
+    """The media that rows of an entry may name, with a root or none, whose file lies in a folder."""
+    root = data.root if root is None else root
+    return Access(folder if root is None else expanded(root), data.outside_root, data.urls)
+
+
+def _of_kinds(rows: Sequence[Row], entry: DataEntry, kinds: Sequence[str], key: str) -> list[Row]:
     """The rows of the entry's kinds."""
-    assert entry.kinds is not None
     if not isinstance(rows, list):
         raise UserError(
             f"{key}: kinds of {entry}: its rows are read when their turn comes; kinds is for JSONL, JSON, CSV and bundled sets."
         )
-    found = [row for row in rows if row.kind in entry.kinds]
-    missing = [kind for kind in entry.kinds if all(row.kind != kind for row in found)]
-    if missing:
-        there = ", ".join(sorted({row.kind or "none" for row in rows}))
-        raise UserError(f"{key}: {entry} has no rows of kind {missing[0]}; their kinds: {there}.")
-    return found
+    known = {row.kind for row in rows}
+    missing = next((kind for kind in kinds if kind not in known), None)
+    if missing is not None:
+        listed = ", ".join(sorted({kind or "none" for kind in known}))
+        raise UserError(f"{key}: {entry} has no rows of kind {missing}; their kinds: {listed}.")
+    return [row for row in rows if row.kind in kinds]
 
 
-def _own_limits(data: DataConfig, entry: DataEntry) -> MediaLimits | None:
-    """The limits of an entry's media, where it has its own."""
-    given = any(getattr(entry, name) is not None for name in MEDIA_KEYS)
-    return MediaLimits.of(data, entry) if given else None
-
-
-def foreign_media(row: Row, taken: Sequence[str]) -> set[str]:
+def foreign_media(row: Row, modalities: Sequence[str]) -> set[str]:
     """Kinds of media in the row that a model does not take."""
-    foreign = row.media.difference(taken)
-    return foreign - {"audio"} if ONE_SOUND in taken and len(row.audios) == 1 else foreign
+    foreign = row.media.difference(modalities)
+    return foreign - {"audio"} if ONE_SOUND in modalities and len(row.audios) == 1 else foreign
 
 
-def check_modalities(row: Row, taken: Sequence[str]) -> None:
-    """Raises RowError ("modality") for a row with media that the model does not take."""
-    foreign = foreign_media(row, taken)
+def check_modalities(row: Row, modalities: Sequence[str]) -> None:
+    """Raise RowError ("modality") for a row with media that the model does not take."""
+    foreign = foreign_media(row, modalities)
     if foreign:
-        text = f"the row has {' and '.join(sorted(foreign))}, but this model takes {', '.join(taken)}; leave it out."
+        text = (
+            f"the row has {' and '.join(sorted(foreign))}, but this model takes {', '.join(modalities)}; leave it out."
+        )
         raise RowError(row.source, "modality", text)
 
 
-def _takes(row: Row, taken: Sequence[str], on_bad: Callable[[RowError], None] | None) -> bool:
-    """Whether the model takes the row's media; `on_bad` gets the error of a row that it does not take."""
-    try:
-        check_modalities(row, taken)
-    except RowError as error:
-        if on_bad is not None:
-            on_bad(error)
-        return False
-    return True
+def _with_modalities(
+    rows: list[Row], modalities: Sequence[str], on_bad: Callable[[RowError], None] | None
+) -> list[Row]:
+    """The rows whose media the model takes; `on_bad` gets the errors of the others."""
+    kept = []
+    for row in rows:
+        try:
+            check_modalities(row, modalities)
+            kept.append(row)
+        except RowError as error:
+            if on_bad is not None:
+                on_bad(error)
+    return kept
 
 
 def _first(stream: RowStream, name: str, count: int | None, on_bad: Callable[[RowError], None]) -> list[Row]:
     """The first rows of a stream to evaluate on."""
     if count is None:
         raise UserError(f"data.eval={name}: a stream has no end; say how many rows with train.eval_rows.")
-    found: list[Row] = []
-    for place in range(count):
+    rows: list[Row] = []
+    for index in range(count):
         try:
-            found.append(stream[place])
+            rows.append(stream[index])
         except RowError as error:
             on_bad(error)
-    return found
+    return rows
 
 
 def check_first_rows(entry: DataEntry, data: DataConfig, modalities: Sequence[str], key: str) -> None:
@@ -318,28 +330,19 @@ def check_first_rows(entry: DataEntry, data: DataConfig, modalities: Sequence[st
         UserError: no such file, or one without rows.
     """
     path = entry.path
-    own = entry.format is not None and entry.format not in FORMS
-    if path is None or own or is_bundled(path) or kind_of(path) != "lines":
+    own_format = entry.format is not None and entry.format not in FORMS
+    if path is None or own_format or is_bundled(path) or kind_of(path) != "lines":
         return
-    file, literal = locate(path, key), data.literal_tags or set(modalities) <= {"text"}
+    file = locate(path, key)
     if file.suffix == ".json" and file.stat().st_size > _QUICK:  # a list is read as a whole
         return
-    form = form_of(replace(entry, literal_tags=True) if literal and entry.literal_tags is None else entry)
+    form = form_of(_with_literal_tags(entry, data, modalities))
     access = _access(data, entry.root, file.parent)
     number = 0
     for number, line in islice(numbered_items(file, str(entry)), _FIRST):
-        source = f"{entry}:{number}"
         try:
-            item = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
-            make_row(item, source, access, form)
+            parse_row(line, f"{entry}:{number}", access, form)
         except RowError as error:
             raise raised(error) from error
     if not number:
         raise UserError(no_rows(path))
-
-
-def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
-    """What rows may name, of an entry with a root or none, whose file lies in a folder."""
-    chosen = root if root is not None else data.root
-    place = folder if chosen is None else expanded(chosen)
-    return Access(place, data.outside_root, data.urls)

@@ -10,33 +10,22 @@ loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zoo.config.entries import MediaLimits
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
 from zoo.data.sources.formats.grounding import Placed
 from zoo.data.sources.formats.messages import MAX_WEIGHT, TORN, Message, is_torn, read_turns, read_weight, typed
 from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
-from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
-from zoo.data.sources.references import (
-    Access,
-    AudioSamples,
-    Blob,
-    FrameList,
-    MediaFile,
-    Medium,
-    OpenImage,
-    check_medium,
-    missing_text,
-    opened,
-    shown,
-)
+from zoo.data.sources.lines import json_object, locate, numbered_items
+from zoo.data.sources.references import Access, Medium, OpenedMedium, check_medium, missing_text, open_medium, shown
 from zoo.errors import UserError
+from zoo.types import JsonMapping, JsonObject
 
 __all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
@@ -74,9 +63,8 @@ class Row:
     text: str | None = None  # plain text, where there are no messages
     trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
     tools: str = ""  # the tools that the conversation offers, a list in JSON; "" for none
-    calls: tuple[
-        str, ...
-    ] = ()  # of each message its tool calls, a list in JSON, "" for none; () where no message has any
+    # Of each message its tool calls, a list in JSON, "" for none; () where no message has any.
+    calls: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # of who speaks each message, "" for none; () where no message has any
     boxes: tuple[Box, ...] = ()  # one for each <bbox> in the messages
     form: str = "messages"  # the format that it was read as
@@ -92,15 +80,16 @@ class Row:
         """A media file's path."""
         return self.root / name
 
-    def opened(self, medium: Medium) -> MediaFile | Blob | AudioSamples | OpenImage | FrameList:
-        """One of its media at hand; see `zoo.data.sources.references.opened`."""
-        return opened(medium, self.root, self.outside)
+    def opened(self, medium: Medium) -> OpenedMedium:
+        """One of its media at hand; see `zoo.data.sources.references.open_medium`."""
+        return open_medium(medium, self.root, self.outside)
 
     @property
     def media(self) -> set[str]:
         """Kinds of media in the row: image, video, audio (a video's sound that is heard included)."""
         heard = bool(self.audios) or self.use_audio_in_video
-        return {kind for kind, there in (("image", self.images), ("video", self.videos), ("audio", heard)) if there}
+        present = {"image": bool(self.images), "video": bool(self.videos), "audio": heard}
+        return {kind for kind, is_present in present.items() if is_present}
 
     @property
     def answer_weights(self) -> list[float]:
@@ -116,7 +105,7 @@ def read_rows(
     *,
     form: Form | str | None = None,
     access: Access | None = None,
-    keep: Callable[[int], bool] = lambda number: True,
+    keep: Callable[[int], bool] | None = None,
 ) -> list[Row]:
     """All rows of a file of lines (JSONL, a JSON list, CSV, plain text), or of a bundled set.
 
@@ -125,7 +114,7 @@ def read_rows(
         on_bad: called with the error of each bad row, which is then left out; None raises the first.
         form: the rows' format, or its name; None: found by each row's keys.
         access: which media rows may name; None: any path, relative to the file's folder.
-        keep: whether the row of a line number is wanted.
+        keep: whether the row of a line number is wanted; None: all are.
 
     Raises:
         RowError: a bad row (see `make_row`), when `on_bad` is None.
@@ -133,37 +122,38 @@ def read_rows(
     """
     path = locate(str(spec))
     access = access or Access(path.parent)
-    rows, empty = [], True
+    rows, number = [], 0
     for number, line in numbered_items(path, str(spec)):
-        empty = False
-        if not keep(number):
+        if keep is not None and not keep(number):
             continue
         try:
-            source = f"{spec}:{number}"
-            item = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
-            rows.append(make_row(item, source, access, form))
+            rows.append(parse_row(line, f"{spec}:{number}", access, form))
         except RowError as error:
             if on_bad is None:
                 raise
             on_bad(error)
-    if empty:
+    if not number:
         raise UserError(no_rows(spec))
     return rows
 
 
 def no_rows(spec: str | Path) -> str:
-    """What is said of a file without any."""
+    """The message for a file without rows."""
     if Path(spec).suffix in (".csv", ".tsv"):
         return f"{spec} has no rows; a first line that names columns and a line for each row are wanted."
     return f"{spec} has no rows; each line should be a JSON object with 'messages'."
 
 
-def parse_row(line: bytes | str, source: str, root: Path) -> Row:
-    """One line of JSONL as a row; see `make_row`. Broken JSON is a RowError ("bad_json")."""
-    return make_row(load_line(line, source), source, Access(root))
+def parse_row(content: object, source: str, access: Access, form: Form | str | None = None) -> Row:
+    """The row of a line of JSON, or of an item of `numbered_items`; see `make_row`. Broken JSON is a RowError ("bad_json")."""
+    try:
+        item = json_object(content)
+    except RowError as error:
+        raise error.at(source) from error
+    return make_row(item, source, access, form)
 
 
-def make_row(item: Mapping[str, Any], source: str, access: Access, form: Form | str | None = None) -> Row:
+def make_row(item: JsonMapping, source: str, access: Access, form: Form | str | None = None) -> Row:
     """A row as a file, a data set or a program has it, checked.
 
     Args:
@@ -179,195 +169,180 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: Form | 
     """
     try:
         return _made(item, source, access, form if isinstance(form, Form) else Form(form))
+    except RowError as error:
+        raise error.at(source) from error
     except RecursionError as error:
         raise RowError(source, "bad_row", "the row is nested too deeply.") from error
 
 
-def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> Row:
-    item, found, boxes, skipped = to_own(item, form, source)
-    rejected = item.pop("rejected", None) if found == PREFERENCE else None
+def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
+    item, form_name, boxes, skipped = to_own(item, form)
+    rejected = item.pop("rejected", None) if form_name == PREFERENCE else None
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access, skipped)
-    turns = read_turns(item, source)
+    turns = read_turns(item)
     messages, weights = tuple(turn.message for turn in turns), tuple(turn.weight for turn in turns)
-    calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls", source) for turn in turns)
+    calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls") for turn in turns)
     names = tuple(turn.name for turn in turns)
-    tools = _plain_json(own_tools(item.get("tools"), source), "tools", source)
-    task, answers = _task(item, source), _answers(item, source)
-    written = (*(content for _, content in messages), *calls, *names, tools, task or "", *answers)
-    _check_texts(written, source)
-    named = {name: _listed(item, name, source) for name in MEDIA}
-    count = sum(len(found) for _, found in named.values())
-    if count > MAX_MEDIA:
-        raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
-    counts = {name: len(found) for name, (_, found) in named.items()}
+    tools = _plain_json(own_tools(item.get("tools")), "tools")
+    task, answers = typed(item, "task", str, None), _answers(item)
+    if task is not None and is_torn(task):
+        raise bad_row(TORN.format("task"))
+    contents = [content for _, content in messages]
+    _check_texts((*contents, *calls, *names, tools, task or "", *answers))
+    listed = {kind: _listed(item, kind) for kind in MEDIA}
+    counts = {kind: len(media) for kind, (_, media) in listed.items()}
+    if sum(counts.values()) > MAX_MEDIA:
+        raise bad_row(f"{sum(counts.values())} media are over the limit of {MAX_MEDIA} a row.")
     if form.literal_tags:
         contents = literal_tags([(role, content) for role, content in messages], counts)
         messages = tuple(map(Message, (role for role, _ in messages), contents))
-    _check_placeholders(messages, counts, source)
+    _check_placeholders(messages, counts)
     media = {
-        name: tuple(check_medium(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
-        for name, (key, found) in named.items()
+        kind: tuple(check_medium(value, kind, f"{key}[{n}]", access) for n, value in enumerate(values))
+        for kind, (key, values) in listed.items()
     }
-    use_sound = typed(item, "use_audio_in_video", bool, False, source)
+    use_sound = typed(item, "use_audio_in_video", bool, False)
     if use_sound and not media["video"]:
-        raise RowError(source, "bad_row", "use_audio_in_video is true, but the row has no video.")
+        raise bad_row("use_audio_in_video is true, but the row has no video.")
+    label = item.get("label")
+    if label is not None and not isinstance(label, bool):
+        text = f"label is {shown(repr(label))}; a bool is wanted, or columns: {{label: null}} where it says something else."
+        raise bad_row(text)
     row = Row(
         messages=messages,
         images=media["image"],
         videos=media["video"],
         audios=media["audio"],
-        kind=_kind(item, None, source),
+        kind=_kind(item, None),
         use_audio_in_video=use_sound,
         source=source,
         root=access.root,
         outside=access.outside,
-        weight=read_weight(item, "the row", source),
+        weight=read_weight(item, "the row"),
         weights=weights if set(weights) != {1.0} else (),
         trusted=access.trusted,
         tools=tools,
         calls=calls if any(calls) else (),
         names=names if any(names) else (),
-        boxes=_boxes(boxes, len(media["image"]), source),
-        form=found,
+        boxes=_boxes(boxes, counts["image"]),
+        form=form_name,
         task=task,
         answers=answers,
-        label=_label(item, source),
+        label=label,
         skipped=skipped,
         rejected=_rejected(rejected, source, access, form.literal_tags),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
-        raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
+        raise bad_row(f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
     return row
 
 
-def _rejected(
-    item: Mapping[str, Any] | RowError | None, source: str, access: Access, literal: bool
-) -> Row | RowError | None:
-    """A pair's row with the worse answer; what is wrong with it matters where pairs are trained alone."""
-    if item is None or isinstance(item, RowError):
-        return item
+def _rejected(item: JsonMapping | RowError | None, source: str, access: Access, literal: bool) -> Row | RowError | None:
+    """A pair's row with the worse answer; its error matters where pairs are trained alone."""
+    if item is None:
+        return None
+    if isinstance(item, RowError):
+        return item.at(source)
     try:
         return _made(item, source, access, Form("messages", literal_tags=literal))
     except RowError as error:
-        return error
+        return error.at(source)
 
 
-def _text_row(item: dict[str, Any], source: str, access: Access, skipped: tuple[str, ...]) -> Row:
+def _text_row(item: JsonObject, source: str, access: Access, skipped: tuple[str, ...]) -> Row:
     text = item["text"]
     if not isinstance(text, str):
-        raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+        raise bad_row(f"text is of type {type(text).__name__}; a string is wanted.")
     if is_torn(text):
-        raise RowError(source, "bad_row", TORN.format("text"))
-    _check_texts([text], source)
+        raise bad_row(TORN.format("text"))
+    _check_texts([text])
     if not text.strip():
-        raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
+        raise bad_row("text is empty: there is nothing to learn.")
     return Row(
         messages=(),
-        kind=_kind(item, "text", source),
+        kind=_kind(item, "text"),
         source=source,
         root=access.root,
         outside=access.outside,
-        weight=read_weight(item, "the row", source),
+        weight=read_weight(item, "the row"),
         text=text,
         form="text",
         skipped=skipped,
     )
 
 
-def _check_texts(texts: Iterable[str], source: str) -> None:
+def _check_texts(texts: Iterable[str]) -> None:
     size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if size > TEXT_MB * 2**20:
-        text = f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
-        raise RowError(source, "bad_row", text)
+        mebibytes = size / 2**20
+        raise bad_row(f"its texts have {mebibytes:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows.")
 
 
-def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
+def _kind(item: JsonObject, default: str | None) -> str | None:
     """The row's label, under which metrics are logged."""
-    kind: str | None = typed(item, "kind", str, default, source)
+    kind = typed(item, "kind", str, default)
     if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
-        text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
-        raise RowError(source, "bad_row", text)
+        raise bad_row(f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted.")
     return kind
 
 
-def _task(item: dict[str, Any], source: str) -> str | None:
-    """What the row names as its task."""
-    task: str | None = typed(item, "task", str, None, source)
-    if task is not None and is_torn(task):
-        raise RowError(source, "bad_row", TORN.format("task"))
-    return task
-
-
-def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
+def _answers(item: JsonObject) -> tuple[str, ...]:
     """The texts that are accepted as an answer."""
-    answers = typed(item, "answers", list, [], source)
+    answers = typed(item, "answers", list, [])
     if not all(isinstance(answer, str) for answer in answers):
-        raise RowError(source, "bad_row", f"answers is {shown(answers)}; a list of texts is wanted.")
+        raise bad_row(f"answers is {shown(answers)}; a list of texts is wanted.")
     if len(answers) > MAX_ANSWERS:
-        text = f"{len(answers)} answers are over the limit of {MAX_ANSWERS} a row."
-        raise RowError(source, "bad_row", text)
+        raise bad_row(f"{len(answers)} answers are over the limit of {MAX_ANSWERS} a row.")
     torn = next((number for number, answer in enumerate(answers) if is_torn(answer)), None)
     if torn is not None:
-        raise RowError(source, "bad_row", TORN.format(f"answers[{torn}]"))
+        raise bad_row(TORN.format(f"answers[{torn}]"))
     return tuple(answers)
 
 
-def _label(item: dict[str, Any], source: str) -> bool | None:
-    """Whether the answer is desirable."""
-    found = item.get("label")
-    if found is not None and not isinstance(found, bool):
-        text = f"label is {shown(repr(found))}; a bool is wanted, or columns: {{label: null}} where it says something else."
-        raise RowError(source, "bad_row", text)
-    return found
-
-
-def _plain_json(value: list[Any], where: str, source: str) -> str:
+def _plain_json(values: list[object] | list[JsonObject], where: str) -> str:
     """A list as JSON, "" for an empty one."""
-    if not value:
+    if not values:
         return ""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:  # a picture, say, or nan
-        raise RowError(source, "bad_row", f"{where} can't be written as JSON: {error}.") from error
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:  # an image, say, or nan
+        raise bad_row(f"{where} can't be written as JSON: {error}.") from error
     if is_torn(text):
-        raise RowError(source, "bad_row", TORN.format(where))
+        raise bad_row(TORN.format(where))
     return text
 
 
-def _boxes(boxes: list[Placed], images: int, source: str) -> tuple[Box, ...]:
+def _boxes(placed: list[Placed], images: int) -> tuple[Box, ...]:
     """The boxes, which are written once the images are known."""
-    found = tuple(Box(image, tuple(places), norm) for image, places, norm in boxes)
-    wrong = next((box for box in found if box.image >= images and not box.norm), None)
+    boxes = tuple(Box(image, tuple(places), norm) for image, places, norm in placed)
+    wrong = next((box for box in boxes if box.image >= images and not box.norm), None)
     if wrong is not None:
-        text = f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0."
-        raise RowError(source, "bad_row", text)
-    return found
+        raise bad_row(f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0.")
+    return boxes
 
 
-def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:
-    """The key that the row has for a kind of medium, and what it lists."""
-    plural = MEDIA[name]
-    if item.get(name) is not None and item.get(plural) is not None:
-        raise RowError(source, "bad_row", f"both {name!r} and {plural!r} are given; keep one of them.")
-    key = name if item.get(name) is not None else plural
+def _listed(item: JsonObject, kind: str) -> tuple[str, list[object]]:
+    """The key that the row has for a kind of medium, and the media that it lists."""
+    plural = MEDIA[kind]
+    if item.get(kind) is not None and item.get(plural) is not None:
+        raise bad_row(f"both {kind!r} and {plural!r} are given; keep one of them.")
+    key = kind if item.get(kind) is not None else plural
     value = item.get(key)
-    if value is None:
-        return key, []
-    if key == name and not isinstance(value, list | tuple):
-        return key, [value]
-    if not isinstance(value, list | tuple):
-        raise RowError(source, "bad_row", f"{key} is {shown(value)}; a list of paths is wanted.")
-    return key, list(value)
+    if isinstance(value, list | tuple):
+        return key, list(value)
+    if value is not None and key == plural:
+        raise bad_row(f"{key} is {shown(value)}; a list of paths is wanted.")
+    return key, [] if value is None else [value]
 
 
-def _check_placeholders(messages: tuple[Message, ...], media: dict[str, int], source: str) -> None:
+def _check_placeholders(messages: tuple[Message, ...], media: dict[str, int]) -> None:
     marks = [mark for _, content in messages for mark in PLACEHOLDER.findall(content)]
-    for name, there in media.items():
-        count = marks.count(name)
-        if count != there:
+    for kind, wanted in media.items():
+        count = marks.count(kind)
+        if count != wanted:
             text = (
-                f"{count} <{name}> in the messages but {there} in {MEDIA[name]!r}; make them equal, or set "
+                f"{count} <{kind}> in the messages but {wanted} in {MEDIA[kind]!r}; make them equal, or set "
                 "data.literal_tags=true where tags are text."
             )
-            raise RowError(source, "placeholder_mismatch", text)
+            raise bad_row(text, "placeholder_mismatch")

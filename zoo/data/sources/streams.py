@@ -10,48 +10,51 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.identity import digest_of
-from zoo.data.sources.lines import SEPARATORS, load_line, locate, next_line, reading
+from zoo.data.sources.lines import SEPARATORS, locate, next_line, reading
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, make_row
+from zoo.data.sources.rows import Row, parse_row
 from zoo.data.sources.tables import class_names, form_of, held_out, kind_of, plain_item, with_names
 from zoo.errors import UserError
 from zoo.files import expanded
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
 MARK_EVERY = 64  # rows between places that a stream can go back to
 HEAD = 64  # rows at its beginning that a stream is recognised by
-_UNKNOWN: dict[str, Any] = {"head": [], "row": None}
+type State = list[Any]  # of a reader or a stream: plain values, as checkpoints hold them
 
 
 class Item(NamedTuple):
-    """What a reader gives for a row."""
+    """A row as a reader gives it."""
 
     number: int  # of the row, from 1
-    content: Mapping[str, Any] | bytes | RowError  # the row, a line to parse, or why it can't be read
+    content: object  # the row, the bytes of a line to parse, or a RowError
 
 
 class Mark(NamedTuple):
     """A place that a stream can go back to."""
 
-    place: int  # of the next row
-    state: Any  # of the reader there
+    row: int  # the next one's index
+    state: State | None  # of the reader there; None: its beginning
 
 
 class Reader(Protocol):
     """Reads items in order, from the beginning or from where it was."""
 
-    def start(self, state: Any) -> None:
+    def start(self, state: State | None) -> None:
         """Go to a state, or to the beginning for None."""
 
-    def state(self) -> Any:
-        """Where it stands, as plain values."""
+    def state(self) -> State:
+        """Where it stands."""
 
     def __next__(self) -> Item:
         """The next row."""
@@ -64,11 +67,11 @@ class LineReader:
         self.path = path
         self.offset = self.number = 0
 
-    def start(self, state: Any) -> None:
+    def start(self, state: State | None) -> None:
         """Go to a state, or to the beginning for None."""
         self.offset, self.number = state or (0, 0)
 
-    def state(self) -> list[int]:
+    def state(self) -> State:
         """Byte and line."""
         return [self.offset, self.number]
 
@@ -89,19 +92,19 @@ class LineReader:
 class DatasetReader:
     """The rows of a datasets.IterableDataset, media not decoded."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: IterableDataset) -> None:
         self.dataset = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
         self.first = copy.deepcopy(self.dataset.state_dict())
         self.number, self.names = 0, class_names(dataset)
         self.start(None)
 
-    def start(self, state: Any) -> None:
+    def start(self, state: State | None) -> None:
         """Go to a state, or to the beginning for None."""
-        self.number, place = state or (0, self.first)
-        self.dataset.load_state_dict(copy.deepcopy(place))
-        self.rows: Iterator[Any] = iter(self.dataset)
+        self.number, position = state or (0, self.first)
+        self.dataset.load_state_dict(copy.deepcopy(position))
+        self.rows = iter(self.dataset)
 
-    def state(self) -> list[Any]:
+    def state(self) -> State:
         """Rows read, and the data set's own state."""
         return [self.number, copy.deepcopy(self.dataset.state_dict())]
 
@@ -111,7 +114,7 @@ class DatasetReader:
         if not hasattr(item, "to_pylist"):
             return Item(self.number, with_names(item, self.names))
         try:
-            return Item(self.number, with_names(plain_item(item, ""), self.names))
+            return Item(self.number, with_names(plain_item(item), self.names))
         except RowError as error:
             return Item(self.number, error)
 
@@ -140,125 +143,112 @@ class RowStream:
         self.rows: dict[int, Row | RowError] = {}
         self.marks = [Mark(0, None)]
         self.head: list[str] = []  # digests of the first rows
-        self.at_marks: dict[int, str] = {}  # place of a mark -> digest of the row there
-        self.passed = False  # whether the last row was found by beginning anew
+        self.at_marks: dict[int, str] = {}  # index of a mark -> digest of the row there
+        self.restarted = False  # whether the last row was found by starting over
 
-    def __getitem__(self, place: int) -> Row:
-        """The row of a place, counted over passes.
+    def __getitem__(self, index: int) -> Row:
+        """The row of an index, counted over passes.
 
         Raises:
             RowError: it is a bad one.
             UserError: the stream has no rows.
         """
-        if place < self.next and place not in self.rows:
-            self._back(place)
-        while self.next <= place:
-            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1].place:
+        if index < self.next and index not in self.rows:
+            before = [mark for mark in self.marks if mark.row <= index]
+            self._go_to(before[-1] if before else Mark(0, None))
+        while self.next <= index:
+            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1].row:
                 self.marks.append(Mark(self.next, self.reader.state()))
-            self.passed = False
+            self.restarted = False
             self.rows[self.next] = self._read()
             self._note(self.next)
             self.next += 1
-        found = self.rows[place]
-        if isinstance(found, RowError):
-            raise found
-        return found
+        row = self.rows[index]
+        if isinstance(row, RowError):
+            raise row
+        return row
 
     def peek(self) -> Row | None:
         """The next row; None where it is a bad one. The stream is left where it was."""
-        place, rows, next_row = self.reader.state(), self.rows, self.next
-        passed = self.passed
+        state, restarted = self.reader.state(), self.restarted
         try:
             row = self._read()
         finally:
-            self.reader.start(place)
-            self.rows, self.next, self.passed = rows, next_row, passed
+            self.reader.start(state)
+            self.restarted = restarted
         return row if isinstance(row, Row) else None
 
-    def forget(self, place: int) -> None:
-        """No row before `place` will be asked for again (or seldom: it would be read again)."""
-        for gone in [known for known in self.rows if known < place]:
+    def forget(self, index: int) -> None:
+        """Let go of the rows before `index`; such a row would be read again."""
+        for gone in [known for known in self.rows if known < index]:
             del self.rows[gone]
-        while len(self.marks) > 1 and self.marks[1].place <= place:
+        while len(self.marks) > 1 and self.marks[1].row <= index:
             del self.marks[0]
 
-    def state(self, place: int) -> list[Any]:
-        """A place at or before `place`, the reader's state there, and digests of rows, as plain values."""
-        mark = next(mark for mark in reversed(self.marks) if mark.place <= place or mark is self.marks[0])
-        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark.place)}]
+    def state(self, index: int) -> State:
+        """A mark at or before `index`, the reader's state there, and digests of rows, as plain values."""
+        mark = next(mark for mark in reversed(self.marks) if mark.row <= index or mark is self.marks[0])
+        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark.row)}]
 
-    def load(self, state: list[Any]) -> None:
+    def load(self, state: State) -> None:
         """Go to a saved place."""
-        self.next, place, known = state
-        self.rows, self.marks = {}, [Mark(self.next, place)]
-        self.head, row = list(known["head"]), known["row"]
-        self.at_marks = {} if row is None else {self.next: row}
-        self.reader.start(place)
+        index, position, digests = state
+        self._go_to(Mark(index, position))
+        self.head, row = list(digests["head"]), digests["row"]
+        self.at_marks = {} if row is None else {index: row}
 
-    def difference(self, state: list[Any]) -> str | None:
+    def difference(self, state: State) -> str | None:
         """Why the stream is not the one of a saved place, by its first rows and the one there; None where it seems to be.
 
         It is left at its beginning.
         """
-        place, _, known = state
+        beginning: State = [0, None, {"head": [], "row": None}]
+        index, _, digests = state
         try:
-            self.load([0, None, _UNKNOWN])
-            for number, digest in enumerate(known["head"]):
+            self.load(beginning)
+            for number, digest in enumerate(digests["head"]):
                 if self._digest(number) != digest:
-                    return f"{self._name(number)} is not the row that stood there"
+                    return f"{self.rows[number].source} is not the row that stood there"
             self.load(state)
-            if known["row"] is not None and self._digest(place) != known["row"]:
-                return f"{self._name(place)}, where the checkpoint stands, is not the row that stood there"
+            if digests["row"] is not None and self._digest(index) != digests["row"]:
+                name = self.rows[index].source
+                return f"{name}, where the checkpoint stands, is not the row that stood there"
             return None
         finally:
-            self.load([0, None, _UNKNOWN])
+            self.load(beginning)
 
-    def _note(self, place: int) -> None:
+    def _go_to(self, mark: Mark) -> None:
+        self.next, self.rows, self.marks = mark.row, {}, [mark]
+        self.reader.start(mark.state)
+
+    def _note(self, index: int) -> None:
         """Keep the digest of a row by which the stream is recognised, also when it has grown: a row of its head, or of a mark."""
-        if self.passed:
+        if self.restarted:
             return
-        if place == len(self.head) < HEAD:
-            self.head.append(digest_of(self.rows[place]))
-        if place == self.marks[-1].place:
+        if index == len(self.head) < HEAD:
+            self.head.append(digest_of(self.rows[index]))
+        if index == self.marks[-1].row:
             self.at_marks = {mark: self.at_marks[mark] for mark, _ in self.marks if mark in self.at_marks}
-            self.at_marks[place] = digest_of(self.rows[place])
+            self.at_marks[index] = digest_of(self.rows[index])
 
-    def _digest(self, place: int) -> str:
+    def _digest(self, index: int) -> str:
         with contextlib.suppress(RowError):
-            self[place]
-        return digest_of(self.rows[place])
-
-    def _name(self, place: int) -> str:
-        row = self.rows[place]
-        return row.source
-
-    def _back(self, place: int) -> None:
-        fitting = [mark for mark in self.marks if mark.place <= place] or [Mark(0, None)]
-        self.load(list(fitting[-1]))
+            self[index]
+        return digest_of(self.rows[index])
 
     def _read(self) -> Row | RowError:
         for _ in range(2):
-            for number, item in self._items():
-                if self.keep is None or self.keep(number):
-                    source = f"{self.name}:{number}"
-                    if isinstance(item, RowError):
-                        return item.at(source)
-                    try:
-                        whole = item if isinstance(item, Mapping) else load_line(item, source)
-                        return make_row(whole, source, self.access, self.form)
-                    except RowError as error:
-                        return error
+            with contextlib.suppress(StopIteration):
+                while True:
+                    number, content = next(self.reader)
+                    if self.keep is None or self.keep(number):
+                        try:
+                            return parse_row(content, f"{self.name}:{number}", self.access, self.form)
+                        except RowError as error:
+                            return error
             self.reader.start(None)
-            self.passed = True
+            self.restarted = True
         raise UserError(f"{self.name}: the stream has no rows.")
-
-    def _items(self) -> Iterator[Item]:
-        while True:
-            try:
-                item = next(self.reader)
-            except StopIteration:
-                return
-            yield item
 
 
 def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluation: bool, key: str) -> RowStream:
@@ -268,12 +258,13 @@ def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluatio
         UserError: no such file, or one that is read by places rather than in order.
     """
     keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
+    form = form_of(entry)
     if entry.rows is not None:
-        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), form_of(entry), keep)
+        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), form, keep)
     if entry.hub is not None:
         from zoo.data.sources.hub import load_hub
 
-        return RowStream(DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form_of(entry), keep)
+        return RowStream(DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form, keep)
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "parquet":
@@ -281,7 +272,7 @@ def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluatio
 
         folder = path if os.path.isdir(path) else path.parent
         reader: Reader = DatasetReader(load_parquet_stream(entry, key))
-        return RowStream(reader, str(entry), access(folder), form_of(entry), keep)
+        return RowStream(reader, str(entry), access(folder), form, keep)
     if kind != "lines":
         raise UserError(f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out.")
     if path.suffix in (*SEPARATORS, ".txt"):
@@ -289,7 +280,7 @@ def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluatio
             f"{key}={entry}: stream=true: a {path.suffix} file is read whole; leave it out, or write it as JSONL."
         )
     path = locate(entry.path, key)
-    return RowStream(LineReader(path), entry.path, access(path.parent), form_of(entry), keep)
+    return RowStream(LineReader(path), entry.path, access(path.parent), form, keep)
 
 
 def is_stream(entry: DataEntry) -> bool:

@@ -12,22 +12,27 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from zoo.config.entries import DataEntry, is_bundled
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.formats.labelled_media import Asked, kind_of_file
-from zoo.data.sources.lines import METADATA, ROW_FILES, MediaFolder, json_object, load_line, locate, numbered_items
+from zoo.data.sources.lines import METADATA, ROW_FILES, MediaFolder, json_object, locate, numbered_items
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
-from zoo.data.sources.tars import Samples, check_samples, tar_files
+from zoo.data.sources.tars import TarSamples, check_samples, tar_files
 from zoo.errors import UserError
 from zoo.files import expanded
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from pyarrow import Table as ArrowTable
 
 
 class Table(Sequence[Row]):
@@ -35,11 +40,11 @@ class Table(Sequence[Row]):
 
     Args:
         items: how many there are, before `keep`.
-        read: the item of a place, from 0.
-        name: what they are called in messages: "NAME:place", from 1.
+        read: the item of an index, from 0; its RowErrors need not name the row.
+        name: what they are called in messages: "NAME:number", from 1.
         access: which media they may name.
         form: their format, or None.
-        keep: whether a row of a place, from 1, is wanted.
+        keep: whether a row of a number, from 1, is wanted; None: all are.
 
     Raises:
         UserError: there are none.
@@ -48,7 +53,7 @@ class Table(Sequence[Row]):
     def __init__(
         self,
         items: int,
-        read: Callable[[int], Mapping[str, Any]],
+        read: Callable[[int], JsonMapping],
         name: str,
         access: Access,
         form: Form | str | None,
@@ -57,12 +62,12 @@ class Table(Sequence[Row]):
         if not items:
             raise UserError(f"{name} has no rows.")
         self.read, self.name, self.access, self.form = read, name, access, form
-        self.places: Sequence[int] | np.ndarray = range(items)
+        self.indices: Sequence[int] | np.ndarray = range(items)
         if keep is not None:
-            self.places = np.array([place for place in range(items) if keep(place + 1)], np.int64)
+            self.indices = np.array([index for index in range(items) if keep(index + 1)], np.int64)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -70,9 +75,16 @@ class Table(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = int(self.places[index])
-        return make_row(self.read(place), f"{self.name}:{place + 1}", self.access, self.form)
+            return [self[row] for row in range(*index.indices(len(self)))]
+        item = int(self.indices[index])
+        source = f"{self.name}:{item + 1}"
+        try:
+            row = self.read(item)
+        except RowError as error:
+            if error.source:
+                raise
+            raise error.at(source) from error
+        return make_row(row, source, self.access, self.form)
 
 
 def open_table(
@@ -96,35 +108,61 @@ def open_table(
         UserError: no such file, data set or split.
     """
     keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
-    name = str(entry)
+    form = form_of(entry)
     if entry.rows is not None:
-        return _of_objects(entry, access, keep)
+        if hasattr(entry.rows, "with_format"):  # a datasets.Dataset
+            return _of_dataset(entry.rows, "rows", access(Path.cwd()), form, keep)
+        rows = list(as_dicts(entry.rows))
+        return Table(len(rows), lambda index: _mapping(rows[index]), "rows", access(Path.cwd()), form, keep)
     if entry.hub is not None:
         from zoo.data.sources.hub import load_hub
 
-        return _of_dataset(load_hub(entry, key), name, access(Path.cwd()), form_of(entry), keep)
+        return _of_dataset(load_hub(entry, key), str(entry), access(Path.cwd()), form, keep)
     assert entry.path is not None
-    kind = kind_of(entry.path)
+    kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "tar":
         return _of_tars(entry, key, keep)
     if kind == "objects":
-        path = expanded(entry.path)
-        objects = ObjectRows(path, name)
-        return Table(len(objects), objects, name, access(path.parent), form_of(entry), keep)
+        objects = ObjectRows(path, str(entry))
+        return Table(len(objects), objects, str(entry), access(path.parent), form, keep)
     if kind == "media":
-        folder = expanded(entry.path)
-        items = MediaFolder(folder, entry.split, f"{key}={entry}")
-        return Table(len(items), items, name, access(folder), form_of(entry), keep)
+        media = MediaFolder(path, entry.split, f"{key}={entry}")
+        return Table(len(media), media, str(entry), access(path), form, keep)
     if kind in ("parquet", "disk"):
         from zoo.data.sources.hub import load_local
 
-        path = expanded(entry.path)
         folder = path if os.path.isdir(path) else path.parent
-        return _of_dataset(load_local(entry, kind, key), name, access(folder), form_of(entry), keep)
-    path = locate(entry.path, key)
-    bundled = is_bundled(entry.path)
-    allowed = Access(path.parent, trusted=True) if bundled else access(path.parent)
-    return read_rows(entry.path, on_bad, form=form_of(entry), access=allowed, keep=keep or (lambda number: True))
+        return _of_dataset(load_local(entry, kind, key), str(entry), access(folder), form, keep)
+    folder = locate(entry.path, key).parent
+    allowed = Access(folder, trusted=True) if is_bundled(entry.path) else access(folder)
+    return read_rows(entry.path, on_bad, form=form, access=allowed, keep=keep)
+
+
+def _mapping(row: object) -> JsonMapping:
+    if not isinstance(row, Mapping):
+        raise bad_row(f"the row is a {type(row).__name__}; a dict is wanted.")
+    return row
+
+
+def _of_dataset(dataset: Dataset, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None) -> Table:
+    """A datasets.Dataset: media come as they are stored, not decoded."""
+    stored, names = dataset.with_format("arrow"), class_names(dataset)
+    return Table(
+        len(dataset), lambda row: with_names(plain_item(stored[row : row + 1]), names), name, access, form, keep
+    )
+
+
+def _of_tars(entry: DataEntry, key: str, keep: Callable[[int], bool] | None) -> Table:
+    path = str(entry.path)
+    folder, form, name, energon = expanded(path), form_of(entry), str(entry), None
+    if is_energon(folder):
+        energon = read_energon(folder, entry.split, entry.format, f"{key}={path}")
+        files, form = energon.tars, replace(form, name=energon.form)
+    else:
+        files = tar_files(path, key)
+    samples = TarSamples(files, name, form.name, energon)
+    access = Access(files[0].parent, outside=False, closed=True)
+    return Table(len(samples), samples, name, access, form, keep)
 
 
 def form_of(entry: DataEntry) -> Form:
@@ -133,34 +171,33 @@ def form_of(entry: DataEntry) -> Form:
 
 
 def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]:
-    """Whether the row of a place belongs to the part held out (`evaluation`), or to the rest.
+    """Whether the row of a number belongs to the part held out (`evaluation`), or to the rest.
 
-    Each row is drawn by itself, from the seed and its place, so that rows added at the end change nothing before them.
+    Each row is drawn by itself, from the seed and its number, so that rows added at the end change nothing before them.
     """
 
-    def keep(place: int) -> bool:
-        drawn = hashlib.blake2b(f"{seed}:{place}".encode(), digest_size=8).digest()
+    def keep(number: int) -> bool:
+        drawn = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
         return (int.from_bytes(drawn) / 2**64 < share) == evaluation
 
     return keep
 
 
 def kind_of(path: str) -> str:
-    """What a path holds: tar, parquet, disk (a folder of `save_to_disk`), media (a folder of these), objects or lines (JSONL, a bundled set, or nothing)."""
-    place = expanded(path)
-    if os.path.isdir(place):
-        if is_energon(place):
-            return "tar"
-        if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
-            return "disk"
-        return _kind_of_files(place)
-    if place.name.endswith(SUFFIX):
-        return "objects"
-    return {".tar": "tar", ".parquet": "parquet"}.get(place.suffix, "lines")
+    """The kind of a path's content.
 
-
-def _kind_of_files(folder: Path) -> str:
-    """What the files of a folder are: parquet, tar, media (with metadata or in folders of classes), else lines."""
+    Returns:
+        tar, parquet, disk (a folder of `save_to_disk`), media (a folder of these, with metadata or in folders of classes), objects
+        or lines (JSONL, a bundled set, or nothing).
+    """
+    folder = expanded(path)
+    if not os.path.isdir(folder):
+        by_suffix = {".tar": "tar", ".parquet": "parquet"}
+        return "objects" if folder.name.endswith(SUFFIX) else by_suffix.get(folder.suffix, "lines")
+    if is_energon(folder):
+        return "tar"
+    if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
+        return "disk"
     kinds: set[str] = set()
     for file in folder.rglob("*"):
         if file.suffix in (".parquet", ".tar"):
@@ -174,24 +211,24 @@ def _kind_of_files(folder: Path) -> str:
 
 
 def check_entry(entry: DataEntry, key: str) -> None:
-    """That the files of an entry are there, and not empty where that is soon known; UserError where not. Asks no hub."""
+    """Check that the files of an entry are there, and not empty where that is soon known; UserError where not. Asks no hub."""
     if entry.path is None:
         return
-    kind = kind_of(entry.path)
-    if kind == "tar" and is_energon(expanded(entry.path)):
-        read_energon(expanded(entry.path), entry.split, entry.format, f"{key}={entry.path}")
+    kind, path = kind_of(entry.path), expanded(entry.path)
+    if kind == "tar" and is_energon(path):
+        read_energon(path, entry.split, entry.format, f"{key}={entry.path}")
     elif kind == "tar":
         check_samples(tar_files(entry.path, key), str(entry))
     elif kind == "parquet":
         from zoo.data.sources.hub import parquet_files
 
-        parquet_files(expanded(entry.path), entry, key)
-    elif kind == "lines" or not os.path.isdir(expanded(entry.path)):
+        parquet_files(path, entry, key)
+    elif kind == "lines" or not os.path.isdir(path):
         locate(entry.path, key)
 
 
-def first_item(entry: DataEntry, key: str) -> Mapping[str, Any] | None:
-    """The first row of an entry that is no stream, as it is written; None where there is none that can be read.
+def first_item(entry: DataEntry, key: str) -> JsonMapping | None:
+    """The first row of an entry that is no stream, not parsed; None where there is none that can be read.
 
     Raises:
         UserError: no such file, data set or split.
@@ -199,30 +236,29 @@ def first_item(entry: DataEntry, key: str) -> Mapping[str, Any] | None:
     bare = replace(entry, format=None, columns=None, kinds=None, held_out=None)
     with contextlib.suppress(RowError, IndexError, StopIteration):
         if entry.path is not None and kind_of(entry.path) == "lines":
-            number, line = next(numbered_items(locate(entry.path, key), str(entry)))
-            return load_line(line, f"{entry}:{number}") if isinstance(line, bytes) else json_object(line, str(entry))
+            return json_object(next(numbered_items(locate(entry.path, key), str(entry)))[1])
         table = open_table(bare, Access, lambda error: None, evaluation=False, key=key)
         return table.read(0) if isinstance(table, Table) else None
     return None
 
 
-def plain_item(table: Any, source: str) -> Mapping[str, Any]:
+def plain_item(table: ArrowTable) -> JsonMapping:
     """The row of an Arrow table of one; RowError ("bad_row") where a text of it is no UTF-8, say."""
     try:
-        item: Mapping[str, Any] = table.to_pylist()[0]
+        item: JsonMapping = table.to_pylist()[0]
     except (ValueError, OverflowError, IndexError, RecursionError) as error:  # Arrow's errors are ValueErrors
-        raise RowError(source, "bad_row", f"the row can't be read: {error}.") from error
+        raise bad_row(f"the row can't be read: {error}.") from error
     return item
 
 
-def class_names(dataset: Any) -> dict[str, list[str]]:
-    """Column -> the names of its classes, of the columns of a datasets.Dataset that hold numbers of classes."""
+def class_names(dataset: Dataset | IterableDataset) -> dict[str, list[str]]:
+    """Column -> the names of its classes, of the columns of a data set that hold numbers of classes."""
     features = getattr(dataset, "features", None) or {}
     inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
     return {column: list(names) for column, feature in inner.items() if (names := getattr(feature, "names", None))}
 
 
-def with_names(item: Mapping[str, Any], names: Mapping[str, list[str]]) -> Mapping[str, Any]:
+def with_names(item: JsonMapping, names: Mapping[str, list[str]]) -> JsonMapping:
     """A row of a data set with names of classes in the place of their numbers; -1 is no class."""
     if not names:
         return item
@@ -234,47 +270,3 @@ def with_names(item: Mapping[str, Any], names: Mapping[str, list[str]]) -> Mappi
         elif isinstance(value, int):
             row[column] = known[value] if value >= 0 else None
     return row
-
-
-# ---------------------------------------------------------------- objects and data sets
-
-
-def _of_objects(
-    entry: DataEntry, access: Callable[[Path], Access], keep: Callable[[int], bool] | None
-) -> Sequence[Row]:
-    rows = entry.rows
-    allowed = access(Path.cwd())
-    if hasattr(rows, "with_format"):  # a datasets.Dataset
-        return _of_dataset(rows, "rows", allowed, form_of(entry), keep)
-    items = list(as_dicts(rows))
-    return Table(len(items), lambda place: _mapping(items[place], place), "rows", allowed, form_of(entry), keep)
-
-
-def _mapping(item: Any, place: int) -> Mapping[str, Any]:
-    if not isinstance(item, Mapping):
-        text = f"the row is a {type(item).__name__}; a dict is wanted."
-        raise RowError(f"rows:{place + 1}", "bad_row", text)
-    return item
-
-
-def _of_dataset(dataset: Any, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None) -> Table:
-    """A datasets.Dataset: media come as they are stored, not decoded."""
-    stored, names = dataset.with_format("arrow"), class_names(dataset)
-
-    def read(place: int) -> Mapping[str, Any]:
-        return with_names(plain_item(stored[place : place + 1], f"{name}:{place + 1}"), names)
-
-    return Table(len(dataset), read, name, access, form, keep)
-
-
-def _of_tars(entry: DataEntry, key: str, keep: Callable[[int], bool] | None) -> Table:
-    assert entry.path is not None
-    folder, form, name, energon = expanded(entry.path), form_of(entry), str(entry), None
-    if is_energon(folder):
-        energon = read_energon(folder, entry.split, entry.format, f"{key}={entry.path}")
-        files, form = energon.tars, replace(form, name=energon.form)
-    else:
-        files = tar_files(entry.path, key)
-    samples = Samples(files, name, form.name, energon)
-    access = Access(files[0].parent, outside=False, closed=True)
-    return Table(len(samples), samples, name, access, form, keep)

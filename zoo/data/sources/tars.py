@@ -9,15 +9,16 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from zoo.data.errors import RowError
+from zoo.data.errors import bad_row
 from zoo.data.sources.energon import EnergonSet, field_of
 from zoo.data.sources.lines import json_object, json_value, reading
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import MEDIA
 from zoo.errors import LONGEST, UserError, printable
 from zoo.files import expanded
+from zoo.types import JsonObject
 
 KINDS = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"), "image"),
@@ -56,23 +57,23 @@ class _Members:
 
 def tar_files(path: str, key: str) -> list[Path]:
     """The tars of a path: one tar, a folder of tars, or a pattern with {000..015} or *; UserError where there are none."""
-    place = expanded(path)
-    if os.path.isdir(place):
-        found = sorted(place.rglob("*.tar"))
+    whole = expanded(path)
+    if os.path.isdir(whole):
+        files = sorted(whole.rglob("*.tar"))
     elif span := BRACES.search(path):
         first, last = span.groups()
         if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
             raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
         names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-        found = [expanded(BRACES.sub(name, path, count=1)) for name in names]
+        files = [expanded(BRACES.sub(name, path, count=1)) for name in names]
     else:
-        names = [] if "\0" in path else sorted(glob.glob(str(place)))
-        found = [Path(name) for name in names] or [place]
-    missing = [file for file in found if not os.path.isfile(file)]
-    if missing or not found:
+        names = [] if "\0" in path else sorted(glob.glob(str(whole)))
+        files = [Path(name) for name in names] or [whole]
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing or not files:
         name = printable(str(missing[0] if missing else path), LONGEST)
         raise UserError(f"{key}={printable(path, LONGEST)}: no file {name}; a tar of samples is wanted.")
-    return found
+    return files
 
 
 class _Header(tarfile.TarInfo):
@@ -123,21 +124,21 @@ def _samples_of(file: Path) -> Iterator[_Members]:
         yield _Members(file, str(last), tuple(parts))
 
 
-class Samples:
-    """The samples of some tars, by their place.
+class TarSamples:
+    """The samples of some tars, by their index.
 
     Args:
         files: the tars.
         name: what they are called in messages.
         form: the format that the entry names; None: found by each row's keys.
-        energon: what `.nv-meta` says of them, or None.
+        energon: the content of `.nv-meta`, or None.
 
     Raises:
         UserError: a tar that can't be read, or no samples at all.
     """
 
     def __init__(self, files: list[Path], name: str, form: str | None, energon: EnergonSet | None = None) -> None:
-        self.name, self.form = name, form
+        self.form = form
         self.fields = energon.fields if energon is not None else {}
         left_out = energon.left_out if energon is not None else frozenset()
         self.samples = [
@@ -152,44 +153,46 @@ class Samples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __call__(self, place: int) -> dict[str, Any]:
-        """The row of a place; RowError where its members make none."""
-        sample, source = self.samples[place], f"{self.name}:{place + 1}"
-        blobs, texts = _contents(sample, source)
+    def __call__(self, index: int) -> JsonObject:
+        """The row of an index; RowError where its members make none."""
+        sample = self.samples[index]
+        blobs, texts = _contents(sample)
         if self.fields:
-            return _fields(sample, blobs, texts, self.fields, source)
-        media: dict[str, list[Blob]] = {kind: [] for kind in MEDIA}
-        for extension, blob in blobs.items():
-            media[KINDS[extension.rpartition(".")[2]]].append(blob)
-        listed = {MEDIA[kind]: found for kind, found in media.items() if found}
+            return _energon_row(sample, blobs, texts, self.fields)
+        media: dict[str, list[Blob]] = {}
+        for kind, plural in MEDIA.items():
+            of_kind = [blob for extension, blob in blobs.items() if KINDS[extension.rpartition(".")[2]] == kind]
+            media |= {plural: of_kind} if of_kind else {}
         if "json" in texts:
-            return _with_media(json_value(texts["json"], source), sample, blobs, listed, source)
+            return _with_media(json_value(texts["json"]), sample, blobs, media)
         if "txt" not in texts:
             seen = ", ".join([*blobs, *texts])
-            raise RowError(source, "bad_row", f"sample {sample.key} has {seen}; a .json with 'messages' is wanted.")
+            raise bad_row(f"sample {sample.key} has {seen}; a .json with 'messages' is wanted.")
         if self.form is None:
             text = f"sample {sample.key} has no .json; name its format: {{path: ..., format: captions}}."
-            raise RowError(source, "format", text)
-        return {"txt": texts["txt"].decode("utf-8", errors="replace"), **listed}
+            raise bad_row(text, "format")
+        return {"txt": texts["txt"].decode("utf-8", errors="replace"), **media}
 
 
-def _contents(sample: _Members, source: str) -> tuple[dict[str, Blob], dict[str, bytes]]:
-    """Extension -> media and what else the sample has."""
+def _contents(sample: _Members) -> tuple[dict[str, Blob], dict[str, bytes]]:
+    """Extension -> media, and extension -> bytes of the other members."""
     blobs: dict[str, Blob] = {}
     texts: dict[str, bytes] = {}
-    size = sum(part.size for part in sample.parts)
-    if size > SAMPLE_MB * 2**20:
-        text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
-        raise RowError(source, "bad_row", text)
+    total = sum(part.size for part in sample.parts)
+    if total > SAMPLE_MB * 2**20:
+        mebibytes = total / 2**20
+        raise bad_row(
+            f"sample {sample.key} has {mebibytes:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
+        )
     with reading(sample.tar), sample.tar.open("rb") as file:
         for extension, first, size in sample.parts:
             if extension in blobs or extension in texts:
-                raise RowError(source, "bad_row", f"sample {sample.key} has two members {extension!r}.")
+                raise bad_row(f"sample {sample.key} has two members {extension!r}.")
             file.seek(first)
             data = file.read(size)
             if len(data) < size:
                 text = f"member {sample.key}.{extension} is cut off: {len(data)} of {size} bytes are there."
-                raise RowError(source, "corrupt_media", text)
+                raise bad_row(text, "corrupt_media")
             if extension.rpartition(".")[2] in KINDS:
                 blobs[extension] = Blob(data, f"{sample.key}.{extension}")
             else:
@@ -198,54 +201,49 @@ def _contents(sample: _Members, source: str) -> tuple[dict[str, Blob], dict[str,
 
 
 def _with_media(
-    item: Any, sample: _Members, blobs: Mapping[str, Blob], listed: Mapping[str, list[Blob]], source: str
-) -> dict[str, Any]:
-    """What a sample's .json says, with its media in the place of their names, or all in order; a list is a conversation."""
+    item: object, sample: _Members, blobs: Mapping[str, Blob], media: Mapping[str, list[Blob]]
+) -> JsonObject:
+    """The row of a sample's .json, with its media in the place of their names, or all in order; a list is a conversation."""
     if isinstance(item, list):
-        return {"conversations": item, **listed}
-    item = json_object(item, source)
-    named = [key for pair in MEDIA.items() for key in pair if item.get(key)]
-    rejected = [f"rejected_{key}" for pair in MEDIA.items() for key in pair if item.get(f"rejected_{key}")]
+        return {"conversations": item, **media}
+    row = json_object(item)
+    named = [key for pair in MEDIA.items() for key in pair if row.get(key)]
+    rejected = [f"rejected_{key}" for pair in MEDIA.items() for key in pair if row.get(f"rejected_{key}")]
     if not named:
-        item = {**item, **listed}
+        row = {**row, **media}
     for key in (*named, *rejected):
-        value = item[key]
-        several = isinstance(value, list)
-        found = [_member(one, sample, blobs, source) for one in (value if several else [value])]
-        item[key] = found if several else found[0]
-    return item
+        row[key] = _member(row[key], sample, blobs)
+    return row
 
 
-def _fields(
-    sample: _Members, blobs: Mapping[str, Blob], texts: Mapping[str, bytes], fields: Mapping[str, str], source: str
-) -> dict[str, Any]:
+def _energon_row(
+    sample: _Members, blobs: Mapping[str, Blob], texts: Mapping[str, bytes], fields: Mapping[str, str]
+) -> JsonObject:
     """The row of a sample whose fields Energon's field_map names."""
-    members: dict[str, Any] = dict(blobs)
+    members: dict[str, object] = dict(blobs)
     for extension, data in texts.items():
-        if extension.rpartition(".")[2] == "json":
-            members[extension] = json_value(data, source)
-        elif extension.rpartition(".")[2] in ("txt", "text"):
-            members[extension] = data.decode("utf-8", errors="replace")
-        else:
-            members[extension] = data
-    row: dict[str, Any] = {}
-    for column, place in fields.items():
-        value = field_of(members, place, source)
+        kind = extension.rpartition(".")[2]
+        is_text = kind in ("txt", "text")
+        members[extension] = json_value(data) if kind == "json" else data.decode(errors="replace") if is_text else data
+    row: JsonObject = {}
+    for column, path in fields.items():
+        value = field_of(members, path)
         if isinstance(value, bytes):
-            text = f"member {sample.key}.{place} is of no known type (a pickle, say, which is never read); write media as files."
-            raise RowError(source, "bad_row", text)
+            raise bad_row(
+                f"member {sample.key}.{path} is of no known type (a pickle, say, which is never read); write media as files."
+            )
         if value is not None:
             row[column] = [value] if column in MEDIA.values() and not isinstance(value, list) else value
     return row
 
 
-def _member(name: Any, sample: _Members, blobs: Mapping[str, Blob], source: str) -> Any:
-    """The member that a row names by its file's name or by its extension; of frames of a video, and of a medium with settings, too."""
+def _member(name: object, sample: _Members, blobs: Mapping[str, Blob]) -> object:
+    """The member that a row names by its file's name or by its extension; of a list, and of a medium with settings, too."""
     if isinstance(name, list):
-        return [_member(one, sample, blobs, source) for one in name]
+        return [_member(inner, sample, blobs) for inner in name]
     if isinstance(name, dict):
         paths = {key for key in ("path", *MEDIA) if isinstance(name.get(key), str | list)}
-        return {key: _member(one, sample, blobs, source) if key in paths else one for key, one in name.items()}
+        return {key: _member(value, sample, blobs) if key in paths else value for key, value in name.items()}
     if not isinstance(name, str) or name.startswith("data:"):
         return name
     base = name.rpartition("/")[2]
@@ -253,5 +251,5 @@ def _member(name: Any, sample: _Members, blobs: Mapping[str, Blob], source: str)
     for extension in (name.lower(), base.removeprefix(f"{stem}.").lower()):
         if extension in blobs:
             return blobs[extension]
-    there = ", ".join(blobs) or "none"
-    raise RowError(source, "missing_file", f"sample {sample.key} has no member {name}; its media: {there}.")
+    known = ", ".join(blobs) or "none"
+    raise bad_row(f"sample {sample.key} has no member {name}; its media: {known}.", "missing_file")

@@ -142,13 +142,13 @@ def test_an_opened_picture_is_decoded_by_whoever_decodes_files(kind: str, tmp_pa
     file = io.BytesIO()
     Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(file, kind)
     picture = Image.open(io.BytesIO(file.getvalue()))
-    made = references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
+    made = references.check_medium(picture, "image", "images[0]", Access(tmp_path))
     assert isinstance(made, Blob) and made.data == file.getvalue()
     messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "7"}]
     write_objects([{"messages": messages, "images": [picture]}], tmp_path / "x.rows.arrow", "data.train")
     assert undecoded(picture) == file.getvalue(), "it is still not decoded"
     picture.load()
-    loaded = references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
+    loaded = references.check_medium(picture, "image", "images[0]", Access(tmp_path))
     assert isinstance(loaded, OpenImage), "pixels in memory are what the program made of them"
     assert InProcessDecoder().image(made, Row(())).tobytes() == InProcessDecoder().image(loaded, Row(())).tobytes()
 
@@ -157,5 +157,5 @@ def test_a_picture_that_can_not_be_read_any_more_says_so(media: Path, tmp_path: 
     with Image.open(media / "a.png") as picture:
         pass
     with pytest.raises(RowError, match=r"images\[0\] is a PIL image whose file was closed") as caught:
-        references.check_medium(picture, "image", "images[0]", Access(tmp_path), "x:1")
+        references.check_medium(picture, "image", "images[0]", Access(tmp_path))
     assert caught.value.cause == "bad_row"

@@ -192,7 +192,7 @@ def test_whole_numbers_of_unknown_range_are_refused(array: Any) -> None:
 
 
 def test_a_plain_array_is_checked_alike() -> None:
-    medium = check_medium(np.arange(1500), "audio", "audios[0]", Access(Path()), "x:1")
+    medium = check_medium(np.arange(1500), "audio", "audios[0]", Access(Path()))
     with pytest.raises(UserError, match="int64"):
         load_audio(medium)
 

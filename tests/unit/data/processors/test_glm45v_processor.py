@@ -12,7 +12,8 @@ from support import templates
 from zoo.config.entries import PixelLimits
 from zoo.data.media.decode import load_image, load_video
 from zoo.data.sample import Sample
-from zoo.data.sources.rows import Row, parse_row, read_rows
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, make_row, read_rows
 from zoo.errors import ConfigError
 from zoo.models.glm45v.processor import GLM45VProcessor, build_processor
 
@@ -40,7 +41,7 @@ def spoken(processor: GLM45VProcessor, sample: Sample) -> str:
 
 
 def chat(*turns: tuple[str, str]) -> Row:
-    return parse_row(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}), "x", Path())
+    return make_row({"messages": [{"role": role, "content": said} for role, said in turns]}, "x", Access(Path()))
 
 
 def test_tokens_and_media_are_those_of_the_hf_call(processor: GLM45VProcessor, media: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_tool_call_ends_where_its_result_begins(published: GLM45VProcessor) ->
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     ]
-    row = parse_row(json.dumps({"messages": turns}), "x", Path())
+    row = make_row({"messages": turns}, "x", Access(Path()))
     assert spoken(published, encode(published, row)).split("<|observation|>")[1] == "It is 3.<|user|>"
 
 

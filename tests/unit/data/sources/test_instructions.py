@@ -11,8 +11,7 @@ from PIL import Image
 
 from zoo.config.entries import DataEntry, parse_entry
 from zoo.config.schema import DataConfig
-from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.formats.user_formats import find_format
+from zoo.data.sources.formats.choose import Form, find_format
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import Row, RowError, make_row
@@ -211,11 +210,11 @@ def test_a_format_that_a_package_announces(folder: Path, monkeypatch: pytest.Mon
     from importlib.metadata import EntryPoint
 
     from zoo.config import entries
-    from zoo.data.sources.formats import user_formats
+    from zoo.data.sources.formats import choose
 
     point = EntryPoint("announced", "zoo.data.sources.formats.choose:from_text", "zoo.formats")
     find = lambda group: [point] if group == "zoo.formats" else []  # noqa: E731
-    monkeypatch.setattr(user_formats, "entry_points", find)
+    monkeypatch.setattr(choose, "entry_points", find)
     monkeypatch.setattr(entries, "entry_points", find)
     monkeypatch.setattr(EntryPoint, "load", lambda self: lambda row: {"text": row["said"]})
     find_format.cache_clear()

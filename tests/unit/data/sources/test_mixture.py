@@ -12,7 +12,7 @@ from zoo.data.sources.mixture import STREAM_EPOCH, Mixture, SourceShare
 
 def rows(mixture: Mixture, epochs: int) -> list[tuple[int, int]]:
     """(source, row) of each sample of some epochs."""
-    return [mixture.place(int(number))[:2] for epoch in range(epochs) for number in mixture.order(epoch)]
+    return [mixture.locate(int(number))[:2] for epoch in range(epochs) for number in mixture.order(epoch)]
 
 
 def test_without_weights_every_row_comes_once_an_epoch() -> None:
@@ -44,7 +44,7 @@ def test_weights_are_shares_of_the_rows(shuffle: bool) -> None:
     assert first[0] / 1030 == pytest.approx(0.75, abs=0.001)
     seen = Counter(row for source, row in rows(mixture, 4) if source == 0)
     assert max(seen.values()) - min(seen.values()) <= 1  # none a second time before all have come
-    head = [mixture.place(int(number))[0] for number in mixture.order(0)[:200]]
+    head = [mixture.locate(int(number))[0] for number in mixture.order(0)[:200]]
     assert 110 < head.count(0) < 190  # mixed from the beginning
 
 
@@ -59,14 +59,14 @@ def test_weights_with_epochs_end_with_the_source_that_has_come_so_often() -> Non
 def test_the_pass_is_part_of_a_visit() -> None:
     """So that a row drawn twice in an epoch is changed in two ways (data.augment)."""
     mixture = Mixture([SourceShare(3, epochs=2), SourceShare(2)], 1, True)
-    passes = [mixture.place(int(number)) for number in mixture.order(0)]
+    passes = [mixture.locate(int(number)) for number in mixture.order(0)]
     assert sorted(p for source, _, p in passes if source == 0) == [0, 0, 0, 1, 1, 1]
 
 
 def test_a_stream_is_read_on_from_where_it_was() -> None:
     mixture = Mixture([SourceShare(None, weight=1), SourceShare(10, weight=1)], 1, True)
     for epoch in range(3):
-        found = [mixture.place(int(number)) for number in mixture.order(epoch)]
+        found = [mixture.locate(int(number)) for number in mixture.order(epoch)]
         assert len(found) == STREAM_EPOCH
         places = [row for source, row, _ in found if source == 0]
         assert places == list(range(epoch * 512, epoch * 512 + 512))
@@ -94,7 +94,7 @@ def test_any_mixture(drawn: list[tuple[int, float, float | None]], weighted: boo
         assert np.array_equal(order, again.order(epoch))
         assert ids.isdisjoint(order.tolist()) and len(set(order.tolist())) == len(order)
         ids |= set(order.tolist())
-        seen.update(mixture.place(int(number))[:2] for number in order)
+        seen.update(mixture.locate(int(number))[:2] for number in order)
     for source, part in enumerate(parts):
         times = [seen[source, row] for row in range(part.rows or 0)]
         assert not times or max(times) - min(times) <= 1

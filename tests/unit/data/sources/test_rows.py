@@ -12,7 +12,7 @@ GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "c
 
 
 def parse(root, **changes) -> Row:
-    return parse_row(json.dumps({**GOOD, **changes}), "train.jsonl:3", root)
+    return make_row({**GOOD, **changes}, "train.jsonl:3", Access(root))
 
 
 def turns(user: str, assistant: str = "ho") -> list[dict]:
@@ -69,7 +69,7 @@ def test_a_bad_row_says_what_and_where(tmp_path, line, cause, words):
         if isinstance(line, dict):
             parse(tmp_path, **line)
         else:
-            parse_row(line, "train.jsonl:3", tmp_path)
+            parse_row(line if isinstance(line, bytes) else line.encode(), "train.jsonl:3", Access(tmp_path))
     assert caught.value.cause == cause
     assert words in str(caught.value)
     assert str(caught.value).startswith("train.jsonl:3: ")

@@ -1,7 +1,12 @@
 """Formats of rows: each turns a row as a file has it into zoo's own `messages` form, checked by `zoo.data.sources.rows`.
 
-A format is a function `(item, source) -> item`: messages with contents as strings and placeholders, and lists of media.
-Where an entry names no format, `detect` finds it by the row's keys. `Form` is what an entry says of its rows.
+A format is a function of a row: messages with contents as strings and placeholders, and lists of media. Its RowErrors name no
+place; `zoo.data.sources.rows.make_row` adds it. Where an entry names no format, `detect` finds it by the row's keys.
+
+Users bring formats of their own: a function of a module or file (`format: my_module:function`, `folder/my_file.py:function`),
+looked for in the folder that zoo was started in, too, or one that a package announces by an entry point of the group `zoo.formats`
+(name -> `module:function`). The function gets a row as its file has it, and returns it in zoo's own form or in any form that is
+found by its keys.
 """
 
 from __future__ import annotations
@@ -10,9 +15,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
 from zoo.data.sources.formats.grounding import Placed, with_objects
@@ -20,11 +27,13 @@ from zoo.data.sources.formats.labelled_media import LABELLED, OWN, Asked, format
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.formats.row_keys import COMMON, MEDIA, REJECTED, REJECTED_OWN, ROW_KEYS, check_keys
 from zoo.data.sources.formats.turns import from_conversations, own_messages, with_system
-from zoo.data.sources.formats.user_formats import find_format
 from zoo.data.sources.references import shown
+from zoo.errors import UserError, printable
+from zoo.registry import imported
+from zoo.types import JsonMapping, JsonObject
+from zoo.user_code import calling
 
-type Item = dict[str, Any]
-type Format = Callable[[Item, str], Item]
+type Format = Callable[[JsonObject], JsonObject]
 
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
@@ -47,6 +56,7 @@ BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 PREFERENCE = "preference"
 COMMON_KEYS = frozenset(COMMON)
 OPTIONAL = (*MEDIA, *COMMON, "history", "input")
+ENTRY_POINTS = "zoo.formats"  # group of the formats that packages announce
 
 
 @dataclass(frozen=True)
@@ -69,49 +79,43 @@ class Form:
 class OwnItem(NamedTuple):
     """A row in zoo's own form."""
 
-    row: Item
+    row: JsonObject
     form: str  # the format that it had
     boxes: list[Placed]  # for each <bbox>
     skipped: tuple[str, ...]  # its columns that say nothing of the sample
 
 
-def from_text(item: Item, source: str) -> Item:
-    """Plain text, all of it learnt."""
-    return item
-
-
-def from_messages(item: Item, source: str) -> Item:
-    """A row of `messages`, its turns and parts in zoo's own form, and whatever else it has."""
+def from_messages(item: JsonObject) -> JsonObject:
+    """A row of `messages`, its turns and parts in zoo's own form, with all its other keys."""
     turns = item.get("messages")
     if isinstance(turns, list) and turns:
-        messages = own_messages(turns, "messages", source, strict=False)
+        messages = own_messages(turns, "messages", strict=False)
         item = {**item, "messages": messages}
         if isinstance(messages[0], dict) and "role" in messages[0]:
-            with_system(messages, item, source)
-    return from_parts(item, source)
+            with_system(messages, item)
+    return from_parts(item)
 
 
 FORMATS: dict[str, Format] = {
     "messages": from_messages,
     "conversations": from_conversations,
-    "text": from_text,
+    "text": lambda item: item,
     "alpaca": instructions.from_alpaca,
     "query_response": instructions.from_query_response,
     "prompt_completion": instructions.from_prompt_completion,
     "question_answer": instructions.from_question_answer,
     PREFERENCE: instructions.from_preference,
-    **SET_FORMATS,
+    **{name: form.convert for name, form in SET_FORMATS.items()},
     **LABELLED,
 }
 
 
-def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
+def to_own(item: JsonMapping, form: Form) -> OwnItem:
     """A row in zoo's own form.
 
     Args:
         item: the row as its file has it.
         form: what the entry says of it.
-        source: where the row stands, for errors.
 
     Raises:
         RowError: the row is not of that format ("bad_row"), or its format can't be found ("format").
@@ -119,62 +123,61 @@ def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
     """
     row, name = {str(key): value for key, value in item.items()}, form.name
     if name is not None and name not in FORMATS:  # a function of the user gets the row with its nulls
-        row = find_format(name, tuple(FORMATS))(_parsed(row, form.columns, source), source)
+        row = find_format(name)(_parsed(row, form.columns))
         row, name = without_nulls(row), None
     else:
-        row = _parsed(without_nulls(row), form.columns, source)
-    found = name or detect(row, source)
+        row = _parsed(without_nulls(row), form.columns)
+    format_name = name or detect(row)
     named = name is not None or bool(form.columns)
-    strict = not named and found in ("messages", "text")
-    skipped = check_keys(row, found, source, named=named, strict=strict)
+    strict = not named and format_name in ("messages", "text")
+    skipped = check_keys(row, format_name, named=named, strict=strict)
     row = {key: value for key, value in row.items() if key not in skipped} if skipped else row
-    if found in LABELLED:
-        made = LABELLED[found](row, source, form.asked)
+    if format_name in LABELLED:
+        own = LABELLED[format_name](row, form.asked)
     else:
-        made = FORMATS[found](row, source)
-    made, boxes = with_objects(_with_common(made, row, found, source), source)
-    return OwnItem(made, found, boxes, skipped)
+        own = FORMATS[format_name](row)
+    if "messages" in own and not COMMON_KEYS.isdisjoint(row):
+        own = _with_common(own, row, format_name)
+    own, boxes = with_objects(own)
+    return OwnItem(own, format_name, boxes, skipped)
 
 
-def _with_common(made: Item, row: Item, name: str, source: str) -> Item:
-    """What a format has made of a row, with the row's keys that mean the same in every format."""
-    if "messages" not in made or COMMON_KEYS.isdisjoint(row):
-        return made
-    own = ROW_KEYS[name].own
-    common = {key: row[key] for key in COMMON if key in row and key not in own}
-    if "system" in common and isinstance(made["messages"], list) and isinstance(made["messages"][0], dict):
-        with_system(made["messages"], row, source)
-    made = {"answers": common.get("answers"), **made, **{key: common[key] for key in common if key != "answers"}}
-    return {key: value for key, value in made.items() if key != "system" and value is not None}
+def _with_common(own: JsonObject, row: JsonObject, name: str) -> JsonObject:
+    """A row in zoo's own form, with the keys of the original row that mean the same in every format."""
+    common = {key: row[key] for key in COMMON if key in row and key not in ROW_KEYS[name].own}
+    if "system" in common and isinstance(own["messages"], list) and isinstance(own["messages"][0], dict):
+        with_system(own["messages"], row)
+    own = {"answers": common.get("answers"), **own, **{key: common[key] for key in common if key != "answers"}}
+    return {key: value for key, value in own.items() if key != "system" and value is not None}
 
 
 def without_nulls(value: Any) -> Any:
     """A value without the keys that are null, in any depth.
 
     A table of Arrow has one type for a column, so `datasets` and parquet fill each object up with the keys of all others:
-    a tool of one row gets the parameters of every row's. What is JSON within a text stays as it was written.
+    a tool of one row gets the parameters of every row's. JSON within a text stays unchanged.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
-        return [without_nulls(one) for one in value]
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        return [without_nulls(inner) for inner in value]
     return value
 
 
-def fits(item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str | None] | None = None) -> bool:
-    """Whether a row can be of a form, and is not of another that its own keys tell."""
+def fits(item: JsonMapping, format: str | None = None, columns: Mapping[str, str | None] | None = None) -> bool:
+    """Whether a row can be of a form, and its own keys tell of no other one."""
     if columns:
         return all(column in item for name, column in columns.items() if column and name not in OPTIONAL)
     try:
-        return format is not None and detect(dict(item), "") == "messages" and "messages" not in item
+        return format is not None and detect(dict(item)) == "messages" and "messages" not in item
     except RowError:  # of several formats, or of a published set's, which has to be named
         return True
 
 
-def _parsed(row: Item, columns: Mapping[str, str | None] | None, source: str) -> Item:
-    """The row with its columns under zoo's names, and what is written as JSON in a text parsed."""
+def _parsed(row: JsonObject, columns: Mapping[str, str | None] | None) -> JsonObject:
+    """The row with its columns under zoo's names, and texts that hold JSON parsed."""
     if columns:
-        row = _renamed(row, columns, source)
+        row = _renamed(row, columns)
     for key in STRUCTURED:
         value = row.get(key)
         if isinstance(value, str) and value[:1] in ("[", "{"):
@@ -185,47 +188,84 @@ def _parsed(row: Item, columns: Mapping[str, str | None] | None, source: str) ->
     return row
 
 
-def _renamed(row: Item, given: Mapping[str, str | None], source: str) -> Item:
-    columns = {name: column for name, column in given.items() if column is not None}
-    missing = [name for name, column in columns.items() if column not in row and name not in OPTIONAL]
-    if missing:
-        column = columns[missing[0]]
-        near = get_close_matches(column, row, n=1, cutoff=0.5)
+def _renamed(row: JsonObject, columns: Mapping[str, str | None]) -> JsonObject:
+    names = {name: column for name, column in columns.items() if column is not None}
+    missing = next((name for name, column in names.items() if column not in row and name not in OPTIONAL), None)
+    if missing is not None:
+        near = get_close_matches(names[missing], row, n=1, cutoff=0.5)
         hint = f"nearest: {near[0]!r}" if near else f"it has {', '.join(sorted(row)) or 'none'}"
-        text = f"the row has no column {shown(column)!r}, which columns names for {missing[0]!r}; {hint}."
-        raise RowError(source, "bad_row", text)
-    taken = {*given, *columns.values()}
-    renamed = {name: row[column] for name, column in columns.items() if column in row}
+        raise bad_row(f"the row has no column {shown(names[missing])!r}, which columns names for {missing!r}; {hint}.")
+    renamed = {name: row[column] for name, column in names.items() if column in row}
     for name in ("images", "videos", "audios"):
-        if name in renamed and not isinstance(renamed[name], list | tuple) and renamed[name] is not None:
-            value = renamed[name]
-            is_list = isinstance(value, str) and value.startswith("[")
-            renamed[name] = value if is_list else [value]
-    return {**{key: value for key, value in row.items() if key not in taken}, **renamed}
+        value = renamed.get(name)
+        is_list = isinstance(value, list | tuple) or (isinstance(value, str) and value.startswith("["))
+        if value is not None and not is_list:
+            renamed[name] = [value]
+    replaced = {*columns, *names.values()}
+    return {key: value for key, value in row.items() if key not in replaced} | renamed
 
 
-def detect(item: Item, source: str) -> str:
+def detect(item: JsonObject) -> str:
     """The format of a row, by its keys; RowError ("format") where several or none fit."""
-    there = {key for key, value in item.items() if value is not None}
-    fitting = {name: keys for name, keys in BY_KEYS if there.issuperset(keys)}
-    rejected = there & {*REJECTED, *REJECTED_OWN}
-    if {"chosen", "rejected"} <= there or (rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)):
+    keys = {key for key, value in item.items() if value is not None}
+    fitting = {name: columns for name, columns in BY_KEYS if keys.issuperset(columns)}
+    rejected = keys & {*REJECTED, *REJECTED_OWN}
+    if {"chosen", "rejected"} <= keys or (rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)):
         return PREFERENCE
     if len(fitting) > 1:
-        text = (
-            f"the row has both {' and '.join(' with '.join(map(repr, keys)) for keys in fitting.values())}; name the one to "
-            f"read: {{path: ..., format: {' or '.join(fitting)}}}."
-        )
-        raise RowError(source, "format", text)
+        columns = " and ".join(" with ".join(map(repr, columns)) for columns in fitting.values())
+        text = f"the row has both {columns}; name the one to read: {{path: ..., format: {' or '.join(fitting)}}}."
+        raise bad_row(text, "format")
     if set(fitting) <= {"text"} and (labelled := format_of(item)) is not None:
-        keys = ", ".join(sorted(there))
-        text = f"the row has {keys} and no question; name its format: {{path: ..., format: {labelled}}}."
-        raise RowError(source, "format", text)
+        text = f"the row has {', '.join(sorted(keys))} and no question; name its format: {{path: ..., format: {labelled}}}."
+        raise bad_row(text, "format")
     if fitting:
         return next(iter(fitting))
     like = [name for name, form in SET_FORMATS.items() if set(form.columns) <= set(item)]
     if like:
-        keys = ", ".join(sorted(item))
-        text = f"the row has no 'messages' but {keys}; name its format: {{path: ..., format: {' or '.join(like)}}}."
-        raise RowError(source, "format", text)
+        listed = ", ".join(sorted(item))
+        text = f"the row has no 'messages' but {listed}; name its format: {{path: ..., format: {' or '.join(like)}}}."
+        raise bad_row(text, "format")
     return "messages"
+
+
+@cache
+def find_format(name: str) -> Format:
+    """The format that a user's function makes.
+
+    Args:
+        name: `module:function`, `file.py:function`, or the name of an entry point.
+
+    Raises:
+        UserError: no such function.
+    """
+    if ":" in name:
+        function = imported(name, "format")
+    else:
+        announced = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+        if name not in announced:
+            known = [*FORMATS, *announced]
+            near = get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"nearest: {near[0]}; " if near else ""
+            raise UserError(
+                f"format={printable(name, 100)}: no such format; {hint}there are {', '.join(known)}, and module:function "
+                "for one of your own"
+            )
+        with calling(f"format={name}"):
+            function = announced[name].load()
+    if not callable(function):
+        raise UserError(f"format={printable(name, 100)}: it is no function; one of a row is wanted")
+
+    def convert(item: JsonObject) -> JsonObject:
+        try:
+            with calling(f"format={name}"):
+                row = function(item)
+        except RowError:
+            raise
+        except Exception as error:  # whatever the function raises is about this row
+            raise bad_row(f"format {name} refuses the row: {type(error).__name__}: {error}.") from error
+        if not isinstance(row, Mapping):
+            raise bad_row(f"format {name} returned a {type(row).__name__}; a dict is wanted.")
+        return {str(key): value for key, value in row.items()}
+
+    return convert

@@ -6,15 +6,15 @@ family's convention once the image's size is known (`zoo.data.processors.boxes`)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from zoo.data.errors import RowError
+from zoo.data.errors import bad_row
 from zoo.data.sources.references import shown
+from zoo.types import JsonObject
 
 NAME, BOX = "<ref-object>", "<bbox>"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
 TYPES = ("real", "norm1")
-WANTED = "a list of [x1, y1, x2, y2] is wanted"
 
 
 class Placed(NamedTuple):
@@ -25,8 +25,8 @@ class Placed(NamedTuple):
     norm: bool  # whether these are from 0 to 1
 
 
-def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], list[Placed]]:
-    """The row with the names of its `objects` in the messages, and what stands for each `<bbox>`.
+def with_objects(item: JsonObject) -> tuple[JsonObject, list[Placed]]:
+    """The row with the names of its `objects` in the messages, and the box of each `<bbox>`.
 
     Raises:
         RowError: `objects` of another form ("bad_row"), or not as many as placeholders ("placeholder_mismatch").
@@ -36,57 +36,48 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
     if not objects:
         return row, []
     if not isinstance(objects, dict):
-        text = f"'objects' is {shown(repr(objects))}; {{'ref', 'bbox'}} is wanted."
-        raise RowError(source, "bad_row", text)
-    other = next((key for key, value in objects.items() if value is not None and key not in KEYS), None)
-    if other is not None:
-        text = f"'objects' has the key {shown(repr(other))}, which zoo does not read; known: {', '.join(KEYS)}."
-        raise RowError(source, "bad_row", text)
+        raise bad_row(f"'objects' is {shown(repr(objects))}; {{'ref', 'bbox'}} is wanted.")
+    unknown = next((key for key, value in objects.items() if value is not None and key not in KEYS), None)
+    if unknown is not None:
+        raise bad_row(
+            f"'objects' has the key {shown(repr(unknown))}, which zoo does not read; known: {', '.join(KEYS)}."
+        )
     names, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
     kind = objects.get("bbox_type") or "real"
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RowError(source, "bad_row", f"objects.ref is {shown(repr(names))}; a list of texts is wanted.")
+        raise bad_row(f"objects.ref is {shown(repr(names))}; a list of texts is wanted.")
     if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
-        raise RowError(source, "bad_row", f"objects.bbox is {shown(repr(boxes))}; {WANTED}.")
+        raise bad_row(f"objects.bbox is {shown(repr(boxes))}; a list of [x1, y1, x2, y2] is wanted.")
     images = objects.get("image_id") or [0] * len(boxes)
     if kind not in TYPES:
-        text = f"objects.bbox_type is {shown(repr(kind))}; wanted: {', '.join(TYPES)}."
-        raise RowError(source, "bad_row", text)
-    whole = isinstance(images, list) and all(type(one) is int and one >= 0 for one in images)
+        raise bad_row(f"objects.bbox_type is {shown(repr(kind))}; wanted: {', '.join(TYPES)}.")
+    whole = isinstance(images, list) and all(type(image) is int and image >= 0 for image in images)
     if not whole or len(images) != len(boxes):
-        text = f"objects.image_id is {shown(repr(images))}; the place of an image for each box is wanted."
-        raise RowError(source, "bad_row", text)
+        raise bad_row(f"objects.image_id is {shown(repr(images))}; the place of an image for each box is wanted.")
     turns = row.get("messages")
     if not isinstance(turns, list):
         seen = "missing" if turns is None else shown(repr(turns))
-        raise RowError(source, "bad_row", f"'messages' is {seen}; 'objects' are named in a list of messages.")
-    messages = [dict(one) if isinstance(one, dict) else one for one in turns]
-    _fill(messages, NAME, names, source)
-    _count(messages, BOX, len(boxes), source)
+        raise bad_row(f"'messages' is {seen}; 'objects' are named in a list of messages.")
+    messages = [dict(turn) if isinstance(turn, dict) else turn for turn in turns]
+    texts = [turn for turn in messages if isinstance(turn, dict) and isinstance(turn.get("content"), str)]
+    for mark, key, wanted in ((NAME, "ref", len(names)), (BOX, "bbox", len(boxes))):
+        count = sum(turn["content"].count(mark) for turn in texts)
+        if count != wanted:
+            raise bad_row(
+                f"{count} {mark} in the messages but {wanted} in objects.{key}; make them equal.",
+                "placeholder_mismatch",
+            )
+        if mark == NAME:
+            left = iter(names)
+            for turn in texts:
+                head, *rest = turn["content"].split(NAME)
+                turn["content"] = head + "".join(next(left) + piece for piece in rest)
     placed = [Placed(image, box, kind == "norm1") for image, box in zip(images, boxes, strict=True)]
     return {**row, "messages": messages}, placed
 
 
-def _is_box(box: Any) -> bool:
-    """A box of four numbers, or a point of two."""
-    plain = isinstance(box, list) and len(box) in (2, 4)
-    return plain and all(type(one) in (int, float) and -1e9 < one < 1e9 for one in box)
-
-
-def _fill(messages: list[Any], mark: str, texts: list[str], source: str) -> None:
-    """Put the texts in the place of the marks, in order."""
-    _count(messages, mark, len(texts), source)
-    left = iter(texts)
-    for message in messages:
-        if isinstance(message, dict) and isinstance(message.get("content"), str):
-            head, *rest = message["content"].split(mark)
-            message["content"] = head + "".join(next(left) + piece for piece in rest)
-
-
-def _count(messages: list[Any], mark: str, wanted: int, source: str) -> None:
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    seen = sum(content.count(mark) for content in contents if isinstance(content, str))
-    if seen != wanted:
-        key = "ref" if mark == NAME else "bbox"
-        text = f"{seen} {mark} in the messages but {wanted} in objects.{key}; make them equal."
-        raise RowError(source, "placeholder_mismatch", text)
+def _is_box(box: object) -> bool:
+    """Whether a value is a box of four numbers, or a point of two."""
+    if not isinstance(box, list) or len(box) not in (2, 4):
+        return False
+    return all(type(number) in (int, float) and -1e9 < number < 1e9 for number in box)

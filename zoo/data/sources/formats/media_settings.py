@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
-from zoo.data.errors import RowError
+from zoo.data.errors import bad_row
+from zoo.types import JsonMapping
 
 PIXEL_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
 WINDOWS = {"video": ("video_start", "video_end"), "audio": ("audio_start", "audio_end")}
@@ -52,39 +52,37 @@ class MediaSettings:
 
     @property
     def pixel_keys(self) -> list[str]:
-        """The keys that are given of those that set pixels."""
+        """The keys of those that set pixels which are not None."""
         return [key for key in PIXEL_KEYS if getattr(self, key) is not None]
 
-    def given(self) -> tuple[tuple[str, float], ...]:
-        """What is set, as plain values."""
+    def values(self) -> tuple[tuple[str, float], ...]:
+        """Name and value of each setting that is not None."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in values if value is not None)
 
 
-def settings_of(
-    given: Mapping[str, Any], kind: str, where: str, source: str, *, frames: bool = False
-) -> MediaSettings | None:
+def read_settings(keys: JsonMapping, kind: str, where: str, *, frames: bool = False) -> MediaSettings | None:
     """The settings that keys beside a medium make; None where there are none.
 
     Args:
-        given: the keys; those with the value None count as missing.
+        keys: with their values; those with the value None count as missing.
         kind: image, video or audio.
         where: where the medium stands in the row, for errors.
-        source: where the row stands.
         frames: whether it is a video as a list of its frames.
 
     Raises:
         RowError: a key that such a medium does not have, a value of another type or range, or keys that don't go together
             ("bad_row").
     """
-    given = {str(key): value for key, value in given.items() if value is not None}
+    keys = {str(key): value for key, value in keys.items() if value is not None}
     known = (*KEYS[kind], *(OF_FRAMES if frames else ()))
-    for key in given:
+    for key in keys:
         if key not in known:
-            text = f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
-            raise RowError(source, "bad_row", text)
-    values = {key: _number(key, value, where, source) for key, value in given.items()}
-    _check(values, where, source)
+            raise bad_row(
+                f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
+            )
+    values = {key: _number(key, value, where) for key, value in keys.items()}
+    _check_pairs(values, where)
     if frames:
         rates = [values.pop(key) for key in ("sample_fps", "fps", "raw_fps") if key in values]
         values |= {"fps": rates[0]} if rates else {}
@@ -94,35 +92,33 @@ def settings_of(
     return MediaSettings(**values) if values else None  # type: ignore[arg-type]
 
 
-def _number(key: str, value: Any, where: str, source: str) -> float:
+def _number(key: str, value: object, where: str) -> float:
     if isinstance(value, str):  # as sample_fps stands in Qwen's examples
         try:
             value = float(value)
         except ValueError:
             value = None
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
     from_zero = key in (*WINDOWS["video"], *WINDOWS["audio"])
-    if not plain or not 0 <= value <= MOST.get(key, 1e10) or (value == 0 and not from_zero):
-        wanted = "seconds from 0 on are" if from_zero else f"a number above 0, to {MOST.get(key, 1e10):g}, is"
-        raise RowError(source, "bad_row", f"{key} of {where} is {value!r}; {wanted} wanted.")
+    most = MOST.get(key, 1e10)
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    if not 0 <= number <= most or (number == 0 and not from_zero):
+        wanted = "seconds from 0 on are" if from_zero else f"a number above 0, to {most:g}, is"
+        raise bad_row(f"{key} of {where} is {value!r}; {wanted} wanted.")
     if key not in COUNTS:
-        return float(value)
-    if value != int(value):
-        raise RowError(source, "bad_row", f"{key} of {where} is {value!r}; a whole number is wanted.")
-    return int(value)
+        return float(number)
+    if number != int(number):
+        raise bad_row(f"{key} of {where} is {value!r}; a whole number is wanted.")
+    return int(number)
 
 
-def _check(values: Mapping[str, float], where: str, source: str) -> None:
+def _check_pairs(values: Mapping[str, float], where: str) -> None:
     """Refuse keys that don't go together, as qwen-vl-utils does, or of which one would change nothing."""
-    pairs = [("min_pixels", "max_pixels"), ("min_frames", "max_frames"), *WINDOWS.values()]
-    for low, high in pairs:
+    for low, high in [("min_pixels", "max_pixels"), ("min_frames", "max_frames"), *WINDOWS.values()]:
         if low in values and high in values and values[low] > values[high]:
-            text = f"{low}={values[low]:g} of {where} is above {high}={values[high]:g}; give a lower {low}."
-            raise RowError(source, "bad_row", text)
+            raise bad_row(f"{low}={values[low]:g} of {where} is above {high}={values[high]:g}; give a lower {low}.")
     for low, high in WINDOWS.values():
         if high in values and values[high] == values.get(low, 0.0):
-            raise RowError(source, "bad_row", f"{low} and {high} of {where} are the same: nothing is left of it.")
-    alone = [key for key in ("resized_height", "resized_width") if key in values]
+            raise bad_row(f"{low} and {high} of {where} are the same: nothing is left of it.")
     clashes = {
         "nframes": ("fps", "min_frames", "max_frames"),
         "resized_height": ("min_pixels", "max_pixels", "total_pixels"),
@@ -130,7 +126,8 @@ def _check(values: Mapping[str, float], where: str, source: str) -> None:
     for key, others in clashes.items():
         other = next((name for name in others if key in values and name in values), None)
         if other is not None:
-            raise RowError(source, "bad_row", f"{where} has both {key} and {other}; keep one of them.")
-    if len(alone) == 1:
-        missing = "resized_width" if alone[0] == "resized_height" else "resized_height"
-        raise RowError(source, "bad_row", f"{where} has {alone[0]} without {missing}; give both.")
+            raise bad_row(f"{where} has both {key} and {other}; keep one of them.")
+    sides = ("resized_height", "resized_width")
+    if sum(side in values for side in sides) == 1:
+        only, missing = sides if sides[0] in values else sides[::-1]
+        raise bad_row(f"{where} has {only} without {missing}; give both.")

@@ -8,16 +8,15 @@ says that nothing is read as it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
 
-from zoo.data.errors import RowError
+from zoo.data.errors import bad_row
 from zoo.data.sources.formats.labelled_media import CAPTIONS, CLASSES, FILE, TRANSCRIPTS, kind_of_file
 from zoo.data.sources.formats.media_settings import KEYS as SETTINGS
 from zoo.data.sources.references import shown
+from zoo.types import JsonMapping
 
 KINDS = ("image", "video", "audio")
 MEDIA = tuple(name for kind in KINDS for name in (kind, f"{kind}s"))
@@ -121,18 +120,17 @@ MEDIUM = re.compile(
 PLAIN = ("height", "heights")  # of no meaning, though they are near a key that has one
 
 
-def no_value(value: Any) -> bool:
+def no_value(value: object) -> bool:
     """Whether a value is as good as none: tables fill columns of other rows up so."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
-def check_keys(row: Mapping[str, Any], name: str, source: str, *, named: bool, strict: bool) -> tuple[str, ...]:
+def check_keys(row: JsonMapping, form: str, *, named: bool, strict: bool) -> tuple[str, ...]:
     """The columns of a row that say nothing of its sample.
 
     Args:
         row: with its columns under zoo's names.
-        name: its format.
-        source: where it stands, for errors.
+        form: its format.
         named: whether its entry says how it is read, by a format or by columns: then those of other formats may stand beside it.
         strict: whether each key has to be one of the format.
 
@@ -140,57 +138,60 @@ def check_keys(row: Mapping[str, Any], name: str, source: str, *, named: bool, s
         RowError: a key that would change nothing, though it has a meaning, or of which another one is read ("bad_row").
     """
     keys = tuple(row)
-    plan = _plan if len(keys) <= 64 else _plan.__wrapped__
-    others, skipped, groups = plan(keys, name, named, strict)
-    for key, medium, hint in others:
+    key_checks = _key_checks if len(keys) <= 64 else _key_checks.__wrapped__
+    refused, skipped, groups = key_checks(keys, form, named, strict)
+    for key, medium, text in refused:
         if no_value(row[key]) and not strict:
             continue
         if not medium or _is_missing(row, key, medium):
-            raise RowError(source, "bad_row", hint)
+            raise bad_row(text)
     for group in groups:
-        there = [key for key in group if not no_value(row[key])]
-        first = there[0] if there else ""
-        other = next((key for key in there[1:] if not _equal(row[first], row[key])), None)
+        present = [key for key in group if not no_value(row[key])]
+        other = next((key for key in present[1:] if not _equal(row[present[0]], row[key])), None)
         if other is not None:
-            text = f"the row has both {first!r} and {other!r}, of which {name} reads one; {_left_out(other)}."
-            raise RowError(source, "bad_row", text)
+            text = f"the row has both {present[0]!r} and {other!r}, of which {form} reads one; {_left_out(other)}."
+            raise bad_row(text)
     return skipped
 
 
 @lru_cache(4096)
-def _plan(
-    keys: tuple[str, ...], name: str, named: bool, strict: bool
+def _key_checks(
+    keys: tuple[str, ...], form: str, named: bool, strict: bool
 ) -> tuple[tuple[tuple[str, str, str], ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """What rows with these keys are checked for: keys to refuse, with the medium that one names and what is said; columns of no meaning; and keys of which one is read."""
-    known, others, skipped = ROW_KEYS[name], [], []
+    """The checks of rows with these keys.
+
+    Returns:
+        (key to refuse, medium that it may name, message) of each; columns of no meaning; groups of keys of which one is read.
+    """
+    known, refused, skipped = ROW_KEYS[form], [], []
     for key in keys:
         if key in known.all:
             continue
         if strict:
-            return ((key, "", _unknown(keys, key, name)),), (), ()  # the first is refused, whatever follows
-        medium, hint = _meaning(key, name, named)
+            return ((key, "", _unknown(keys, key, form)),), (), ()  # the first is refused, whatever follows
+        medium, hint = _meaning(key, form, named)
         if hint:
-            text = f"the row has the key {shown(repr(key))}, which zoo does not read of {name}; {hint}, or {_left_out(key)}."
-            others.append((key, medium, text))
+            text = f"the row has the key {shown(repr(key))}, which zoo does not read of {form}; {hint}, or {_left_out(key)}."
+            refused.append((key, medium, text))
         if not hint or medium:
             skipped.append(key)
     groups = [tuple(key for key in group if key in keys) for group in known.either]
-    return tuple(others), tuple(skipped), tuple(group for group in groups if len(group) > 1)
+    return tuple(refused), tuple(skipped), tuple(group for group in groups if len(group) > 1)
 
 
-def _meaning(key: str, name: str, named: bool) -> tuple[str, str]:
-    """What a key that is none of a format's means: the kind of medium that it may name, and what to do; "" for no meaning."""
-    known = ROW_KEYS[name]
+def _meaning(key: str, form: str, named: bool) -> tuple[str, str]:
+    """The kind of medium that a key which is none of a format's may name, and what to do; "" for no meaning."""
+    known = ROW_KEYS[form]
     if key in FOREIGN:
         return "", FOREIGN[key]
     if key in (*COMMON, *MEDIA, *QUALIFYING, *REJECTED[1:], *REJECTED_OWN):
         return "", "write it as another format that reads it"
     if key in CONTENT:
-        return "", "" if named else f"name the format that is to be read: {{path: ..., format: {name}}}"
-    found = MEDIUM.fullmatch(key.lower())
-    if found is not None:
-        kind = _NAMES[found[1]]
-        further = found[2] is not None or key.startswith("rejected")  # of another medium than the row's
+        return "", "" if named else f"name the format that is to be read: {{path: ..., format: {form}}}"
+    match = MEDIUM.fullmatch(key.lower())
+    if match is not None:
+        kind = _NAMES[match[1]]
+        further = match[2] is not None or key.startswith("rejected")  # of another medium than the row's
         return "" if further else kind, f"name its column: {{columns: {{{kind}s: {key}}}}}"
     if key == FILE:
         return FILE, f"name its column: {{columns: {{image: {FILE}}}}}"
@@ -198,12 +199,12 @@ def _meaning(key: str, name: str, named: bool) -> tuple[str, str]:
     if plain in known.all or plain in COMMON:
         return "", f"write {plain!r}"
     meant = known.all.union(COMMON, MEDIA)
-    close = [one for one in meant if abs(len(one) - len(key)) <= 1] if key not in PLAIN else []
+    close = [name for name in meant if abs(len(name) - len(key)) <= 1] if key not in PLAIN else []
     near = get_close_matches(plain, close, n=1, cutoff=0.8)
     return "", f"the nearest is {near[0]!r}" if near else ""
 
 
-def _is_missing(row: Mapping[str, Any], key: str, medium: str) -> bool:
+def _is_missing(row: JsonMapping, key: str, medium: str) -> bool:
     """Whether a row names a medium by a key that is not read, and has none of that kind under one that is."""
     if not isinstance(row[key], str | bytes | list | tuple | dict):
         return False
@@ -211,32 +212,33 @@ def _is_missing(row: Mapping[str, Any], key: str, medium: str) -> bool:
     return kind is not None and all(no_value(row.get(name)) for name in (kind, f"{kind}s"))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two keys say the same; pictures and arrays never do."""
-    plain = isinstance(one, str | int | float | list | dict) and type(one) is type(other)
-    return plain and bool(one == other)
+def _equal(value: object, other: object) -> bool:
+    """Whether two keys have the same value; images and arrays never do."""
+    plain = isinstance(value, str | int | float | list | dict) and type(value) is type(other)
+    return plain and bool(value == other)
 
 
 def _left_out(key: str) -> str:
     return f"say that nothing is read as it: {{columns: {{{shown(key)}: null}}}}"
 
 
-def _unknown(keys: tuple[str, ...], key: str, name: str) -> str:
-    """What is wrong with a key of a row of `messages` or `text` whose format is not named."""
-    known = [*ROW_KEYS[name].own, *ROW_KEYS[name].common]
-    listed = [one for one in known if one not in KINDS]
+def _unknown(keys: tuple[str, ...], key: str, form: str) -> str:
+    """The message for a key of a row of `messages` or `text` whose format is not named."""
+    known = [*ROW_KEYS[form].own, *ROW_KEYS[form].common]
     near = get_close_matches(shown(key), known, n=1, cutoff=0.5)
-    medium = _meaning(key, name, False)[0] if name != "text" else ""
-    column = f"columns: {{{medium}s: {shown(key)}}}" if medium in KINDS else ""
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(listed)}."
-    if column:
-        hint = f"if it names {medium}s, say so in the entry: {{path: ..., {column}}}."
+    medium = _meaning(key, form, False)[0] if form != "text" else ""
+    if medium in KINDS:
+        hint = f"if it names {medium}s, say so in the entry: {{path: ..., columns: {{{medium}s: {shown(key)}}}}}."
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        hint = f"known keys: {', '.join(name for name in known if name not in KINDS)}."
     if key in FOREIGN:
         more = f"In zoo {FOREIGN[key]}."
-    elif name not in keys:
+    elif form not in keys:
         more = f"Name the form of the rows, too, {{path: ..., format: ...}}; there are {', '.join(ROW_KEYS)}."
-    elif name == "text" and key in (*MEDIA, FILE):
+    elif form == "text" and key in (*MEDIA, FILE):
         more = "A row of 'text' has no media; write it as 'messages', or name a format that keeps them."
     else:
-        more = f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {name}}}."
+        more = f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {form}}}."
     return f"unknown key {shown(key)!r}; {hint} {more}"

@@ -42,13 +42,13 @@ def take_marks(text: str, left: dict[str, int]) -> str:
 
 
 def literal_tags(texts: list[tuple[str, str]], media: Mapping[str, int]) -> list[str]:
-    """The texts of (role, content) with as many placeholders as there are media; further tags are text.
+    """The contents of (role, content) pairs with as many placeholders as there are media; further tags are text.
 
     What the assistant says gets a placeholder only where the others' turns have too few.
     """
-    left, found = dict(media), [content for _, content in texts]
+    left, contents = dict(media), [content for _, content in texts]
     for is_answer in (False, True):
         for number, (role, content) in enumerate(texts):
             if (role == "assistant") == is_answer and "<" in content:
-                found[number] = take_marks(content, left)
-    return found
+                contents[number] = take_marks(content, left)
+    return contents
