@@ -30,7 +30,7 @@ from zoo.watchdog.run_lock import refuse_second
 
 
 def prepare(
-    recipe: Recipe, *, here: bool = True, meanwhile: Callable[[int], object] | None = None
+    recipe: Recipe, *, here: bool = True, meanwhile: Callable[[int], object] = lambda ranks: None
 ) -> tuple[Recipe, int]:
     """The validated and fully planned recipe, and its number of ranks, after a check that the files it names exist.
 
@@ -51,7 +51,7 @@ def prepare(
     _check_data(recipe)
     if here:
         leave_out_transformer_engine(recipe)
-    recipe = planned(recipe, ranks, here=here, meanwhile=meanwhile and partial(meanwhile, ranks))
+    recipe = planned(recipe, ranks, here=here, meanwhile=partial(meanwhile, ranks))
     recipe = validate(recipe, ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 from zoo.config.schema import ParallelConfig, Recipe
 from zoo.packing.cost import LayerKind, TowerCost, ranks_sent_to
@@ -30,7 +30,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A packed row: what one micro-batch brings."""
+    """A packed row: the samples of one micro-batch."""
 
     lengths: tuple[int, ...]  # tokens of its samples
     labels: int  # tokens with a loss
@@ -82,7 +82,35 @@ class Items:
         return sum(-(-rows // piece) * piece * count for rows, count in self._counts.items())
 
 
-def rows_sent(text: Any, parallel: ParallelConfig) -> float:
+class HeadShape(Protocol):
+    """Sizes of the heads of layers with full attention, where these differ (`zoo.nn.decoder.config`)."""
+
+    width: int
+    groups: int
+
+
+class DecoderSizes(Protocol):
+    """A decoder's sizes by their names in a Hugging Face config; one that a config lacks is None."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int | None
+    num_attention_heads: int
+    num_key_value_heads: int
+    full_heads: HeadShape
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_conv_kernel_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int | None
+
+
+def rows_sent(text: DecoderSizes, parallel: ParallelConfig) -> float:
     """Ranks that get a token, once each; 0 where all experts are on every rank."""
     if parallel.ep * parallel.etp == 1:
         return 0.0
@@ -91,10 +119,10 @@ def rows_sent(text: Any, parallel: ParallelConfig) -> float:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Sizes of one recipe's row, from which the bytes a layer keeps follow."""
+    """Bytes that each layer keeps for the backward pass, of one recipe's row."""
 
     recipe: Recipe
-    text: Any  # the decoder's config
+    text: DecoderSizes
     traits: Sequence[str]
     row: Row
     fused: bool
@@ -133,7 +161,7 @@ class SavedActivations:
         return (1 + ("sandwich_norms" in self.traits)) * self.norm(self.shared, self.text.hidden_size)
 
     def _into_linear(self) -> float:
-        """What the first projection after a norm keeps."""
+        """Bytes that the first projection after a norm keeps."""
         return self.shared * self.text.hidden_size * self.size
 
     def _attention(self, full: bool) -> float:
@@ -160,34 +188,26 @@ class SavedActivations:
             if parallel.cp > 1:  # keys and values of all ranks, and their prefixes of both chunks
                 kept += 3 * self.row.total * 2 * keys * size
         else:
-            side_by_side = self._unpacked() / parallel.cp
-            kept += side_by_side * size * 4 * queries + self.tokens * size * queries
-            if self._indexed():
+            # Segments side by side where that pays; many short ones by an index, which keeps the rows that it moves (zoo.packing.moves).
+            samples, total = len(self.row.lengths), self.row.total
+            side_by_side = samples * self.row.longest if samples * self.row.longest <= 2 * total else total
+            kept += side_by_side / parallel.cp * size * 4 * queries + self.tokens * size * queries
+            if 2 * samples > FEW and total < LONG * 2 * samples and samples * self.row.longest <= 2 * total:
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
         # What goes into the output projection is attention's result, which attention keeps, unless a gate has changed it.
         kept += self._dropped(text.hidden_size + (queries if gated else 0.0), 0.0 if gated else queries)
         return self._norms() + self._into_linear() + kept
 
     def _dropped(self, inputs: float, kept: float = 0.0) -> float:
-        """What dropout adds to inputs of adapted linears, so many values a token.
+        """Bytes that dropout adds to inputs of adapted linears, so many values a token: a copy, and a mask of a byte each.
 
-        A copy and a mask of a byte each. The input itself is not kept by a linear that isn't trained; of `kept` values something else keeps it.
+        A linear that isn't trained doesn't keep the input itself; something else keeps that of `kept` values.
         """
         lora = self.recipe.lora
         if not (lora.rank and lora.dropout and "language" in lora.parts):
             return 0.0
         gone = inputs * self.size if self.fused else 0.0
         return self.tokens * ((inputs + kept) * (self.size + 1) - gone)
-
-    def _unpacked(self) -> float:
-        """Rows that attention without a kernel for packed rows works on: segments side by side where that pays."""
-        total, padded = self.row.total, len(self.row.lengths) * self.row.longest
-        return padded if padded <= 2 * total else total
-
-    def _indexed(self) -> bool:
-        """Whether segments are laid side by side by an index, which keeps what it moves (zoo.packing.moves: many, short)."""
-        samples, total = len(self.row.lengths), self.row.total
-        return 2 * samples > FEW and total < LONG * 2 * samples and samples * self.row.longest <= 2 * total
 
     def _linear_attention(self) -> float:
         """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""
@@ -237,16 +257,16 @@ class SavedActivations:
         return rows * self.text.hidden_size * self.size
 
     def unused_rows(self) -> float:
-        """Bytes that a layer's experts take under selective recompute beyond an even share of the tokens.
+        """Bytes that a layer's experts use under selective recompute beyond an even share of the tokens.
 
-        The host doesn't wait for the router's choice (`zoo.nn.decoder.experts`), so memory is taken for the most rows that can come.
+        The CPU doesn't wait for the router's choice (`zoo.nn.decoder.experts`), so memory is allocated for the most rows that can come.
         """
         text, parallel = self.text, self.recipe.parallel
-        topk, here = text.num_experts_per_tok, text.num_experts // parallel.ep
+        topk, local = text.num_experts_per_tok, text.num_experts // parallel.ep
         to_all = parallel.ep > 1 and ranks_sent_to(parallel.ep, text.num_experts, topk) == parallel.ep
         if not (to_all and self.fused and self.size == 2) or self.recipe.lora.rank:
             return 0.0
-        rows = self.shared * parallel.etp * (parallel.ep * min(topk, here) - topk)
+        rows = self.shared * parallel.etp * (parallel.ep * min(topk, local) - topk)
         return rows * (text.hidden_size + 3 * text.moe_intermediate_size / parallel.etp) * self.size
 
     def deepstack(self, layers: int) -> float:
@@ -255,7 +275,7 @@ class SavedActivations:
         return layers * patches / 4 * self.text.hidden_size * self.size
 
     def head(self) -> tuple[float, float]:
-        """(bytes kept, bytes beside them while the loss is worked out) of the logits of the row's labels."""
+        """(bytes kept, further bytes while the loss is computed) of the logits of the row's labels."""
         labels = self.row.labels / self.recipe.parallel.cp
         logits = labels * self.text.vocab_size / self.recipe.parallel.tp
         hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size
@@ -271,6 +291,6 @@ class SavedActivations:
         if self.fused:
             return rows * (cost.kept + 4 * cost.attended) * self.size
         count = len(items.rows)
-        beside = count * items.longest / max(items.total, 1) if cost.window is None else 1.0
+        padded = count * items.longest / max(items.total, 1) if cost.window is None else 1.0
         moved = 5 if cost.per_pair and 2 * count > FEW and items.total < LONG * 2 * count else 0
-        return rows * (cost.kept + (1 + 4 * beside + moved) * cost.attended) * self.size
+        return rows * (cost.kept + (1 + 4 * padded + moved) * cost.attended) * self.size

@@ -25,9 +25,8 @@ from zoo.planner.speed import Speed
 # The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
-HOST_UPDATE = (
-    2e9  # weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads
-)
+# Weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads.
+HOST_UPDATE = 2e9
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
@@ -42,19 +41,19 @@ class Candidate:
     time: float  # seconds of a row, by all ranks together
 
 
-def room(recipe: Recipe) -> float | None:
+def capacity(recipe: Recipe) -> float | None:
     """Bytes of a GPU that a run may fill; None where no GPU's memory is known."""
     size = recipe.machine.memory_gb
-    return None if size is None else spare(size * 1e9)
+    return None if size is None else gpu_capacity(size * 1e9)
 
 
-def spare(memory: float) -> float:
+def gpu_capacity(memory: float) -> float:
     """Bytes of a GPU of that memory that a run may fill."""
     return memory * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
-def host_room(recipe: Recipe) -> float | None:
-    """Bytes of the host's memory that a rank may take; None where that is not known."""
+def cpu_capacity(recipe: Recipe) -> float | None:
+    """Bytes of CPU memory that a rank may use; None where that is not known."""
     machine = recipe.machine
     if machine.host_memory_gb is None or not machine.gpus:
         return None
@@ -69,11 +68,11 @@ def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
     """
     if not recipe.parallel.plan:
         return recipe
-    found = first_fit(model, recipe, ranks, row)
-    if found is None:
+    chosen = first_fit(model, recipe, ranks, row)
+    if chosen is None:
         _refuse_if_all_are_wrong(recipe, ranks)
         raise ConfigError(_what_would(model, recipe, ranks, row))
-    return found
+    return chosen
 
 
 def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
@@ -94,7 +93,7 @@ def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
 
 def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:
     """The recipe with the fastest choice that fits; None where none does."""
-    limit = room(recipe)
+    limit = capacity(recipe)
     for candidate in sorted(candidates(model, recipe, ranks, row), key=lambda candidate: candidate.time):
         if limit is not None and fixed(model, candidate.recipe, ranks) > limit:
             continue
@@ -131,7 +130,7 @@ def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = F
 
     `twice`: with two rows' activations, those in the graphs, which keep their memory, and those of a row that runs without, as of one size too many.
     """
-    host, limit = host_room(recipe), room(recipe)
+    host, limit = cpu_capacity(recipe), capacity(recipe)
     if host is not None and host_bytes(model, recipe, ranks) > host:
         return False
     stages = memory(model, recipe, row, ranks, fused=True)
@@ -146,19 +145,22 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[C
         if layout.parallel.pp * layout.parallel.vpp > layers:  # a stage without a layer
             continue
         for staged in _with_stages(layout, speed):
-            for how in RECOMPUTE if "recompute" in recipe.parallel.plan else (recipe.engine.recompute,):
-                chosen = replace(staged, engine=replace(staged.engine, recompute=how))
+            for recompute in RECOMPUTE if "recompute" in recipe.parallel.plan else (recipe.engine.recompute,):
+                chosen = replace(staged, engine=replace(staged.engine, recompute=recompute))
                 seconds = speed.seconds(chosen, ranks)
                 for moments in _moments(model, recipe):
-                    held = _holding(chosen, moments) if moments else chosen
+                    train = chosen.train
+                    if moments:
+                        train = replace(train, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
                     rate = ACCURACY[moments] if moments else 1.0
                     for part in _offload(model, recipe):
-                        there = held if part is None else _offloading(held, part)
-                        yield Candidate(there, rate * (seconds + _on_host(model, there, ranks)))
+                        offloaded = train if part is None else replace(train, optimizer_offload_fraction=part)
+                        candidate = replace(chosen, train=offloaded)
+                        yield Candidate(candidate, rate * (seconds + _on_host(model, candidate, ranks)))
 
 
 def _moments(model: Model, recipe: Recipe) -> tuple[StateDtype | None, ...]:
-    """Formats of AdamW's moments to choose from; None: as they are given."""
+    """Formats of AdamW's moments to choose from; None: those of the recipe."""
     if "memory" not in recipe.parallel.plan:
         return (None,)
     few = model.parameters.trained < _ADAPTERS * model.parameters.total
@@ -166,28 +168,19 @@ def _moments(model: Model, recipe: Recipe) -> tuple[StateDtype | None, ...]:
 
 
 def _offload(model: Model, recipe: Recipe) -> tuple[float | None, ...]:
-    """Shares of the optimizer's state on the host to choose from; None: as it is given.
+    """Shares of the optimizer's state on the host to choose from; None: the recipe's.
 
     Chosen only where the host's memory is known.
     """
-    given = "offload" not in recipe.parallel.plan or recipe.train.optimizer != "adamw"
+    unplanned = "offload" not in recipe.parallel.plan or recipe.train.optimizer != "adamw"
     few = model.parameters.trained < _ADAPTERS * model.parameters.total
-    return (None,) if given or few or host_room(recipe) is None else OFFLOAD
-
-
-def _offloading(recipe: Recipe, share: float) -> Recipe:
-    return replace(recipe, train=replace(recipe.train, optimizer_offload_fraction=share))
+    return (None,) if unplanned or few or cpu_capacity(recipe) is None else OFFLOAD
 
 
 def _on_host(model: Model, recipe: Recipe, ranks: int) -> float:
     """Seconds of a row in which the host updates weights."""
     updated = model.parameters.trained / ranks * recipe.train.optimizer_offload_fraction
     return updated / HOST_UPDATE / (recipe.train.global_batch / recipe.train.micro_batch)
-
-
-def _holding(recipe: Recipe, moments: StateDtype) -> Recipe:
-    """The recipe with moments in that format."""
-    return replace(recipe, train=replace(recipe.train, exp_avg_dtype=moments, exp_avg_sq_dtype=moments))
 
 
 def _layouts(recipe: Recipe, ranks: int) -> Iterator[Recipe]:
@@ -232,34 +225,36 @@ def _with_stages(layout: Recipe, speed: Speed) -> Iterator[Recipe]:
 def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
     """One sentence: that nothing fits, and the next larger machine or the smaller row that would."""
     size = recipe.machine.memory_gb
-    machine = f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
+    known = f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
     if recipe.machine.host_memory_gb is not None:
         without = first_fit(model, replace(recipe, machine=replace(recipe.machine, host_memory_gb=None)), ranks, row)
-        if without is not None and (samples := _fewer_samples(model, recipe, ranks, row)):
+        budgets = (ahead for ahead in (2048, 1024, 512, 256) if ahead < recipe.data.ahead_mb)
+        fits = (
+            mb
+            for mb in budgets
+            if first_fit(model, replace(recipe, data=replace(recipe.data, ahead_mb=mb)), ranks, row)
+        )
+        if without is not None and (ahead_mb := next(fits, None)):
             needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks) / 1e9
             return (
                 f"the ranks of a node would take {needed:.0f} GB of its host's memory, and it has "
-                f"{recipe.machine.host_memory_gb:g}; {samples} (MiB of samples that a rank makes ahead) would do"
+                f"{recipe.machine.host_memory_gb:g}; data.ahead_mb={ahead_mb} (MiB of samples that a rank makes ahead) would do"
             )
-        machine += f" and the {recipe.machine.host_memory_gb:g} GB of a node's host"
-    text = f"the model does not fit {machine}"
+        known += f" and the {recipe.machine.host_memory_gb:g} GB of a node's host"
+    text = f"the model does not fit {known}"
     would = []
     smaller = _smaller_row(model, recipe, ranks, row)
     if smaller is not None:
         would.append(f"packing.budget={smaller}")
-    larger = _larger_machine(model, recipe, ranks, row)
-    if larger is not None:
-        would.append(larger)
+    machine = recipe.machine
+    gpus, nodes = machine.gpus or ranks, machine.nodes
+    while nodes <= _MOST_NODES:
+        gpus, nodes = (gpus * 2, nodes) if gpus < 8 else (gpus, nodes * 2)
+        larger = replace(recipe, machine=replace(machine, gpus=gpus, nodes=nodes))
+        if first_fit(model, larger, gpus * nodes, row):
+            would.append(f"{gpus * nodes} such GPUs{f' ({nodes} nodes of {gpus})' if nodes > 1 else ''}")
+            break
     return f"{text}; {' or '.join(would)} would do" if would else f"{text}; take a smaller size=, or freeze parts of it"
-
-
-def _fewer_samples(model: Model, recipe: Recipe, ranks: int, row: Row) -> str | None:
-    """The key that spares enough of the host's memory, if there is one."""
-    for ahead in (2048, 1024, 512, 256):
-        fewer = replace(recipe, data=replace(recipe.data, ahead_mb=ahead))
-        if ahead < recipe.data.ahead_mb and first_fit(model, fewer, ranks, row):
-            return f"data.ahead_mb={ahead}"
-    return None
 
 
 def _smaller_row(model: Model, recipe: Recipe, ranks: int, row: Row) -> int | None:
@@ -280,14 +275,3 @@ def _smaller_row(model: Model, recipe: Recipe, ranks: int, row: Row) -> int | No
 
 def _cut[N: (int, float)](items: Sequence[N], halvings: int) -> tuple[N, ...]:
     return tuple(items[: max(1, len(items) >> halvings)])
-
-
-def _larger_machine(model: Model, recipe: Recipe, ranks: int, row: Row) -> str | None:
-    machine = recipe.machine
-    gpus, nodes = machine.gpus or ranks, machine.nodes
-    while nodes <= _MOST_NODES:
-        gpus, nodes = (gpus * 2, nodes) if gpus < 8 else (gpus, nodes * 2)
-        larger = replace(recipe, machine=replace(machine, gpus=gpus, nodes=nodes))
-        if first_fit(model, larger, gpus * nodes, row):
-            return f"{gpus * nodes} such GPUs{f' ({nodes} nodes of {gpus})' if nodes > 1 else ''}"
-    return None

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import LayerKind, ModelCost, TowerCost
-from zoo.planner.activations import FP32, Row, SavedActivations
+from zoo.planner.activations import FP32, DecoderSizes, Row, SavedActivations
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 
 MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
@@ -28,11 +27,11 @@ GRAPHS = 3 * 2**30
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan needs to know of a model."""
+    """The numbers of a model that a plan is made from."""
 
     parameters: ParameterStatistics
     cost: ModelCost
-    text: Any  # the decoder's config: sizes by their names in a Hugging Face config
+    text: DecoderSizes
     traits: Sequence[str]
     kinds: Sequence[LayerKind]  # of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
@@ -53,11 +52,11 @@ class Memory:
     grads: float
     optimizer: float
     activations: float
-    host: float = 0.0  # optimizer state in the host's memory
+    host: float = 0.0  # optimizer state in CPU memory
 
     @property
     def total(self) -> float:
-        """All of it, but for what is on the host."""
+        """All of it, without the part in CPU memory."""
         return self.weights + self.grads + self.optimizer + self.activations
 
     def as_dict(self) -> dict[str, float]:
@@ -76,27 +75,23 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
     """
     apart = GRAPHS if fused and recipe.engine.cuda_graphs else 0.0
     return [
-        _of_stage(model, recipe, stage, ranks, activations + apart)
+        _stage_memory(model, recipe, stage, ranks, activations + apart)
         for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
     ]
 
 
-def _of_stage(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
+def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
     mine = share(model.parameters, recipe, stage)
-    activations += _dense_again(mine, recipe, grads + state + activations)
+    # Dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything else is in memory.
+    size = 2.0 if recipe.engine.precision == "bf16" else 4.0
+    activations += max(mine.widest * size, mine.quantised * (size - FP8) - (grads + state + activations))
     host = state * recipe.train.optimizer_offload_fraction
     return Memory(weights, grads, state - host, activations, host)
 
 
-def _dense_again(mine: Share, recipe: Recipe, beside: float) -> float:
-    """Bytes of dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything is `beside` them."""
-    size = 2.0 if recipe.engine.precision == "bf16" else 4.0
-    return max(mine.widest * size, mine.quantised * (size - FP8) - beside)
-
-
 def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
-    """Most bytes of the host's memory that a rank on a GPU takes: optimizer state, a save's pinned copy, the process, samples."""
+    """Most bytes of CPU memory that a rank on a GPU uses: optimizer state, a save's pinned copy, the process, samples."""
     stages = range(recipe.parallel.pp)
     state = max(_state(model, recipe, stage, ranks)[2] for stage in stages)
     samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
@@ -107,29 +102,20 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
 def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
     stages = range(recipe.parallel.pp)
-    return max(_of_stage(model, recipe, stage, ranks, 0.0).total for stage in stages)
-
-
-def saved_state_bytes(recipe: Recipe, trained: int, matrices: int) -> int:
-    """Bytes of optimizer state in a checkpoint, which holds 8-bit moments as bf16.
-
-    Args:
-        trained: weights that are trained.
-        matrices: those of them that Muon updates, if the recipe has it.
-    """
-    half, train = recipe.engine.precision == "bf16", recipe.train
-    first, second = SAVED_MOMENT[train.exp_avg_dtype], SAVED_MOMENT[train.exp_avg_sq_dtype]
-    without_second = matrices if train.optimizer == "muon" else 0
-    return trained * (first + second + (2 if half else 0)) - without_second * second
+    return max(_stage_memory(model, recipe, stage, ranks, 0.0).total for stage in stages)
 
 
 def checkpoint_bytes(model: Model, recipe: Recipe) -> int:
-    """Bytes of a checkpoint, of all ranks: weights, or adapters alone, and optimizer state of the trained ones."""
+    """Bytes of a checkpoint, of all ranks: weights, or adapters alone, and the optimizer state of trained ones, 8-bit moments as bf16."""
     parameters, half = model.parameters, recipe.engine.precision == "bf16"
     kept = parameters.trained if recipe.lora.rank else parameters.total
-    states = saved_state_bytes(recipe, parameters.trained, parameters.trained_matrices)
-    states = 0 if recipe.train.save == "weights" else states
-    return kept * (2 if half else 4) + states
+    weights = kept * (2 if half else 4)
+    if recipe.train.save == "weights":
+        return weights
+    train = recipe.train
+    first, second = SAVED_MOMENT[train.exp_avg_dtype], SAVED_MOMENT[train.exp_avg_sq_dtype]
+    without_second = parameters.trained_matrices if train.optimizer == "muon" else 0
+    return weights + parameters.trained * (first + second + (2 if half else 0)) - without_second * second
 
 
 def export_bytes(model: Model, recipe: Recipe) -> int:
@@ -188,20 +174,20 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
     micro_batches = max(
         1, recipe.train.global_batch * parallel.tp * parallel.pp * parallel.cp // (ranks * recipe.train.micro_batch)
     )
-    found = []
+    by_stage = []
     for stage in range(parallel.pp):
         layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]
         last = stage == parallel.pp - 1
         if last:
             layers += [LayerKind(False, model.kinds[-1].sparse)] * model.mtp
-        stored, again = _layers(kept, layers, recipe.engine.recompute)
+        stored, recomputed = _layers(kept, layers, recipe.engine.recompute)
         first = _first(kept, model) if stage == 0 else 0.0
         flights = in_flight(recipe, stage, micro_batches)
-        head = beside = 0.0
+        head = loss = 0.0
         if last:
-            head, beside = (value * (1 + model.mtp) for value in kept.head())
-        found.append(flights * (stored + first) + head + max(again, beside))
-    return found
+            head, loss = (value * (1 + model.mtp) for value in kept.head())
+        by_stage.append(flights * (stored + first) + head + max(recomputed, loss))
+    return by_stage
 
 
 def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
@@ -216,7 +202,7 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
 
 
 def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
-    """(bytes stored, bytes beside them in the backward pass of the widest layer)."""
+    """(bytes stored, further bytes in the backward pass of the widest layer)."""
     counts = Counter(layers)
     halves = {kind: kept.layer(kind) for kind in counts}
     into = kept.shared * kept.text.hidden_size * kept.size
@@ -230,17 +216,17 @@ def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str)
             count * (halves[kind][0] + norm + into + (arrived if kind.sparse else 0.0))
             for kind, count in counts.items()
         )
-        again = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
-        return stored, max(again, default=0.0) * 1.5
+        recomputed = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
+        return stored, max(recomputed, default=0.0) * 1.5
     stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)
 
 
 def _first(kept: SavedActivations, model: Model) -> float:
-    """What embedding and towers keep."""
+    """Bytes that embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
     trained = set(model.trained_parts)
     trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
     names = [name for name, items in kept.row.media.items() if items and name in trained]
-    sums = sum(kept.tower(towers[name], name) for name in names)
-    return sums + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
+    towers_kept = sum(kept.tower(towers[name], name) for name in names)
+    return towers_kept + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

@@ -38,10 +38,10 @@ def _count(recipe: Recipe) -> ParameterStatistics:
     recipe = on_one_rank(recipe).replace(plain)
     assembly = build.assembly_of_arch(recipe)
     family, config = assembly.family, assembly.config
-    with alone(recipe) as here, on_meta(here) as nowhere:
-        chunks = build.build_model(assembly, recipe, nowhere)
+    with alone(recipe) as world, on_meta(world) as meta_world:
+        chunks = build.build_model(assembly, recipe, meta_world)
         if recipe.lora.rank:
-            lora.attach_zeros(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
+            lora.attach_zeros(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, meta_world)
         build.freeze(chunks, recipe, family)
     counts: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
     flops: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()

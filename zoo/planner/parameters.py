@@ -40,15 +40,15 @@ class ParameterStatistics:
 
     @cached_property
     def shares(self) -> dict[tuple[object, ...], Share]:
-        """What `share` has worked out: a search asks for a few hundred shares some hundred thousand times."""
+        """Results of `share`: a search asks for a few hundred shares some hundred thousand times."""
         return {}
 
     def by_part(self) -> dict[str, int]:
         """Numbers of each part, over all ranks."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for weights in self.weights:
-            found[weights.part] = found.get(weights.part, 0) + weights.count
-        return found
+            counts[weights.part] = counts.get(weights.part, 0) + weights.count
+        return counts
 
     @cached_property
     def total(self) -> int:
@@ -113,25 +113,22 @@ def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share
     mine |= {"last"} if stage == parallel.pp - 1 else set()
     divide = {"whole": 1, "tp": parallel.tp, "expert": parallel.ep * parallel.etp}
     ahead = any(weights.part == "multi_token" for weights in statistics.weights)
-    sums = {field.name: 0 for field in fields(Share)}
+    totals = {field.name: 0 for field in fields(Share)}
     layers: dict[int, int] = {}
     for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
-        again = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
-        if weights.place not in mine and not again:
+        copied = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
+        if weights.place not in mine and not copied:
             continue
         count = weights.count // divide[weights.cut]
         kind = "experts" if weights.cut == "expert" else "dense"
-        sums[kind] += count
-        sums[f"trained_{kind}"] += count if weights.trained else 0
-        sums["trained_whole"] += count if weights.trained and weights.part != ADAPTERS else 0
-        sums["copied"] += count if weights.trained and weights.place not in mine else 0
-        sums[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
-        if recipe.lora.base_dtype == "fp8" and _quantised(weights) and isinstance(weights.place, int):
+        totals[kind] += count
+        totals[f"trained_{kind}"] += count if weights.trained else 0
+        totals["trained_whole"] += count if weights.trained and weights.part != ADAPTERS else 0
+        totals["copied"] += count if weights.trained and weights.place not in mine else 0
+        totals[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
+        quantised = weights.matrices and not weights.trained and weights.part != ADAPTERS
+        if recipe.lora.base_dtype == "fp8" and quantised and isinstance(weights.place, int):
             layers[weights.place] = layers.get(weights.place, 0) + count
-    sums |= {"quantised": sum(layers.values()), "widest": max(layers.values(), default=0)}
-    return Share(**sums)
-
-
-def _quantised(weights: Weights) -> bool:
-    return weights.matrices and not weights.trained and weights.part != ADAPTERS
+    totals |= {"quantised": sum(layers.values()), "widest": max(layers.values(), default=0)}
+    return Share(**totals)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import load_recipe
@@ -29,13 +29,16 @@ from zoo.errors import ConfigError, size
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.process_state import preserve_process_state
 from zoo.planner import memory as planned_memory
-from zoo.planner.activations import Row
-from zoo.planner.layouts import choose_layout, spare
+from zoo.planner.activations import DecoderSizes, Row
+from zoo.planner.layouts import choose_layout, gpu_capacity
 from zoo.planner.memory import Memory, Model, export_bytes
 from zoo.planner.parameters import ParameterStatistics
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
+
+if TYPE_CHECKING:
+    from zoo.nn.family import FamilyConfig
 
 PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
 
@@ -46,12 +49,15 @@ def model_of(recipe: Recipe) -> Model:
     from zoo.nn.flops import layer_kinds, model_cost
     from zoo.planner.parameter_statistics import parameter_statistics
 
-    config = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
+    config: FamilyConfig = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
     mtp = config.mtp_layers(recipe)
+    # Attributes that are quick to read: a search reads them a hundred thousand times.
+    names = {*config.text.to_dict(), *config.text.attribute_map}
+    sizes: DecoderSizes = SimpleNamespace(**{name: getattr(config.text, name, None) for name in names})
     return Model(
         parameters=parameter_statistics(recipe),
         cost=model_cost(config, mtp),
-        text=_plain(config.text),
+        text=sizes,
         traits=config.traits,
         kinds=layer_kinds(config.text),
         deepstack=config.deepstack_layers,
@@ -64,12 +70,12 @@ def _teacher(recipe: Recipe) -> ParameterStatistics | None:
     """The parameters of a teacher in the run; None without one, or where its architecture is not known here."""
     from zoo.planner.parameter_statistics import parameter_statistics
 
-    place = recipe.distill.teacher
-    if place is None or teacher_on_disk(recipe):
+    folder = recipe.distill.teacher
+    if folder is None or teacher_on_disk(recipe):
         return None
-    arch = {} if is_hub_id(place) else read_arch(locate(place).files, f"distill.teacher={place}")
+    arch = {} if is_hub_id(folder) else read_arch(locate(folder).files, f"distill.teacher={folder}")
     changes = {
-        "model.init": place,
+        "model.init": folder,
         "model.arch": arch,
         "distill.teacher": None,
         "lora.rank": 0,
@@ -78,12 +84,6 @@ def _teacher(recipe: Recipe) -> ParameterStatistics | None:
     }
     theirs = as_planned(recipe.replace({**changes, "train.mtp_loss": 0.0}))
     return None if theirs is None else parameter_statistics(theirs)
-
-
-def _plain(text: Any) -> SimpleNamespace:
-    """A decoder's config with attributes that are quick to read: a search reads them a hundred thousand times."""
-    names = {*text.to_dict(), *text.attribute_map}
-    return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
 @preserve_process_state()
@@ -122,7 +122,7 @@ def plan(
     row = typical_row(recipe, model.cost, **shares)
     recipe = validate(choose_layout(model, recipe, ranks, row), ranks, here=here)
     fused = recipe.engine.precision == "bf16"
-    limit = None if recipe.machine.memory_gb else _limit_here(ranks)
+    limit = None if recipe.machine.memory_gb else _memory_limit(ranks)
     return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saves=True)
 
 
@@ -142,51 +142,58 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     The estimate has weights, gradients, optimizer state, and the activations of a row without media and with few labels.
     Where the machine's memory is not known, nothing is refused.
     """
-    _refuse_small_process()
-    limit, planned = _limit_here(local_ranks), as_planned(recipe)
+    for address_space in limits():  # process groups without it for their threads hang, or end the process
+        if address_space.own and address_space.left < PROCESS:
+            raise ConfigError(
+                f"{address_space.name} is {size(address_space.total)} and {size(address_space.left)} are left; a rank takes "
+                f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
+            )
+    limit, planned = _memory_limit(local_ranks), as_planned(recipe)
     if limit is None or planned is None:
         return
     model = model_of(planned)
     fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
-    found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
-    if found.worst.total > limit:
-        raise ConfigError(_misfit(found, gpu_count() > 0))
+    tokens = recipe.packing.budget // 2
+    row = Row((tokens,), tokens // 10, {})  # about as small as the smallest of a run: text, a tenth of it labelled
+    least = make_plan(model, recipe, ranks, row, fused=fused, limit=limit)
+    if least.worst.total > limit:
+        raise ConfigError(_misfit(least, gpu_count() > 0))
     saved = planned_memory.checkpoint_bytes(model, recipe)
-    state = max(stage.host for stage in found.stages)
-    _refuse_small_host(saved / ranks, 0.0 if gpu_count() else found.worst.total, local_ranks, state)
+    state = max(stage.host for stage in least.stages)
+    _refuse_small_host(saved / ranks, 0.0 if gpu_count() else least.worst.total, local_ranks, state)
     _refuse_small_disk(recipe, saved, export_bytes(model, recipe))
     _refuse_small_stage(recipe, saved * local_ranks // ranks)
 
 
-def _refuse_small_host(copy: float, beside: float, local_ranks: int, state: float = 0.0) -> None:
-    """A save copies what a rank holds to the host's memory, which has optimizer `state`, and on a CPU the rest (`beside`) too."""
-    there = host_memory(local_ranks, PROCESS)
-    if there and copy + state + beside > there:
+def _refuse_small_host(copy: float, training: float, local_ranks: int, state: float = 0.0) -> None:
+    """A save copies a rank's tensors to CPU memory, which has optimizer `state`, and without a GPU the rest (`training`) too."""
+    memory = host_memory(local_ranks, PROCESS)
+    if memory and copy + state + training > memory:
         raise ConfigError(
-            f"a save copies {size(copy)} of each rank to the host's memory, where a rank has {size(there)} to give"
-            + (f" and training takes {size(beside)}" if beside else "")
+            f"a save copies {size(copy)} of each rank to the host's memory, where a rank has {size(memory)} to give"
+            + (f" and training takes {size(training)}" if training else "")
             + (f" and optimizer state {size(state)}" if state else "")
             + "; use more hosts or ranks, or train.save=weights"
             + (", or set train.optimizer_offload_fraction lower" if state else "")
         )
 
 
-def _refuse_small_disk(recipe: Recipe, one: int, export: int = 0) -> None:
-    """A disk that can't hold the checkpoints that are to be kept, the one that is written beside them, and the export."""
+def _refuse_small_disk(recipe: Recipe, checkpoint: int, export: int = 0) -> None:
+    """ConfigError for a disk that can't hold the checkpoints to keep, the one that is being written, and the export."""
     train, folder = recipe.train, Path(recipe.run.dir or ".")
     count, free = saves_at_once(recipe, train.keep + 1), _free(folder)
-    needed = count * _on_disk(one) + (_on_disk(export) if export else 0)
+    needed = count * _on_disk(checkpoint) + (_on_disk(export) if export else 0)
     if free is not None and needed > free + _held(folder):
         raise ConfigError(
-            f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
+            f"{folder}: a checkpoint takes about {size(checkpoint)}, {count} of them are there at once (train.keep={train.keep}, "
             f"and the one that is written), "
             + (f"the export {size(export)}, " if export else "")
             + f"and the disk has {size(free)} left; free some, set train.keep lower, take train.save=weights, or another run.dir"
         )
 
 
-def _refuse_small_stage(recipe: Recipe, here: int) -> None:
-    """A local disk that can't hold this node's part (`here`, bytes) of the checkpoints in run.stage, beside those of run.dir."""
+def _refuse_small_stage(recipe: Recipe, part: int) -> None:
+    """ConfigError for a local disk that can't hold this node's `part` (bytes) of the checkpoints in run.stage, next to those of run.dir."""
     folder = stage_folder(recipe)
     free = None if folder is None else _free(folder)
     if folder is None or free is None:
@@ -194,10 +201,10 @@ def _refuse_small_stage(recipe: Recipe, here: int) -> None:
     count, run_dir = saves_at_once(recipe, STAGED), Path(recipe.run.dir or ".")
     shared = _device(folder) == _device(run_dir)
     kept = saves_at_once(recipe, recipe.train.keep + 1)
-    beside = max(0, kept * _on_disk(here) - _held(run_dir)) if shared else 0
-    if count * _on_disk(here) + beside > free + _held(folder):
+    of_run_dir = max(0, kept * _on_disk(part) - _held(run_dir)) if shared else 0
+    if count * _on_disk(part) + of_run_dir > free + _held(folder):
         raise ConfigError(
-            f"run.stage={recipe.run.stage}: this node's part of a checkpoint takes about {size(here)}, {count} of them are there at "
+            f"run.stage={recipe.run.stage}: this node's part of a checkpoint takes about {size(part)}, {count} of them are there at "
             f"once, {'beside those of run.dir on the same disk, ' if shared else ''}and the disk has {size(free)} left; free some, "
             "take train.save=weights, or another run.stage"
         )
@@ -208,26 +215,26 @@ def _on_disk(tensors: int) -> int:
     return int(tensors * 1.02) + 2**20
 
 
-def _place(folder: Path) -> Path | None:
-    """The folder, or the one above it that is there."""
+def _existing(folder: Path) -> Path | None:
+    """The folder, or the closest one above it that exists."""
     return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), None)
 
 
 def _free(folder: Path) -> int | None:
     """Bytes left on the disk of a folder that may not be there yet."""
-    place = _place(folder)
-    return None if place is None else shutil.disk_usage(place).free
+    existing = _existing(folder)
+    return None if existing is None else shutil.disk_usage(existing).free
 
 
 def _held(folder: Path) -> int:
     """Bytes of the checkpoints in a folder."""
-    found = (file for file in folder.glob("checkpoints/*/*") if not file.parent.name.startswith("left_"))
-    return sum(file.stat().st_size for file in found if file.is_file())
+    files = (file for file in folder.glob("checkpoints/*/*") if not file.parent.name.startswith("left_"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _device(folder: Path) -> int | None:
-    place = _place(folder)
-    return None if place is None else place.stat().st_dev
+    existing = _existing(folder)
+    return None if existing is None else existing.stat().st_dev
 
 
 def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
@@ -241,13 +248,13 @@ def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
         return ""
     model, fused = model_of(planned), on_gpu and recipe.engine.precision == "bf16"
 
-    def needs(one: Recipe) -> Memory:
-        row = typical_row(one, model.cost)
-        return make_plan(model, one, ranks, row, fused=fused, limit=None).worst
+    def needs(recipe: Recipe) -> Memory:
+        row = typical_row(recipe, model.cost)
+        return make_plan(model, recipe, ranks, row, fused=fused, limit=None).worst
 
     now = needs(planned)
-    found = {text: needs(other).total for text, other in _leaner(planned)}
-    better = sorted((need, text) for text, need in found.items() if need < 0.9 * now.total)
+    leaner = {text: needs(other).total for text, other in _leaner(planned)}
+    better = sorted((need, text) for text, need in leaner.items() if need < 0.9 * now.total)
     parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
     settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
     more = "more GPUs with parallel.tp, pp, cp or ep" if on_gpu else "GPUs, or a smaller size="
@@ -280,47 +287,30 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
     return planned_memory.checkpoint_bytes(model_of(planned), recipe)
 
 
-def _least_row(recipe: Recipe) -> Row:
-    """A row about as small as the smallest of a run: text, a tenth of it labelled."""
-    tokens = recipe.packing.budget // 2
-    return Row((tokens,), tokens // 10, {})
-
-
-def _misfit(found: Plan, on_gpu: bool) -> str:
-    need, limit, worst = found.worst.total / 1e9, (found.room or 0.0) / 1e9, found.worst
-    fixed = worst.total - worst.activations
-    what = "GPU" if on_gpu else "rank of this machine"
+def _misfit(plan: Plan, on_gpu: bool) -> str:
+    worst, limit = plan.worst, plan.capacity or 0.0
+    device = "GPU" if on_gpu else "rank of this machine"
     parts = ", ".join(
         f"{kind} {size / 1e9:.1f}" for kind, size in worst.as_dict().items() if kind != "total" and size > 1e8
     )
-    if fixed < 0.8 * (found.room or 0.0):
+    if worst.total - worst.activations < 0.8 * limit:
         fix = "set packing.budget lower, or engine.recompute=full"
     elif on_gpu:
         fix = "use more GPUs, or cut the model further: hardware=auto chooses parallel.tp, pp, cp and ep"
     else:
         fix = "take a smaller size=, or train on GPUs"
     return (
-        f"the model needs at least {need:.1f} GB a rank ({parts}) and a {what} has {limit:.1f} GB to give; {fix}; "
+        f"the model needs at least {worst.total / 1e9:.1f} GB a rank ({parts}) and a {device} has {limit / 1e9:.1f} GB to give; {fix}; "
         f"`zoo plan` shows it in parts"
     )
 
 
-def _limit_here(local_ranks: int) -> float | None:
+def _memory_limit(local_ranks: int) -> float | None:
     """Bytes that a rank may fill on this machine; None where they are not known."""
     if gpu_count():
-        return spare(gpu_memory())
+        return gpu_capacity(gpu_memory())
     memory = host_memory(local_ranks, PROCESS)
     return memory * 0.95 if memory else None
-
-
-def _refuse_small_process() -> None:
-    """ConfigError where address space is too small: process groups without it for their threads hang, or end the process."""
-    for limit in limits():
-        if limit.own and limit.left < PROCESS:
-            raise ConfigError(
-                f"{limit.name} is {size(limit.total)} and {size(limit.left)} are left; a rank takes "
-                f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
-            )
 
 
 def choose_layout_here(recipe: Recipe, ranks: int) -> Recipe:

@@ -25,7 +25,7 @@ from zoo.parallel.processes import Launcher, end_with_parent
 from zoo.subprocesses import module_command
 
 
-def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] | None = None) -> Recipe:
+def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] = lambda: None) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
     Args:
@@ -35,23 +35,13 @@ def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callabl
     Raises:
         UserError: nothing fits; the message names settings that would.
     """
-    meanwhile = meanwhile or _nothing
     if not recipe.parallel.plan:
         meanwhile()
         return recipe
-    return replace(_planned(_with_host(recipe), ranks, here, meanwhile), machine=recipe.machine)
-
-
-def _with_host(recipe: Recipe) -> Recipe:
-    """The recipe with the memory of this machine's host, where it has GPUs and the recipe doesn't say."""
-    there = host_memory() if gpu_count() and recipe.machine.host_memory_gb is None else 0
-    if not there:
-        return recipe
-    return replace(recipe, machine=replace(recipe.machine, host_memory_gb=there / 1e9))
-
-
-def _nothing() -> None:
-    pass
+    with_memory = recipe
+    if gpu_count() and recipe.machine.host_memory_gb is None and (memory := host_memory()):
+        with_memory = replace(recipe, machine=replace(recipe.machine, host_memory_gb=memory / 1e9))
+    return replace(_planned(with_memory, ranks, here, meanwhile), machine=recipe.machine)
 
 
 def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], object]) -> Recipe:
@@ -75,11 +65,11 @@ def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], obj
                     raise
         if not result.is_file():
             raise RuntimeError(f"planning failed: {errors[-2000:]}")
-        found = pickle.loads(result.read_bytes())
-    if isinstance(found, str):
-        raise UserError(found)
-    assert isinstance(found, Recipe)
-    return found
+        chosen = pickle.loads(result.read_bytes())
+    if isinstance(chosen, str):
+        raise UserError(chosen)
+    assert isinstance(chosen, Recipe)
+    return chosen
 
 
 def _choose(recipe: Recipe, ranks: int) -> Recipe:
@@ -94,10 +84,10 @@ def _main(config: str, ranks: str, result: str) -> None:
     end_with_parent()
     leave_out_transformer_engine()
     try:
-        found: Recipe | str = _choose(load_recipe(config), int(ranks))
+        chosen: Recipe | str = _choose(load_recipe(config), int(ranks))
     except UserError as error:
-        found = str(error)
-    Path(result).write_bytes(pickle.dumps(found))
+        chosen = str(error)
+    Path(result).write_bytes(pickle.dumps(chosen))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,88 @@
-"""A recipe's plan: parameters by part, bytes of a rank by kind, FLOPs by part, and whether it fits."""
+"""A recipe's plan: parameters by part, bytes of a rank by kind, FLOPs by part, measures that save memory, and whether it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 from zoo.config.derived import STAGED, data_parallel, saves_at_once
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
-from zoo.planner.layouts import host_room, room
-from zoo.planner.measures import Measure, measures
-from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory
+from zoo.planner.layouts import capacity, cpu_capacity
+from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory, remainder_bytes
 from zoo.planner.speed import factor
+from zoo.types import JsonObject
 
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
+_MOMENTS = ("fp32", "bf16", "fp8")
+OFFLOAD = "train.optimizer_offload_fraction"
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure, and bytes of the fullest rank that it saves, or would save where it is not taken."""
+
+    name: str
+    taken: bool
+    bytes: float
+
+    def as_dict(self) -> JsonObject:
+        """Plain values."""
+        return {"name": self.name, "taken": self.taken, "bytes": self.bytes}
+
+
+def measures(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Measure]:
+    """All memory measures of a recipe, from cheap to dear; a weaker form of one that is taken is left out."""
+    stages = memory(model, recipe, row, ranks, fused=fused)
+    worst = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    now, listed = stages[worst].total, []
+    if recipe.engine.precision == "bf16":  # weights hold the upper half of their fp32 values
+        listed.append(Measure("split master weights", True, remainder_bytes(model, recipe, worst, ranks)))
+    for name, taken, other in _alternatives(recipe):
+        need = max(stage.total for stage in memory(model, other, row, ranks, fused=fused))
+        listed.append(Measure(name, taken, max(0.0, need - now if taken else now - need)))
+    return [measure for measure in listed if measure.bytes]
+
+
+def _alternatives(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
+    """Each measure's name, whether the recipe has it, and the recipe without it if so, else with it."""
+    if recipe.engine.precision == "bf16":  # never planned: that is the user's choice
+        kept = recipe.train.main_grads_dtype == "bf16"
+        yield ("gradients in bf16", kept, recipe.replace({"train.main_grads_dtype": "fp32" if kept else "bf16"}))
+    have = _MOMENTS.index(recipe.train.exp_avg_sq_dtype), _RECOMPUTE.index(recipe.engine.recompute)
+    ladder = (
+        ("moments in bf16", 0, 1),
+        ("selective recompute", 1, 1),
+        ("moments in 8 bits", 0, 2),
+        ("optimizer on the host", 2, 1),
+        ("full recompute", 1, 2),
+    )
+    for name, kind, level in ladder:
+        if kind == 2:
+            if recipe.train.optimizer == "adamw":
+                offloads = recipe.train.optimizer_offload_fraction > 0
+                yield name, offloads, recipe.replace({OFFLOAD: 0.0 if offloads else 1.0})
+            continue
+        if have[kind] > level:
+            continue
+        taken = have[kind] == level
+        other = 0 if taken else level
+        if kind:
+            yield name, taken, recipe.replace({"engine.recompute": _RECOMPUTE[other]})
+        else:
+            keys = ("train.exp_avg_dtype", "train.exp_avg_sq_dtype")
+            yield name, taken, recipe.replace(dict.fromkeys(keys, _MOMENTS[other]))
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take."""
+    """The parameters, memory and FLOPs of a run."""
 
     recipe: Recipe  # as it would run
     ranks: int
@@ -32,11 +92,11 @@ class Plan:
     forward: dict[str, float]  # FLOPs of a row's forward pass, by part
     step: dict[str, float]  # FLOPs of an optimizer step, over all ranks, by part
     row: Row
-    room: float | None  # bytes of a rank that may be filled; None where no memory is known
+    capacity: float | None  # bytes of a rank that may be filled; None where no memory is known
     list_measures: Callable[[], list[Measure]]
     saved: int = 0  # bytes of a checkpoint, of all ranks
     exported: int = 0  # bytes of the export at its end
-    host: float = 0.0  # most bytes of the host's memory that a rank on a GPU takes
+    host: float = 0.0  # most bytes of CPU memory that a rank on a GPU uses
     teacher: int = 0  # parameters of a teacher in the run
     matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
 
@@ -48,7 +108,7 @@ class Plan:
 
     @cached_property
     def measures(self) -> list[Measure]:
-        """What saves memory, from cheap to dear; each is a plan of its own, so they are made for those who ask."""
+        """Measures that save memory, from cheap to dear; each is a plan of its own, so they are computed when read."""
         return self.list_measures()
 
     @property
@@ -66,14 +126,14 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether every rank has room; None where no memory is known."""
-        if self.room is None:
+        if self.capacity is None:
             return None
-        limit = host_room(self.recipe)
-        return self.worst.total <= self.room and (limit is None or self.host <= limit)
+        limit = cpu_capacity(self.recipe)
+        return self.worst.total <= self.capacity and (limit is None or self.host <= limit)
 
     @property
     def checkpoint(self) -> dict[str, int]:
-        """Bytes of a save: of all ranks, of one (on the disk, and as its copy in the host's memory), of all that are kept."""
+        """Bytes of a save: of all ranks, of one (on the disk, and as its copy in CPU memory), of all that are kept."""
         kept = saves_at_once(self.recipe, self.recipe.train.keep + 1)
         return {
             "all": self.saved,
@@ -84,7 +144,7 @@ class Plan:
             **({"stage": STAGED * self.saved} if self.recipe.run.stage else {}),
         }
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Plain values: counts, bytes and FLOPs."""
         parallel = self.recipe.parallel
         return {
@@ -111,7 +171,7 @@ class Plan:
             },
             "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
-            "room_bytes": self.room,
+            "room_bytes": self.capacity,
             "host_bytes": {"optimizer": max(stage.host for stage in self.stages), "total": self.host},
             "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
             "measures": [measure.as_dict() for measure in self.measures],
@@ -132,7 +192,7 @@ class Plan:
         }
 
 
-def _gpu(recipe: Recipe) -> dict[str, Any] | None:
+def _gpu(recipe: Recipe) -> JsonObject | None:
     gpu = find_gpu(recipe.machine.gpu or "")
     if gpu is None:
         return None
@@ -161,7 +221,7 @@ def make_plan(
         forward=forward,
         step=step,
         row=row,
-        room=limit if limit is not None else room(recipe),
+        capacity=limit if limit is not None else capacity(recipe),
         list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
         saved=checkpoint_bytes(model, recipe) if saves else 0,
         exported=export_bytes(model, recipe) if saves else 0,
@@ -173,22 +233,22 @@ def make_plan(
 
 def table(plan: Plan) -> str:
     """The plan in a few lines."""
-    found = plan.as_dict()
+    values = plan.as_dict()
     layout = " ".join(
         f"{name}={size}"
-        for name, size in found["parallel"].items()
+        for name, size in values["parallel"].items()
         if size not in (1, False) and name != "stage_layers"
     )
-    gpu, given = find_gpu(plan.recipe.machine.gpu or ""), plan.recipe.parallel.stage_layers
-    stages = f"  layers {'+'.join(map(str, given))}" if given else ""
+    gpu, stage_layers = find_gpu(plan.recipe.machine.gpu or ""), plan.recipe.parallel.stage_layers
+    stages = f"  layers {'+'.join(map(str, stage_layers))}" if stage_layers else ""
     unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
     lines = [
         f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
         *([f"{gpu.name}: {gpu.about()}"] if gpu else []),
         f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
-        f"recompute={found['recompute']}{'  CUDA graphs' if found['cuda_graphs'] else ''}{stages}  {found['precision']}  global_batch={found['global_batch']}",
+        f"recompute={values['recompute']}{'  CUDA graphs' if values['cuda_graphs'] else ''}{stages}  {values['precision']}  global_batch={values['global_batch']}",
         "",
-        f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
+        f"parameters      {_count(values['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
         *(
             [f"teacher         {_count(plan.teacher):>9}  its weights are among those of a rank"]
@@ -201,14 +261,18 @@ def table(plan: Plan) -> str:
     ]
     for number, stage in enumerate(plan.stages):
         name = f"  stage {number}" if len(plan.stages) > 1 else "  all"
-        values = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
-        cells = [f"{value / size:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)]
+        kinds = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
+        cells = [f"{count / size:>{width}.2f}" for count, width in zip(kinds, (9, 9, 11, 13, 10), strict=True)]
         lines.append(f"{name:<14}{''.join(cells)}")
-    if plan.room is not None:
-        lines.append(f"  room {plan.room / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.room)}")
+    if plan.capacity is not None:
+        lines.append(f"  room {plan.capacity / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.capacity)}")
         lines += [_measures(plan, taken) for taken in (True, False) if _measures(plan, taken)]
     if plan.host:
-        lines.append(_host(plan))
+        limit, state = cpu_capacity(plan.recipe), max(stage.host for stage in plan.stages)
+        node = min(plan.recipe.machine.gpus or 1, plan.ranks) * plan.host / 1e9
+        text = f"  host {plan.host / 1e9:.1f} GB a rank, {node:.0f} a node"
+        text += f", optimizer state {state / 1e9:.1f} of it" if state else ""
+        lines.append(text if limit is None else f"{text}; room {limit / 1e9:.1f}: {_verdict(plan.host <= limit)}")
     if plan.saved:
         save = plan.checkpoint
         lines.append(
@@ -217,7 +281,7 @@ def table(plan: Plan) -> str:
             + (f", the export {save['export'] / size:.2f}" if save["export"] else "")
             + (f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones" if "stage" in save else "")
         )
-    row = found["row"]
+    row = values["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
     samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
     total = sum(plan.step.values())
@@ -232,7 +296,7 @@ def table(plan: Plan) -> str:
             if name not in plan.forward
         ),
         f"  {'all':<13} {_flops(sum(plan.forward.values())):>14} {_flops(total):>10}",
-        f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
+        f"  {_flops(values['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
     ]
     if plan.seconds:
         lines.append(f"  {plan.seconds:.3g} s a step at the GPUs' peak, {plan.seconds / 0.4:.3g} s at 40 % MFU")
@@ -241,17 +305,8 @@ def table(plan: Plan) -> str:
 
 def _measures(plan: Plan, taken: bool) -> str:
     """One line: measures that are taken, or not, with their GB; "" without any."""
-    shown = [f"{one.name} {one.bytes / 1e9:.1f}" for one in plan.measures if one.taken == taken]
+    shown = [f"{measure.name} {measure.bytes / 1e9:.1f}" for measure in plan.measures if measure.taken == taken]
     return f"  {'saves GB:' if taken else 'would save GB:'} {', '.join(shown)}" if shown else ""
-
-
-def _host(plan: Plan) -> str:
-    """One line: GB of the host's memory."""
-    limit, state = host_room(plan.recipe), max(stage.host for stage in plan.stages)
-    gpus = plan.recipe.machine.gpus or 1
-    text = f"  host {plan.host / 1e9:.1f} GB a rank, {min(gpus, plan.ranks) * plan.host / 1e9:.0f} a node"
-    text += f", optimizer state {state / 1e9:.1f} of it" if state else ""
-    return text if limit is None else f"{text}; room {limit / 1e9:.1f}: {_verdict(plan.host <= limit)}"
 
 
 def _verdict(fits: bool) -> str:
@@ -259,17 +314,16 @@ def _verdict(fits: bool) -> str:
 
 
 def _flops(number: float) -> str:
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:.0f}"
+    return _in_units(number, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6})
 
 
 def _count(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:.0f}"
+    return _in_units(number, {"B": 1e9, "M": 1e6, "K": 1e3})
+
+
+def _in_units(number: float, units: dict[str, float]) -> str:
+    """A number in the first unit that is no larger."""
+    return next((f"{number / size:.2f} {unit}" for unit, size in units.items() if number >= size), f"{number:.0f}")
 
 
 def _kept(recipe: Recipe) -> str:

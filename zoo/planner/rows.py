@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.packing.cost import ModelCost
 from zoo.planner.activations import Row
+from zoo.types import JsonMapping
 
 LABELS, MEDIA, SAMPLE, ITEM = 0.25, 0.5, 2048, 1024
 
@@ -47,7 +47,7 @@ def _item(recipe: Recipe) -> int:
     own = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
     inner = recipe.model.arch.get("thinker_config")
     arch = inner if isinstance(inner, Mapping) else recipe.model.arch
-    vision: Mapping[str, Any] = arch.get("vision_config") or {}
+    vision: JsonMapping = arch.get("vision_config") or {}
     if not vision.get("patch_size") or None in own or not own:
         return ITEM
     patch = vision["patch_size"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
 from zoo.data.media.sizes import SampleSize
@@ -11,10 +11,13 @@ from zoo.nn.flops import model_cost
 from zoo.packing.cost import train_factor
 from zoo.registry import get_family
 
+if TYPE_CHECKING:
+    from zoo.nn.family import FamilyConfig
+
 UNIT = 1000.0  # FLOPs; costs are integers, so that sums are the same in any order
 
 
-def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
+def training_cost(config: FamilyConfig, recipe: Recipe) -> Callable[[SampleSize], int]:
     """Cost of a sample in thousands of FLOPs, the head aside (labels are known when a sample is encoded).
 
     Args:
@@ -39,7 +42,7 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
     def cost(size: SampleSize) -> int:
         first, *others = size.segments or (size.length,)
         parts = [model.parts(first, media=size.media), *(model.parts(length, media={}) for length in others)]
-        flops = sum(factors[name] * one[name] for one in parts for name in factors)
+        flops = sum(factors[name] * part[name] for part in parts for name in factors)
         return max(1, round(flops / UNIT))
 
     return cost

@@ -26,16 +26,15 @@ from zoo.planner.activations import Row, rows_sent
 from zoo.planner.memory import Model
 from zoo.planner.parameters import share
 
-PEAK = 989.5e12  # FLOP/s of a GPU that only its memory is known of
+PEAK = 989.5e12  # FLOP/s of a GPU of which only the memory is known
 BUSY = 0.47  # share of the peak without any cut (h200-row-1gpu)
 FEW = 500  # tokens an expert at which its products take twice as long
 EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages
 READ = 3e12  # bytes/s
-LAUNCH = (
-    4.5e-3  # seconds in which a host launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples)
-)
+# Seconds in which the CPU launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples).
+LAUNCH = 4.5e-3
 BEYOND = 0.3  # share for each doubling of tp * cp that leaves a node
 
 
@@ -48,7 +47,11 @@ class Speed:
         parts = model.cost.parts(0, row.labels, row.media)
         self.forward = {**parts, "decoder": decoder}
         self.sparse = [kind.sparse for kind in model.kinds]
-        self.experts = _experts_share(model) if any(self.sparse) else 0.0
+        self.experts = 0.0  # share of the decoder's FLOPs a token that experts are
+        if any(self.sparse):
+            width = model.text.num_experts_per_tok * model.text.moe_intermediate_size
+            flops = 6.0 * model.text.hidden_size * width * sum(self.sparse)
+            self.experts = min(1.0, flops / model.cost.decoder.per_token)
 
     def seconds(self, recipe: Recipe, ranks: int) -> float:
         """Seconds of training on a row, by all ranks together."""
@@ -162,12 +165,12 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
         return train_factor(frozen=part not in trained, first=not adapted)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
-    behind = trained - {"decoder", "experts", "multi_token", "head"}  # what the decoder's gradient goes to
-    again = {"none": 0.0, "selective": recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    before = trained - {"decoder", "experts", "multi_token", "head"}  # parts that the decoder's gradient goes to
+    share = {"none": 0.0, "selective": recomputed(model), "full": 1.0}[recipe.engine.recompute]
     return train_factor(
         frozen=not trained & set(names),
-        first=part == "decoder" and not behind,
-        recomputed=again if part == "decoder" else 0.0,
+        first=part == "decoder" and not before,
+        recomputed=share if part == "decoder" else 0.0,
     )
 
 
@@ -178,11 +181,3 @@ def recomputed(model: Model) -> float:
         width = text.num_experts_per_tok * text.moe_intermediate_size if kind.sparse else text.intermediate_size
         share += 6.0 * text.hidden_size * width
     return min(1.0, share / model.cost.decoder.per_token)
-
-
-def _experts_share(model: Model) -> float:
-    """Share of the decoder's FLOPs a token that its experts are."""
-    text = model.text
-    width = text.num_experts_per_tok * text.moe_intermediate_size
-    layers = sum(kind.sparse for kind in model.kinds)
-    return min(1.0, 6.0 * text.hidden_size * width * layers / model.cost.decoder.per_token)

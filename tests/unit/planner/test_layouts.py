@@ -17,7 +17,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row, SavedActivations
-from zoo.planner.layouts import candidates, choose_layout, room
+from zoo.planner.layouts import candidates, capacity, choose_layout
 from zoo.planner.memory import Model, memory
 from zoo.planner.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.planner.report import table
@@ -77,7 +77,7 @@ def test_a_size_on_every_machine(name: str, size: str) -> None:
                 assert chosen_for(name, size, hardware, f"packing.budget={match[1]}").parallel.plan == []
             continue
         assert validate(chosen, ranks).parallel.plan == []
-        limit = room(chosen)
+        limit = capacity(chosen)
         stages = memory(model(name, size), chosen, row, ranks, fused=True)
         assert limit is not None and max(stage.total for stage in stages) <= limit
         assert chosen.train.global_batch % data_parallel(chosen, ranks) == 0
@@ -102,7 +102,7 @@ def test_published_models_fit_whole(name: str, size: str, hardware: str) -> None
     chosen = chosen_for(name, size, hardware)
     ranks = resolved(name, size, hardware)[1]
     row = typical_row(chosen, model(name, size).cost)
-    limit = room(chosen)
+    limit = capacity(chosen)
     assert limit is not None and not chosen.model.freeze and not chosen.lora.rank
     assert max(stage.total for stage in memory(model(name, size), chosen, row, ranks, fused=True)) <= limit
 
