@@ -4,12 +4,11 @@ EXTRAS ?= dev
 RESOLUTION ?= tested
 DEMO_ARGS ?= recipe=demo
 PYTEST_ARGS ?=
-TURN ?= 1
 WORKERS ?= $(shell nproc)
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-all test-turn lint format docs clean
+.PHONY: help env demo check test test-all lint format docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -20,7 +19,7 @@ env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds; RESOLUTIO
 demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
 	@$(VENV)/bin/zoo train $(DEMO_ARGS)
 
-check: env ## ruff, mypy and the tests that your change touches: under a minute for a typical file
+check: env ## ruff, mypy and the tests closest to your change: under two minutes
 	@$(PYTHON) scripts/check.py
 
 test: env ## every promise once, in WORKERS processes, by default one a core: minutes (PYTEST_ARGS="-x" adds options)
@@ -28,9 +27,6 @@ test: env ## every promise once, in WORKERS processes, by default one a core: mi
 
 test-all: env ## every test: the slow ones too, and those for a GPU where there is one: hours
 	@$(PYTHON) scripts/run_tests.py all --workers $(WORKERS) $(PYTEST_ARGS)
-
-test-turn: env ## piece TURN of the five that the slow tests are dealt into, as continuous integration runs them
-	@$(PYTHON) scripts/run_tests.py turn --turn $(TURN) --workers $(WORKERS) $(PYTEST_ARGS)
 
 lint: env ## ruff, ruff format --check, mypy, and calls in tests: all run, and all must pass
 	@status=0; \

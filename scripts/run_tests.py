@@ -1,9 +1,8 @@
-"""Runs the tests: python scripts/run_tests.py fast|all|turn|ci [--workers N] [--turn K] [--minutes M] [arguments of pytest]
+"""Runs the tests: python scripts/run_tests.py fast|all|ci [--workers N] [--minutes M] [arguments of pytest]
 
     fast   everything but the tests marked `slow`: `make test`
     all    everything, also the slow tests, and those of tests/gpu where there is a GPU: `make test-all`
-    turn   piece K of the slow tests, of TURNS: `make test-turn TURN=K`
-    ci     `fast`, then piece K, K+1, ... of the slow tests, until M minutes have passed since --start
+    ci     `fast`, then slow tests until M minutes have passed since --start, from another file on in each run
 
 Tests that start ranks or commands run two at a time, the others in N processes. What fails beside other tests runs once
 more, alone: these tests wait for processes and signals, and a full machine can be too slow. The last line sums up.
@@ -18,19 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TURNS = 5
-LEAST_MINUTES = 5.0  # for a further piece to begin
+GOLDEN = (5**0.5 - 1) / 2
 GROUPS = (("tests/unit", "tests/parity", "tests/fuzz"), ("tests/cli", "tests/distributed", "tests/slow"))
 MANY_CASES = "400"  # of each kind of fuzzing; tests/support/fuzz.py has the number of the fast tier
 RANKED = 2  # workers of the second group
 EVERY = ("-m", "slow or not slow")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
-ONE_BY_ONE = ("--dist", "worksteal")  # a few long tests, and none that shares a world
 KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "error")
 
 
@@ -49,29 +47,34 @@ def summed(total: Mapping[str, int], seconds: float) -> str:
     return f"==== {', '.join(parts) or 'no tests ran'} in {seconds:.2f}s ===="
 
 
-def chosen_turn(environ: Mapping[str, str], root: Path = ROOT) -> tuple[int, str]:
-    """The piece that a run of continuous integration begins with, 1 to TURNS, and the reason.
+def run_number(environ: Mapping[str, str], root: Path = ROOT) -> tuple[int, str]:
+    """A number that grows by one from run to run, and where it is from.
 
-    It follows from a number that grows by one: ZOO_TEST_TURN, the number of the workflow's run, or the number of commits
-    of the main line. A shallow clone knows no number of commits; the commit's own hash serves there.
+    It is ZOO_TEST_TURN, the number of the workflow's run, or the number of commits of the main line. A shallow clone does
+    not know that one; the commit's own hash serves there.
     """
     for name in ("ZOO_TEST_TURN", "GITHUB_RUN_NUMBER"):
         if environ.get(name, "").isdecimal():
-            return int(environ[name]) % TURNS + 1, f"{name}={environ[name]}"
+            return int(environ[name]), f"{name}={environ[name]}"
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     head = git("rev-parse", "HEAD")
     if git("rev-parse", "--is-shallow-repository") == "true":
-        return int(head[:8], 16) % TURNS + 1, f"commit {head[:8]} of a shallow clone"
+        return int(head[:8], 16), f"commit {head[:8]} of a shallow clone"
     number = int(git("rev-list", "--count", "--first-parent", "HEAD"))
-    return number % TURNS + 1, f"commit {head[:8]} is number {number}"
+    return number, f"commit {head[:8]} is number {number}"
 
 
-def order(first: int) -> list[int]:
-    """All pieces, from `first` on."""
-    return [(first - 1 + step) % TURNS + 1 for step in range(TURNS)]
+def rotated(files: Sequence[str], number: int) -> list[str]:
+    """All files, shuffled once and for all, beginning at a place that depends on the run's number.
+
+    Successive multiples of the golden ratio spread evenly: of n runs in a row, each begins in another n-th of the files.
+    """
+    shuffled = sorted(files, key=lambda name: zlib.crc32(name.encode()))
+    first = int(number * GOLDEN % 1 * len(files))
+    return shuffled[first:] + shuffled[:first]
 
 
 class Runs:
@@ -99,13 +102,17 @@ class Runs:
                 lines.append(line)
         return process.returncode, counts("".join(lines))
 
-    def groups(self, *selection: str, ranked: Sequence[str] = BY_FILE) -> None:
-        """Both groups of folders, each with one more try for what failed; `ranked` says how the second is spread.
-
-        The first group is spread by file, in order: tests that share a world come last in theirs (tests/conftest.py).
-        """
+    def groups(self, *selection: str) -> None:
+        """Both groups of folders, each with one more try for what failed."""
         self.run(GROUPS[0], *selection, spread=("-n", str(self.workers), *BY_FILE))
-        self.run(GROUPS[1], *selection, spread=("-n", str(min(RANKED, self.workers)), *ranked))
+        self.run(GROUPS[1], *selection, spread=("-n", str(min(RANKED, self.workers)), *BY_FILE))
+
+    def slow(self, number: int) -> None:
+        """The slow tests, file by file, while time remains."""
+        files = [path for folders in GROUPS for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+        names = rotated([path.relative_to(ROOT).as_posix() for path in files], number)
+        print(f"\nSlow tests, from {names[0]} on", flush=True)
+        self.run(names, "-m", "slow", spread=("-n", str(min(RANKED, self.workers)), *BY_FILE))
 
     def run(self, folders: Sequence[str], *selection: str, spread: Sequence[str] = ()) -> None:
         code, found = self.pytest(folders, *spread, *selection)
@@ -130,27 +137,10 @@ class Runs:
         return self.broken
 
 
-def turns(runs: Runs, first: int) -> None:
-    """The slow tests, piece by piece, while time remains."""
-    assert runs.until is not None
-    done: list[int] = []
-    left = order(first)
-    while left and time.time() + 60 * LEAST_MINUTES <= runs.until:
-        turn = left.pop(0)
-        print(f"\nSlow tests, piece {turn} of {TURNS} (here: make test-turn TURN={turn})", flush=True)
-        runs.groups("-m", "slow", "--turn", f"{turn}/{TURNS}", ranked=ONE_BY_ONE)
-        done.append(turn)
-    print(f"\nPieces of the slow tests that began: {done}. Pieces left to later runs: {left}.")
-    for turn in left:
-        print(f"  make test-turn TURN={turn}")
-    print("Tests that their piece had no time for are listed above as left out.", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("fast", "all", "turn", "ci"))
+    parser.add_argument("what", choices=("fast", "all", "ci"))
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--turn", type=int, choices=range(1, TURNS + 1))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--start", type=float, default=time.time(), help="seconds since 1970")
     options, arguments = parser.parse_known_args()
@@ -162,15 +152,11 @@ def main() -> int:
     if options.what == "all":
         runs.groups(*EVERY)
         runs.run(["tests/gpu"], *EVERY)
-    if options.what == "turn":
-        if options.turn is None:
-            parser.error("--turn says which piece")
-        runs.groups("-m", "slow", "--turn", f"{options.turn}/{TURNS}", ranked=ONE_BY_ONE)
     if options.what == "ci":
-        turn, reason = chosen_turn(os.environ)
-        print(f"\nThe fast tests are done. The slow ones follow from piece {turn} of {TURNS} on: {reason}.")
+        number, reason = run_number(os.environ)
+        print(f"\nThe fast tests are done. Where the slow ones begin follows from {reason}.")
         runs.until = options.start + 60 * options.minutes
-        turns(runs, turn)
+        runs.slow(number)
     return runs.end()
 
 

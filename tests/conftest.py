@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing a test needs lies on the
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers run side by side, and tiny tensors gain nothing
 
-from support import turns
+from support import deadline
 
 _cases: Counter[str] = Counter()  # cases of each function so far
 
@@ -31,23 +31,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    turns.add_options(parser)
+    deadline.add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    turns.leave_out_when_late(item)
+    deadline.leave_out_when_late(item)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    turns.list_left_out(terminalreporter)
+    deadline.list_left_out(terminalreporter)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    turns.select(config, items)
-    # Tests that share a world come last: it lasts up to the end of their file, and others start worlds of their own.
-    items.sort(key=_shares_world)
+    # Tests that share a world come last in their file: it lasts up to its end, and others start worlds of their own.
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], "cpu_world" in getattr(item, "fixturenames", ())))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
@@ -56,10 +56,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _shares_world(item: pytest.Item) -> bool:
-    return "cpu_world" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
-"""How tests are shared out: what is slow, in which turn it runs, and what a run of continuous integration says in the end."""
+"""How tests are run: which slow ones come first, what is left out or run once more, and the sum at the end."""
 
 import importlib.util
 import subprocess
 import sys
 import time
-from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import turns
 
 REPO = Path(__file__).parents[2]
 TESTS = REPO / "tests"
@@ -24,44 +23,34 @@ def run_tests() -> ModuleType:
     return module
 
 
-def test_pieces_hold_every_test_once_and_an_equal_share_of_each_file() -> None:
-    names = [f"tests/{file}.py::test_{n}[a::b]" for file in "abcdef" for n in range(13)]
-    dealt = turns.pieces(names, 5)
-    assert list(dealt) == names and set(dealt.values()) == set(range(5))
-    for file in "abcdef":
-        shares = Counter(dealt[name] for name in names if name.startswith(f"tests/{file}.py"))
-        assert max(shares.values()) - min(shares.values()) <= 1
-    assert turns.pieces([*names, "tests/a.py::test_more"], 5).items() >= dealt.items(), "others keep their piece"
-
-
-def test_runs_with_successive_numbers_cover_all_pieces(run_tests: ModuleType) -> None:
-    for name in ("ZOO_TEST_TURN", "GITHUB_RUN_NUMBER"):
-        chosen = [run_tests.chosen_turn({name: str(number)})[0] for number in range(7, 7 + run_tests.TURNS)]
-        assert sorted(chosen) == list(range(1, run_tests.TURNS + 1))
-    assert run_tests.chosen_turn({"ZOO_TEST_TURN": "2", "GITHUB_RUN_NUMBER": "4"})[0] == 3
-    for first in range(1, run_tests.TURNS + 1):
-        assert run_tests.order(first)[0] == first and len(set(run_tests.order(first))) == run_tests.TURNS
-
-
 def git(folder: Path, *arguments: str) -> None:
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_piece_follows_from_the_number_of_commits(tmp_path: Path, run_tests: ModuleType) -> None:
+def test_runs_with_successive_numbers_begin_all_over_the_files(run_tests: ModuleType) -> None:
+    files = [f"tests/unit/test_{number}.py" for number in range(100)]
+    first = run_tests.rotated(files, 0)
+    assert sorted(first) == sorted(files) and first != files
+    for start in (0, 7, 1000):
+        places = sorted(first.index(run_tests.rotated(files, start + number)[0]) for number in range(8))
+        gaps = [after - before for before, after in pairwise([*places, places[0] + 100])]
+        assert max(gaps) < 25, "eight runs that get through a quarter of the files leave none out"
+    again = run_tests.rotated(files, 3)
+    assert sorted(again) == sorted(files) and again == first[first.index(again[0]) :] + first[: first.index(again[0])]
+
+
+def test_the_number_is_that_of_the_run_or_of_the_commit(tmp_path: Path, run_tests: ModuleType) -> None:
+    assert run_tests.run_number({"ZOO_TEST_TURN": "2", "GITHUB_RUN_NUMBER": "4"})[0] == 2
+    assert run_tests.run_number({"GITHUB_RUN_NUMBER": "4"})[0] == 4
     main, shallow = tmp_path / "main", tmp_path / "shallow"
     main.mkdir()
     git(main, "init", "-q")
-    chosen = []
-    for number in range(run_tests.TURNS):
+    for number in (1, 2):
         git(main, "commit", "-q", "--allow-empty", "-m", str(number))
-        turn, reason = run_tests.chosen_turn({}, main)
-        assert reason.endswith(f"is number {number + 1}")
-        chosen.append(turn)
-    assert sorted(chosen) == list(range(1, run_tests.TURNS + 1))
+        assert run_tests.run_number({}, main)[0] == number
     git(tmp_path, "clone", "-q", "--depth", "1", main.as_uri(), str(shallow))
-    turn, reason = run_tests.chosen_turn({}, shallow)
-    assert 1 <= turn <= run_tests.TURNS and "shallow" in reason
+    assert "shallow" in run_tests.run_number({}, shallow)[1]
 
 
 def test_summaries_are_read_and_summed(run_tests: ModuleType) -> None:
@@ -93,13 +82,6 @@ def test_a_slow_case_that_fails_runs_once_more(
     assert runs.end() == 0 and "==== 2 passed in" in capsys.readouterr().out
 
 
-def test_tests_that_start_ranks_share_no_world() -> None:
-    """Only the first group is spread so that tests with a shared world come last."""
-    for folder in ("cli", "distributed", "slow"):
-        for path in (TESTS / folder).rglob("*.py"):
-            assert "cpu_world" not in path.read_text(), f"{path}: move it to tests/parity"
-
-
 PROGRAM = """
 import pytest
 
@@ -115,16 +97,16 @@ def test_no_test_starts_when_its_time_is_not_there(tmp_path: Path) -> None:
     """In a project of its own, with the options that conftest.py gives."""
     (tmp_path / "test_a.py").write_text(PROGRAM)
     (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom support import turns\n"
-        "pytest_addoption, pytest_runtest_setup = turns.add_options, turns.leave_out_when_late\n"
-        "def pytest_terminal_summary(terminalreporter): turns.list_left_out(terminalreporter)\n"
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom support import deadline\n"
+        "pytest_addoption, pytest_runtest_setup = deadline.add_options, deadline.leave_out_when_late\n"
+        "def pytest_terminal_summary(terminalreporter): deadline.list_left_out(terminalreporter)\n"
         "def pytest_configure(config): config.addinivalue_line('markers', 'slow')\n"
     )
     until = time.time() + 3600
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--until", f"{until}", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, done
-    assert "1 tests left out: no time remained for them" in done.stdout and "::test_long" in done.stdout
+    assert "1 tests left out: no time remained for them" in done.stdout and "test_a.py: 1" in done.stdout
 
 
 @pytest.mark.slow
