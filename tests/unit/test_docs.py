@@ -320,3 +320,27 @@ def test_family_tables_are_those_of_the_registry() -> None:
         adapters = readme.partition("recipes, adapters (LoRA) | ")[2].partition("\n")[0]
         assert "`lora`" in adapters
         assert "LoRA" not in readme.replace("recipes, adapters (LoRA)", ""), "it is in the table"
+
+
+MOST_WORDS, LONGEST_LINE, LONGEST_PARAGRAPH = 38_600, 120, 6  # words of all pages go down to 30,000
+OWN_LINE = re.compile(r"\s*([-*] |\d+\. |[|#><])")  # a list's item, a table's row, a heading
+
+
+def test_pages_are_short() -> None:
+    pages = [
+        *REPO.glob("*.md"),
+        *REPO.glob("docs/*.md"),
+        *REPO.glob("benchmarks/*.md"),
+        *REPO.glob("models/*/README.md"),
+    ]
+    long = []
+    for page in pages:
+        code, paragraph = False, 0
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            code ^= line.startswith("```")
+            paragraph = 0 if code or not line.strip() or line.startswith("```") else paragraph + 1
+            paragraph = 1 if paragraph and OWN_LINE.match(line) else paragraph
+            if len(line) > LONGEST_LINE or paragraph > LONGEST_PARAGRAPH:
+                long.append(f"{page.relative_to(REPO)}:{number}")
+    assert not long, long
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
