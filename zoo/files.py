@@ -53,19 +53,25 @@ def cache_folder(name: str) -> Path | None:
 
 
 def file_clock(folder: Path) -> float:
-    """The time of a folder's file system, in seconds since 1970, by which its files are as old as they are.
+    """The time of a folder's file system, in seconds since 1970, by which its files have their age.
 
-    Where no file can be made there: this machine's time.
+    A folder that can't be written to has the clock of one above it on the same device; without any: this machine's clock.
     """
-    path = folder / f".clock.{os.getpid()}.{threading.get_ident()}"
-    try:
-        with path.open("xb"):
-            return path.stat().st_mtime
-    except OSError:
-        return time.time()
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with contextlib.suppress(OSError):
+        device = folder.stat().st_dev
+        for parent in (folder, *folder.absolute().parents):
+            if parent.stat().st_dev != device:
+                break
+            path = parent / f".clock.{os.getpid()}.{threading.get_ident()}"
+            try:
+                with path.open("xb"):
+                    return path.stat().st_mtime
+            except OSError:
+                continue
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    return time.time()
 
 
 def sync(path: Path) -> None:

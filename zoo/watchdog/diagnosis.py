@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.parallel.signals import LOST
+from zoo.types import JsonMapping, JsonObject
 from zoo.watchdog.progress import Moment
 
 
@@ -25,12 +25,12 @@ class Heartbeat:
     state: str = "alive"  # alive | left (came to its end) | failed
     error: str = ""  # why it failed
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The heartbeat as plain values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Heartbeat:
+    def from_json(cls, values: JsonMapping) -> Heartbeat:
         """The heartbeat that :meth:`to_json` was called on."""
         return cls(**{**values, "moment": Moment(**values["moment"])})
 
@@ -48,10 +48,8 @@ class PeerState:
         now = time.monotonic()
         if heartbeat.count != self.heartbeat.count:
             self.heard = now
-        if (
-            heartbeat.moment.progress != self.heartbeat.moment.progress
-            or heartbeat.moment.phase != self.heartbeat.moment.phase
-        ):
+        moment, before = heartbeat.moment, self.heartbeat.moment
+        if (moment.progress, moment.phase) != (before.progress, before.phase):
             self.moved = now
         self.heartbeat = heartbeat
 
@@ -67,81 +65,76 @@ class Diagnosis:
 
 
 def diagnose(
-    seen: Mapping[int, PeerState], *, silence: float, stuck: float, alive: Mapping[int, bool]
+    peers: Mapping[int, PeerState], *, silence: float, stuck: float, alive: Mapping[int, bool]
 ) -> tuple[str, list[int]] | None:
     """The reason for leaving and the ranks that are the cause; None while the run may go on.
 
     Args:
-        seen: every rank.
+        peers: every rank.
         silence: seconds without a heartbeat after which a rank counts as lost; 0: never.
         stuck: seconds without progress of any rank after which the run counts as hanging; 0: never.
         alive: by rank, for those of this machine: whether the process exists.
     """
     now = time.monotonic()
-    here = {rank: one for rank, one in seen.items() if one.heartbeat.state != "left"}
-    failed = [rank for rank, one in here.items() if one.heartbeat.state == "failed"]
+    present = {rank: peer for rank, peer in peers.items() if peer.heartbeat.state != "left"}
+    failed = [rank for rank, peer in present.items() if peer.heartbeat.state == "failed"]
     if failed:
         return "failed", failed
-    died = [rank for rank in here if not alive.get(rank, True)]
+    died = [rank for rank in present if not alive.get(rank, True)]
     if died:
         return "died", died
-    silent = [rank for rank, one in here.items() if silence and now - one.heard > silence]
+    silent = [rank for rank, peer in present.items() if silence and now - peer.heard > silence]
     if silent:
         return "silent", silent
-    if stuck and here and all(now - one.moved > stuck for one in here.values()):
-        return "hangs", _behind([one.heartbeat for one in here.values()])
+    if stuck and present and all(now - peer.moved > stuck for peer in present.values()):
+        # The ranks that the others wait for: those that are behind and do not wait in an exchange themselves.
+        moments = {rank: peer.heartbeat.moment for rank, peer in present.items()}
+        positions = {rank: (moment.moves, bool(moment.waits_in)) for rank, moment in moments.items()}
+        return "hangs", [rank for rank, position in positions.items() if position == min(positions.values())]
     return None
 
 
-def _behind(heartbeats: Sequence[Heartbeat]) -> list[int]:
-    """The ranks that the others wait for: those that are behind and do not wait in an exchange themselves."""
-    least = min((heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) for heartbeat in heartbeats)
-    return [
-        heartbeat.rank for heartbeat in heartbeats if (heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) == least
-    ]
-
-
 def describe(
-    reason: str, blamed: Sequence[int], seen: Mapping[int, PeerState], *, limit: float, checkpoint: Path | None
+    reason: str, blamed: Sequence[int], peers: Mapping[int, PeerState], *, limit: float, checkpoint: Path | None
 ) -> str:
     """One line: who, its last step and phase, what each of the others was waiting for, and how to resume.
 
     `limit`: the seconds of silence, or without progress, that `reason` stands for.
     """
-    heartbeats = {rank: one.heartbeat for rank, one in seen.items()}
+    heartbeats = {rank: peer.heartbeat for rank, peer in peers.items()}
     others = [heartbeat for rank, heartbeat in heartbeats.items() if rank not in blamed and heartbeat.state == "alive"]
-    what = {
+    verb = {
         "died": "died, last seen",
         "silent": f"gave no sign of life for {limit:.0f} s, last seen",
         "failed": "failed",
         "hangs": f"got no further for {limit:.0f} s (run.hang_timeout)",
     }[reason]
-    stands = "; ".join(
-        f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([heartbeats[r] for r in blamed])
-    )
+    causes = []
+    for moment, group in _grouped([heartbeats[rank] for rank in blamed]):
+        call = f" in {moment.waits_in}" if moment.waits_in else ""
+        line = f" at {moment.place}" if moment.place else ""
+        causes.append(f"{_ranks(group)} {verb} after step {moment.step}, in {moment.phase}{call}{line}")
     errors = "".join(f": {heartbeats[rank].error}" for rank in blamed if heartbeats[rank].error)
     waiting = "; ".join(
         f"{_ranks(group)} {'were' if len(group) > 1 else 'was'} {_wait(at)}" for at, group in _grouped(others)
     )
-    after = f"the same command resumes from {checkpoint}" if checkpoint else "there is no checkpoint to resume from"
-    return "; ".join(part for part in (stands + errors, waiting, after) if part)
+    return "; ".join(part for part in ("; ".join(causes) + errors, waiting, how_to_resume(checkpoint)) if part)
 
 
-def _stand(moment: Moment) -> str:
-    place = f" at {moment.place}" if moment.place else ""
-    call = f" in {moment.waits_in}" if moment.waits_in else ""
-    return f"after step {moment.step}, in {moment.phase}{call}{place}"
+def how_to_resume(checkpoint: Path | None) -> str:
+    """A clause: the checkpoint that the next start takes."""
+    return f"the same command resumes from {checkpoint}" if checkpoint else "there is no checkpoint to resume from"
 
 
 def _wait(moment: Moment) -> str:
     call = f"waiting in {moment.waits_in}" if moment.waits_in else "busy"
-    place = f" at {moment.place}" if moment.place else ""
-    return f"{call}{place} ({moment.phase} after step {moment.step})"
+    line = f" at {moment.place}" if moment.place else ""
+    return f"{call}{line} ({moment.phase} after step {moment.step})"
 
 
 def _grouped(heartbeats: Sequence[Heartbeat]) -> list[tuple[Moment, list[int]]]:
     """Ranks that stand at the same place, in order of their first."""
-    groups: dict[tuple[Any, ...], tuple[Moment, list[int]]] = {}
+    groups: dict[tuple[int, str, str, str], tuple[Moment, list[int]]] = {}
     for heartbeat in heartbeats:
         at = heartbeat.moment
         groups.setdefault((at.step, at.phase, at.place, at.waits_in), (at, []))[1].append(heartbeat.rank)

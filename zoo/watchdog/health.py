@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zoo.errors import UserError
 from zoo.files import file_clock, read_object, write_atomically
 from zoo.parallel.processes import birth, machine
 from zoo.records import Check, conforms, is_count, is_number, is_text, is_time
+from zoo.types import JsonObject
 from zoo.watchdog.diagnosis import PeerState
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
@@ -25,7 +25,7 @@ _RANK: dict[str, Check] = {
 }  # fmt: skip
 
 
-def write_health(folder: Path, seen: Mapping[int, PeerState], every: float) -> None:
+def write_health(folder: Path, peers: Mapping[int, PeerState], every: float) -> None:
     """Write health.json, where the run has a log already; `every`: seconds between two heartbeats of a rank."""
     if not (folder / "train.jsonl").is_file():
         return
@@ -33,36 +33,33 @@ def write_health(folder: Path, seen: Mapping[int, PeerState], every: float) -> N
     ranks = [
         {
             "rank": rank,
-            "state": one.heartbeat.state,
-            "step": one.heartbeat.moment.step,
-            "phase": one.heartbeat.moment.phase,
-            "phase_seconds": round(one.heartbeat.moment.seconds + now - one.heard, 1),
-            "silent_seconds": round(now - one.heard, 1),
-            "stuck_seconds": round(now - one.moved, 1),
-            "place": one.heartbeat.moment.place,
-            "waits_in": one.heartbeat.moment.waits_in,
-            "machine": one.heartbeat.host,
+            "state": peer.heartbeat.state,
+            "step": peer.heartbeat.moment.step,
+            "phase": peer.heartbeat.moment.phase,
+            "phase_seconds": round(peer.heartbeat.moment.seconds + now - peer.heard, 1),
+            "silent_seconds": round(now - peer.heard, 1),
+            "stuck_seconds": round(now - peer.moved, 1),
+            "place": peer.heartbeat.moment.place,
+            "waits_in": peer.heartbeat.moment.waits_in,
+            "machine": peer.heartbeat.host,
         }
-        for rank, one in sorted(seen.items())
+        for rank, peer in sorted(peers.items())
     ]
     writer = {"machine": machine(), "pid": os.getpid(), "born": birth(os.getpid())}
-    found = {"time": round(time.time(), 3), "every": every, "writer": writer, "ranks": ranks}
-    write_atomically(folder / HEALTH, json.dumps(found) + "\n", durable=False)  # the next comes soon
+    content = {"time": round(time.time(), 3), "every": every, "writer": writer, "ranks": ranks}
+    write_atomically(folder / HEALTH, json.dumps(content) + "\n", durable=False)  # the next comes soon
 
 
-def forget_health(folder: Path) -> None:
-    """Remove health.json, as when the run has ended well."""
-    (folder / HEALTH).unlink(missing_ok=True)
-
-
-def read_health(folder: Path) -> dict[str, Any] | None:
+def read_health(folder: Path) -> JsonObject | None:
     """The last health.json with its `age` in seconds and `alive`, whether the run seems to exist; None without a readable file.
 
-    The age is by the clock of the file system, so that of the run's machine may be another.
+    It also has `written`, its time by the clock of the file system. The age is by that clock, which a run's machine need not
+    share; on the run's own machine by that one's, too, as in a folder where a reader may write nothing.
     """
     path = folder / HEALTH
     try:
-        content, age = read_object(path), file_clock(folder) - path.stat().st_mtime
+        content, written = read_object(path), path.stat().st_mtime
+        age = file_clock(folder) - written
     except (UserError, OSError):
         return None
     writer = content.get("writer")
@@ -73,6 +70,7 @@ def read_health(folder: Path) -> dict[str, Any] | None:
         return None
     if writer["machine"] == machine():
         alive = writer["born"] is not None and birth(writer["pid"]) == writer["born"]
+        age = min(age, abs(time.time() - content["time"]))
     else:
         alive = age < _STALE + 3 * content["every"]
-    return {**content, "alive": alive, "age": max(0.0, age)}
+    return {**content, "alive": alive, "age": max(0.0, age), "written": written}

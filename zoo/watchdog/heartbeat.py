@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -38,11 +38,14 @@ from zoo.logging.run_log import append_event, has_ended
 from zoo.parallel.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.parallel.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.parallel.world import World
-from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, PeerState, describe, diagnose
-from zoo.watchdog.health import forget_health, write_health
+from zoo.watchdog.diagnosis import Diagnosis, Heartbeat, PeerState, describe, diagnose, how_to_resume
+from zoo.watchdog.health import HEALTH, write_health
 from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import DISK
 from zoo.watchdog.run_lock import RunLock
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 SILENT_SECONDS = 120.0  # longest time without a heartbeat: no code holds Python's lock for so long
 _BROKEN_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
@@ -69,10 +72,10 @@ class HeartbeatMonitor:
         self._heartbeat = Heartbeat(
             world.rank, 0, self.progress.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
         )
-        self._seen = {world.rank: PeerState(self._heartbeat)}
+        self._peers = {world.rank: PeerState(self._heartbeat)}
         self._error: BaseException | None = None  # an exchange broke, and it is not known yet which rank broke it
         self._unheard = 0.0  # the time since which the store has not answered; 0: it answers
-        self._store: Any = None
+        self._store: Store | None = None
         self._asking: threading.Thread | None = None
         self._turn = threading.Lock()  # the watching thread and the one that trains both ask
         self._closing = threading.Event()
@@ -80,11 +83,11 @@ class HeartbeatMonitor:
 
     def __enter__(self) -> HeartbeatMonitor:
         if self._size > 1:
+            from torch._C._distributed_c10d import PrefixStore
             from torch.distributed.distributed_c10d import _get_default_store
 
-            c10d: Any = dist  # which has more than it says
-            store: Any = _get_default_store()
-            self._store = c10d.PrefixStore("zoo-watch", store.clone())
+            store: Any = _get_default_store()  # which has more than its stub says
+            self._store = PrefixStore("zoo-watch", store.clone())
             self._store.set(f"heartbeat{self._rank}", json.dumps(self._heartbeat.to_json()))
             if self._rank == 0:
                 self._store.set("diagnosis", "")
@@ -105,24 +108,27 @@ class HeartbeatMonitor:
             self._publish("left" if error is None else "")
         refused = isinstance(error, UserError) and not self.progress.begun
         if self._rank == 0 and (error is None or stopped or refused):
-            forget_health(self.folder)
+            (self.folder / HEALTH).unlink(missing_ok=True)
         if stopped and not isinstance(error, KeyboardInterrupt):
             raise self._stop.error() from None
 
     # --- the thread
 
     def _watch(self) -> None:
-        while not self._waited():
+        while not self._wait_for_round():
             try:
-                self._hold()
+                if self._lock is not None and not self._lock.touch():  # it has seen no sign of life of this run
+                    message = f"another run has taken over {self.folder}, which this one did not touch for too long"
+                    _report(message)  # and nothing is written there any more
+                    self._leave(self._post(Diagnosis(message, "stopped")), reported=True)
                 self._round()
             except RuntimeError:  # the store does not answer: rank 0 holds it
                 self._without_store()
             except OSError:  # health.json could not be written
                 continue
 
-    def _waited(self) -> bool:
-        """Wait for the next round; whether the block was left. A pause of the whole process counts against nobody."""
+    def _wait_for_round(self) -> bool:
+        """Wait for the next round; return whether the block was left. A pause of the whole process counts against no rank."""
         began = time.monotonic()
         if self._closing.wait(self._every):
             return True
@@ -133,9 +139,9 @@ class HeartbeatMonitor:
         return False
 
     def _forgive(self, seconds: float) -> None:
-        """Count so many seconds against nobody."""
-        for one in self._seen.values():
-            one.heard, one.moved = one.heard + seconds, one.moved + seconds
+        """Count so many seconds against no rank."""
+        for peer in self._peers.values():
+            peer.heard, peer.moved = peer.heard + seconds, peer.moved + seconds
 
     def _hold(self) -> None:
         """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""
@@ -146,8 +152,8 @@ class HeartbeatMonitor:
 
     def _round(self) -> None:
         began = time.monotonic()
-        if self._stop.asked and self._stop.preempted and self._late():
-            message = f"{self._save_within:.0f} s after the signal (run.save_within) {self._how_far()}"
+        if self._stop.asked and self._stop.preempted and began - self._stop.since > self._save_within:
+            message = f"{self._save_within:.0f} s after the signal (run.save_within) {self._save_state()}"
             self._leave(self._post(Diagnosis(message, "stopped", PREEMPTED)))
         self._publish()
         if self._size > 1:
@@ -156,17 +162,14 @@ class HeartbeatMonitor:
                 self._leave(diagnosis, reported=True)
         if self._heartbeat.state != "alive":
             return
-        if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause came in here
+        if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause was in this round
             self._forgive(took)
         silence = _SILENT_AFTER_BREAK if self._error is not None and self._size > 1 else self._silence
-        found = diagnose(self._seen, silence=silence, stuck=self._stuck, alive=self._alive())
-        if found is not None:
-            self._report_loss(*found)
+        loss = diagnose(self._peers, silence=silence, stuck=self._stuck, alive=self._alive())
+        if loss is not None:
+            self._report_loss(*loss)
         if self._rank == 0:
-            self._write_health()
-
-    def _late(self) -> bool:
-        return time.monotonic() - self._stop.since > self._save_within
+            write_health(self.folder, self._peers, self._every)
 
     def _publish(self, state: str = "", error: str = "") -> None:
         """Put a new heartbeat into the store."""
@@ -178,25 +181,27 @@ class HeartbeatMonitor:
             state=state or self._heartbeat.state,
             error=error or self._heartbeat.error,
         )
-        self._seen[self._rank].update(self._heartbeat)
-        if self._store is not None:
+        self._peers[self._rank].update(self._heartbeat)
+        if (store := self._store) is not None:
             text = json.dumps(self._heartbeat.to_json())
-            self._ask(lambda: self._store.set(f"heartbeat{self._rank}", text))
+            self._ask(lambda: store.set(f"heartbeat{self._rank}", text))
 
     def _read(self) -> Diagnosis | None:
         """Read the heartbeats of the other ranks; return the diagnosis of the run, where a rank has posted one."""
+        assert self._store is not None
+        store = self._store
         others = [rank for rank in range(self._size) if rank != self._rank]
         keys = [*(f"heartbeat{rank}" for rank in others), "diagnosis"]
-        *values, diagnosis = self._ask(lambda: self._store.multi_get(keys))
+        *values, diagnosis = self._ask(lambda: store.multi_get(keys))
         self._unheard = 0.0
         for rank, value in zip(others, values, strict=True):
             heartbeat = Heartbeat.from_json(json.loads(value))
-            self._seen.setdefault(rank, PeerState(heartbeat)).update(heartbeat)
+            self._peers.setdefault(rank, PeerState(heartbeat)).update(heartbeat)
         return Diagnosis(**json.loads(diagnosis)) if diagnosis else None
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """What the store answers; RuntimeError where it does not answer in time (a direct call would wait without end)."""
-        answer: list[Any] = []
+    def _ask[T](self, question: Callable[[], T]) -> T:
+        """The store's answer; RuntimeError where it does not answer in time (a direct call would wait without end)."""
+        answer: list[T | RuntimeError] = []
 
         def ask() -> None:
             try:
@@ -218,35 +223,34 @@ class HeartbeatMonitor:
     def _alive(self) -> dict[int, bool]:
         """By rank, for the other ranks on this machine: whether the process exists."""
         return {
-            rank: birth(one.heartbeat.pid) == one.heartbeat.born
-            for rank, one in self._seen.items()
-            if one.heartbeat.host == self._heartbeat.host and rank != self._rank
+            rank: birth(peer.heartbeat.pid) == peer.heartbeat.born
+            for rank, peer in self._peers.items()
+            if peer.heartbeat.host == self._heartbeat.host and rank != self._rank
         }
 
     def _report_loss(self, reason: str, ranks: list[int]) -> None:
         """Report why the run can't go on, and leave; another rank may have been first."""
         if self._store is not None:
-            time.sleep(
-                (2 if reason == "failed" else 1) * self._every
-            )  # until every rank has published its place, and a failed one its error
+            # Until every rank has published its place, and a failed one its error.
+            time.sleep((2 if reason == "failed" else 1) * self._every)
             self._publish()
             diagnosis = self._read()
             if diagnosis is not None:
                 self._leave(diagnosis, reported=True)
         limit = self._stuck if reason == "hangs" else self._silence
-        message = describe(reason, ranks, self._seen, limit=limit, checkpoint=self._newest())
+        message = describe(reason, ranks, self._peers, limit=limit, checkpoint=self._newest())
         self._leave(self._post(Diagnosis(message, reason, ranks=tuple(ranks))))
 
     def _post(self, diagnosis: Diagnosis) -> Diagnosis:
         """Make it the run's diagnosis unless another rank was first; return the run's, without a message if not this rank's."""
-        if self._store is None:
+        if (store := self._store) is None:
             return diagnosis
         mine = json.dumps(asdict(diagnosis))
         try:
-            stands = self._ask(lambda: self._store.compare_set("diagnosis", "", mine)).decode()
+            posted = self._ask(lambda: store.compare_set("diagnosis", "", mine)).decode()
         except RuntimeError:
             return diagnosis
-        return diagnosis if stands == mine else replace(Diagnosis(**json.loads(stands)), message="")
+        return diagnosis if posted == mine else replace(Diagnosis(**json.loads(posted)), message="")
 
     def _without_store(self) -> None:
         """Find out why the store does not answer: rank 0, which holds it, may have finished, died or frozen."""
@@ -254,22 +258,23 @@ class HeartbeatMonitor:
             return
         now = time.monotonic()
         self._unheard = self._unheard or now
-        first = self._seen.get(0)
+        first = self._peers.get(0)
         gone = not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
         if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
             return
         if has_ended(self.folder):  # rank 0 left on a diagnosis that this rank had no time to read
             self._leave(Diagnosis("", "stopped"))
         reason = "silent" if self._alive().get(0, True) else "died"
-        message = describe(reason, [0], self._seen, limit=self._silence, checkpoint=self._newest())
-        living = min(rank for rank, one in self._seen.items() if rank and one.heartbeat.state == "alive")
+        message = describe(reason, [0], self._peers, limit=self._silence, checkpoint=self._newest())
+        living = min(rank for rank, peer in self._peers.items() if rank and peer.heartbeat.state == "alive")
         self._leave(Diagnosis(message if living == self._rank else "", reason, ranks=(0,)))
 
     # --- the end
 
     def _end_badly(self, error: Exception) -> bool:
-        """The block has raised: find out whether another rank is the cause, and publish it. True where a signal is the cause."""
-        if self._size > 1 and not isinstance(error, UserError) and _of_an_exchange(error):
+        """The block has raised: find out whether another rank is the cause, and publish it. Returns whether a signal is the cause."""
+        broke = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _EXCHANGES)
+        if self._size > 1 and not isinstance(error, UserError) and (broke or isinstance(error, dist.DistError)):
             self._error = error
             time.sleep(_BROKEN_SECONDS)  # the thread finds the rank that broke it, and leaves
         if self._stop.asked and isinstance(error, RuntimeError):
@@ -284,7 +289,7 @@ class HeartbeatMonitor:
                 self._publish("failed", reported)
                 time.sleep(0 if mistake else self._every)
                 self._read()
-        message = describe("failed", [self._rank], self._seen, limit=0.0, checkpoint=self._newest())
+        message = describe("failed", [self._rank], self._peers, limit=0.0, checkpoint=self._newest())
         diagnosis = self._post(Diagnosis("" if mistake or self._size == 1 else message, "failed", ranks=(self._rank,)))
         if diagnosis.ranks == (self._rank,):
             if self.progress.begun or mistake is None:  # a start that is refused leaves the folder as it was
@@ -318,36 +323,21 @@ class HeartbeatMonitor:
                 ranks=list(diagnosis.ranks),
                 message=diagnosis.message or reported,
             )
-            self._write_health()
-
-    def _write_health(self) -> None:
-        write_health(self.folder, self._seen, self._every)
+            write_health(self.folder, self._peers, self._every)
 
     def _newest(self) -> Path | None:
-        found = [*checkpoints(self.folder), *(checkpoints(self._stage) if self._stage else ())]
-        return max(found, key=step_of, default=None)
+        every = [*checkpoints(self.folder), *(checkpoints(self._stage) if self._stage else ())]
+        return max(every, key=step_of, default=None)
 
-    def _how_far(self) -> str:
-        """How far the save is that a signal has asked for."""
+    def _save_state(self) -> str:
+        """The state of the save that a signal has asked for, as a clause."""
         staged = self.progress.staged
         if staged is None or staged[0] != self.progress.step:
-            return f"the run has not saved; {self._how_to_resume()}"
+            return f"the run has not saved; {how_to_resume(self._newest())}"
         return (
             f"the checkpoint of step {staged[0]} is not copied to {self.folder} yet; it is whole in {staged[1]}, and the same "
             "command on this machine finishes the copy and resumes from it"
         )
-
-    def _how_to_resume(self) -> str:
-        newest = self._newest()
-        return f"the same command resumes from {newest}" if newest else "there is no checkpoint to resume from"
-
-
-def _of_an_exchange(error: Exception) -> bool:
-    """Whether it may be another rank's fault: an exchange between ranks broke."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in text for word in _EXCHANGES)
-    )
 
 
 def _report(message: str) -> None:

@@ -12,8 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 import zoo
 from zoo import user_code
@@ -23,6 +22,9 @@ _PACKAGE = str(Path(zoo.__file__).parent)
 _THIN = tuple(str(Path(_PACKAGE) / name) for name in ("parallel/megatron/cpu_host.py", "logging/step_timer.py"))
 # Threads that do a phase's work while the main thread waits for them, by the beginning of their names.
 _WORKING = {"data": "zoo-data", "save": "zoo-save"}
+
+
+type Line = tuple[str, int, str]  # file, line, function
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.begun = False  # whether the run has written to its folder
-        self.staged: tuple[int, Path] | None = (
-            None  # step and folder of a checkpoint that run.stage has, and run.dir not yet
-        )
+        # Step and folder of a checkpoint that run.stage has, and run.dir not yet.
+        self.staged: tuple[int, Path] | None = None
         self._thread = threading.get_ident()
         self._phase, self._moves, self._since = "build", 0, time.monotonic()
         self._ticks = 0
-        self._signs: Any = None  # what the last look saw of the threads that do the work
+        # The stacks and bytes of the threads that do the work, at the last look.
+        self._signs: list[tuple[list[Line], int]] | None = None
 
     @property
     def phase(self) -> str:
@@ -68,14 +70,23 @@ class Progress:
     def moment(self, error: BaseException | None = None) -> Moment:
         """The state now, or where the given exception was raised."""
         phase, moves, since = self._phase, self._moves, self._since
-        by_thread = _stacks()
+        frames = sys._current_frames()
+        try:
+            by_thread = {ident: _lines(frame) for ident, frame in frames.items()}
+        finally:
+            # Let go of at once: this function's own frame is among them, and as a cycle they would outlive their functions,
+            # with all activations that those hold, until the garbage collector comes.
+            frames.clear()
         threads = [thread for thread in threading.enumerate() if thread.ident in by_thread]
         working = [thread for thread in threads if thread.name.startswith(tuple(_WORKING.values()))]
         main = [thread for thread in threads if thread.ident == self._thread]
         # Within a user's function a busy loop is no progress: its lines do not count, what it reads and writes does.
         called = user_code.called()
         signs = [
-            (_own(by_thread[t.ident or 0]) if called else by_thread[t.ident or 0], _bytes_moved(t.native_id))
+            (
+                [line for line in by_thread[t.ident or 0] if not called or line[0].startswith(_PACKAGE)],
+                _bytes_moved(t.native_id),
+            )
             for t in [*main, *working]
         ]
         if error is None:
@@ -83,31 +94,20 @@ class Progress:
             self._signs = signs
         stacks = [by_thread.get(self._thread, [])]
         if error is not None:
-            stacks = [_raised(error.__traceback__)]
+            trace, stack = error.__traceback__, []
+            while trace is not None:
+                code = trace.tb_frame.f_code
+                stack.append((code.co_filename, trace.tb_lineno, code.co_name))
+                trace = trace.tb_next
+            stacks = [stack]
         elif phase in _WORKING:
             busy = [thread for thread in working if thread.name.startswith(_WORKING[phase])]
             stacks = [by_thread[thread.ident or 0] for thread in busy] or stacks
-        found = [where(lines) for lines in stacks]
-        place, waits_in = next((one for one in found if not one[1]), found[0])
+        positions = [where(lines) for lines in stacks]
+        line, waits_in = next((position for position in positions if not position[1]), positions[0])
         if called and error is None:
-            place = f"{place} (calling {called})"
-        return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
-
-
-Line = tuple[str, int, str]  # file, line, function
-
-
-def _stacks() -> dict[int, list[Line]]:
-    """Every thread's stack, by its ident.
-
-    The frames are let go of at once. This function's own is among them: as a cycle they would outlive their functions,
-    with all activations that those hold, until the garbage collector comes.
-    """
-    frames = sys._current_frames()
-    try:
-        return {ident: _lines(frame) for ident, frame in frames.items()}
-    finally:
-        frames.clear()
+            line = f"{line} (calling {called})"
+        return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, line, waits_in)
 
 
 def _bytes_moved(thread: int | None) -> int:
@@ -124,34 +124,19 @@ def _bytes_moved(thread: int | None) -> int:
 
 def _lines(frame: FrameType | None) -> list[Line]:
     """A thread's stack, outermost first."""
-    found = []
+    lines = []
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        lines.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
-    return found[::-1]
-
-
-def _raised(trace: TracebackType | None) -> list[Line]:
-    """The stack that an exception has come through, outermost first."""
-    found = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        found.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return found
-
-
-def _own(stack: list[Line]) -> list[Line]:
-    """The lines of a stack that are zoo's."""
-    return [line for line in stack if line[0].startswith(_PACKAGE)]
+    return lines[::-1]
 
 
 def where(stack: list[Line]) -> tuple[str, str]:
     """The innermost line of zoo's as file:line, and the torch.distributed call below it, "" where there is none."""
-    place, call = "", ""
+    innermost, call = "", ""
     for file, line, function in stack:
         if file.startswith(_PACKAGE) and file not in _THIN:
-            place, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
+            innermost, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
         elif "/torch/distributed/" in file:
             call = call or (function.strip("_") if function != "wrapper" else "")
-    return place, call
+    return innermost, call

@@ -81,7 +81,7 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
         text = str(cause)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
             full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = _room(recipe, cause.filename) if full else ""
+            remedy = _space_remedy(recipe, cause.filename) if full else ""
             return file_error(cause, _full(run_dir), remedy)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
@@ -92,33 +92,29 @@ def _memory(error: BaseException, recipe: Recipe) -> UserError | None:
     for cause in _causes(error):
         if isinstance(cause, torch.OutOfMemoryError):
             return _gpu(str(cause), recipe)
-        if ran_out(cause) or _onednn_ran_out(cause):
-            return _host(str(cause), recipe)
+        # oneDNN does not report as such that hardly any memory is left.
+        onednn = isinstance(cause, RuntimeError) and _ONEDNN.search(str(cause)) is not None
+        if ran_out(cause) or (onednn and any(limit.left < _LITTLE for limit in limits())):
+            return _cpu(str(cause), recipe)
     return None
-
-
-def _onednn_ran_out(error: BaseException) -> bool:
-    """Whether oneDNN has failed where hardly any memory is left, which it does not report as such."""
-    failed = isinstance(error, RuntimeError) and _ONEDNN.search(str(error)) is not None
-    return failed and any(limit.left < _LITTLE for limit in limits())
 
 
 def _full(run_dir: Path) -> Path:
     """Where a write may have failed that names no file: the run folder, unless another disk alone has no space."""
-    places = (run_dir, Path(tempfile.gettempdir()), Path.cwd())  # the last: where output may be sent to
-    found = [(place, disk(place)) for place in places]
-    return next((place for place, space in found if space is None or space[0] < 2**24), run_dir)
+    folders = (run_dir, Path(tempfile.gettempdir()), Path.cwd())  # the last: where output may be sent to
+    spaces = [(folder, disk(folder)) for folder in folders]
+    return next((folder for folder, space in spaces if space is None or space[0] < 2**24), run_dir)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what caused it, and what it carries of other threads."""
+    """An error, its causes, and errors of other threads that it holds."""
     yield error
     failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: (exception, stack) by rank
     for failure in failures.values() if isinstance(failures, dict) else ():
         yield from _causes(failure[0])
     if isinstance(error, BaseExceptionGroup):
-        for one in error.exceptions:
-            yield from _causes(one)
+        for inner in error.exceptions:
+            yield from _causes(inner)
     if error.__cause__ is not None:
         yield from _causes(error.__cause__)
 
@@ -132,7 +128,7 @@ def _gpu(text: str, recipe: Recipe) -> UserError:
     return UserError(f"the GPU's memory is full{shown}: {_shortage(recipe, on_gpu=True)}")
 
 
-def _host(text: str, recipe: Recipe) -> UserError:
+def _cpu(text: str, recipe: Recipe) -> UserError:
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     more = f" ({size(int(asked[1]))} more were asked for)" if asked else ""
     bounds = limits()
@@ -150,15 +146,15 @@ def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     env["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with Launcher() as here:
+        with Launcher() as launcher:
             done = subprocess.run(
                 command,
-                env={**env, **here.environment},
+                env={**env, **launcher.environment},
                 input=pickle.dumps(recipe),
                 capture_output=True,
                 timeout=PLAN_SECONDS,
                 check=True,
-                pass_fds=here.files,
+                pass_fds=launcher.files,
             )
         return done.stdout.decode().strip().splitlines()[-1]
     except (OSError, MemoryError, subprocess.SubprocessError, IndexError):
@@ -173,36 +169,38 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        found = file_error(error, run_dir, _room(recipe))
-        assert found is not None
-        return found
+        mistake = file_error(error, run_dir, _space_remedy(recipe))
+        assert mistake is not None
+        return mistake
     finally:
         with contextlib.suppress(OSError):
             (run_dir / ".probe").unlink()
-    found_disk = disk(run_dir)
-    free = f" ({size(found_disk[0])} of {size(found_disk[1])} are free now)" if found_disk else ""
-    return UserError(f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_room(recipe)}")
+    space = disk(run_dir)
+    free = f" ({size(space[0])} of {size(space[1])} are free now)" if space else ""
+    return UserError(
+        f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_space_remedy(recipe)}"
+    )
 
 
-def _room(recipe: Recipe, path: object = None) -> str:
-    """What a run needs disk space for, as the end of a sentence; `path`: the file that could not be written."""
+def _space_remedy(recipe: Recipe, path: object = None) -> str:
+    """The disk space that a run needs, as the end of a sentence; `path`: the file that could not be written."""
     try:
-        one = checkpoint_bytes(recipe)
+        checkpoint = checkpoint_bytes(recipe)
     except (RuntimeError, OSError, MemoryError):  # the failure that is being explained is the one to report
-        one = None
-    if one is None:
+        checkpoint = None
+    if checkpoint is None:
         return ""
     stage = stage_folder(recipe)
     if stage is not None and str(path).startswith(f"{stage}/"):
-        return f": a checkpoint takes about {size(one)}, and run.stage holds up to {STAGED}"
+        return f": a checkpoint takes about {size(checkpoint)}, and run.stage holds up to {STAGED}"
     keep = recipe.train.keep
     return (
-        f", or set train.keep lower: a checkpoint takes about {size(one)}, and {keep + 1} are there while one is "
+        f", or set train.keep lower: a checkpoint takes about {size(checkpoint)}, and {keep + 1} are there while one is "
         f"written (train.keep={keep})"
     )
 
 
 if __name__ == "__main__":  # see `_shortage`
     end_with_parent()
-    given = validate(pickle.loads(sys.stdin.buffer.read()), int(sys.argv[1]))
-    print(shortage(given, int(sys.argv[1]), on_gpu=sys.argv[2] == "1"))
+    recipe = validate(pickle.loads(sys.stdin.buffer.read()), int(sys.argv[1]))
+    print(shortage(recipe, int(sys.argv[1]), on_gpu=sys.argv[2] == "1"))

@@ -21,12 +21,12 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
 
 from zoo.errors import UserError
-from zoo.files import open_plain
+from zoo.files import file_clock, open_plain
 from zoo.parallel.processes import birth, machine
 from zoo.records import Check, conforms, is_count, is_text, is_time, line_of_json
+from zoo.types import JsonObject
 
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
@@ -79,8 +79,8 @@ class RunLock:
         self._touched = now
         with contextlib.suppress(OSError):  # a lost disk is reported where it is needed
             os.utime(self._path)
-            found = _read(self._path)
-            return found is None or found[0].get("token") == self._token
+            lock = _read(self._path)
+            return lock is None or lock[0].get("token") == self._token
         return True
 
     def release(self) -> None:
@@ -90,46 +90,45 @@ class RunLock:
         with contextlib.suppress(OSError):
             self._mine.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            found = _read(self._path)
-            if found is not None and found[0].get("token") == self._token:
+            lock = _read(self._path)
+            if lock is not None and lock[0].get("token") == self._token:
                 self._path.unlink()
             for folder in self._made:
                 folder.rmdir()
         self._made = []
 
     def _take(self) -> None:
-        self._make_folder()
+        self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._mine.write_text(json.dumps(_myself(self._token)) + "\n", encoding="utf-8")
+            with self._mine.open("w", encoding="utf-8") as file:
+                # The time of the file system, as the log's: the machine that trains may have another.
+                file.write(json.dumps(_myself(self._token, os.fstat(file.fileno()).st_mtime)) + "\n")
             self._wait()
         except OSError as error:
-            error.filename = str(self._folder)  # nobody knows the names in here
+            error.filename = str(self._folder)  # users do not know the names inside
             error.filename2 = None
             raise
 
-    def _make_folder(self) -> None:
-        self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
-        self._folder.mkdir(parents=True, exist_ok=True)
-
     def _wait(self) -> None:
         """Take the lock, as soon as it is known that whoever has it is gone; UserError where that one lives."""
-        seen: float | None = None
+        last_touch: float | None = None
         while not self._create():
-            found = _read(self._path)
-            if found is None:
+            lock = _read(self._path)
+            if lock is None:
                 continue
-            holder, touched = found
+            holder, touched = lock
             os.utime(self._mine)
             age = self._mine.stat().st_mtime - touched
             alive = _alive(holder, age)
-            if alive is None and seen is None:
+            if alive is None and last_touch is None:
                 print(
                     f"zoo: {self._folder}: waiting up to {STALE_SECONDS:.0f} s to see whether {_named(holder)} still trains there",
                     flush=True,
                 )
-            if alive or (seen is not None and touched != seen):
+            if alive or (last_touch is not None and touched != last_touch):
                 raise refusal(self._folder, holder, age)
-            seen = touched
+            last_touch = touched
             if alive is None:
                 time.sleep(1.0)
             elif self._replace(holder):
@@ -153,13 +152,18 @@ class RunLock:
         self._mine.unlink()
         return True
 
-    def _replace(self, holder: dict[str, Any]) -> bool:
+    def _replace(self, holder: JsonObject) -> bool:
         """Put this run's lock in the place of a dead one's; False where another start was first."""
         try:
             with self._path.open("r+") as file:
-                _lock_where_possible(file)
-                found = _read(self._path)
-                if found is None or found[0] != holder:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise
+                except OSError:  # a file system without such locks
+                    pass
+                lock = _read(self._path)
+                if lock is None or lock[0] != holder:
                     return False
                 os.replace(self._mine, self._path)
                 return True
@@ -168,34 +172,24 @@ class RunLock:
         return False
 
 
-def _lock_where_possible(file: IO[str]) -> None:
-    """The kernel's lock on an open file, which some file systems don't have; BlockingIOError where another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        pass
-
-
 def refuse_second(folder: Path) -> None:
     """UserError where it is certain that a run of this machine trains in the folder: to be asked before ranks are started."""
     with contextlib.suppress(OSError):
-        found = _read(folder / LOCK)
-        if found is not None and _alive(found[0], 0.0):
-            raise refusal(folder, found[0], max(0.0, time.time() - found[1]))
+        lock = _read(folder / LOCK)
+        if lock is not None and _alive(lock[0], 0.0):
+            raise refusal(folder, lock[0], file_clock(folder) - lock[1])
 
 
 def held_since(folder: Path) -> float | None:
-    """When the run that holds the folder took it, in seconds since 1970; None where none is certain to live."""
+    """When the run that holds the folder took it, by the clock of the file system; None where none is certain to live."""
     with contextlib.suppress(OSError):
-        found = _read(folder / LOCK)
-        if found is not None and _alive(found[0], max(0.0, time.time() - found[1])):
-            return float(found[0].get("time", 0.0))
+        lock = _read(folder / LOCK)
+        if lock is not None and _alive(lock[0], 0.0):
+            return float(lock[0].get("time", 0.0))
     return None
 
 
-def refusal(folder: Path, holder: dict[str, Any], age: float) -> UserError:
+def refusal(folder: Path, holder: JsonObject, age: float) -> UserError:
     """The error for the second run; `age`: seconds since the first run's last sign of life."""
     return UserError(
         f"run.dir={folder}: {_named(holder)} trains there already (its last sign of life is {max(age, 0.0):.0f} s old); "
@@ -203,13 +197,13 @@ def refusal(folder: Path, holder: dict[str, Any], age: float) -> UserError:
     )
 
 
-def _named(holder: dict[str, Any]) -> str:
+def _named(holder: JsonObject) -> str:
     if "pid" not in holder:
         return "a run"
     return f"process {holder['pid']} on {holder.get('host', '?')}"
 
 
-def _myself(token: str) -> dict[str, Any]:
+def _myself(token: str, now: float) -> JsonObject:
     pid = os.getpid()
     return {
         "token": token,
@@ -219,11 +213,11 @@ def _myself(token: str) -> dict[str, Any]:
         "pid": pid,
         "born": birth(pid),
         **_job(),
-        "time": round(time.time(), 3),
+        "time": round(now, 3),
     }
 
 
-def _job() -> dict[str, Any]:
+def _job() -> JsonObject:
     """The SLURM job, and how often it has been put back into the queue."""
     job = os.environ.get("SLURM_JOB_ID")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
@@ -239,7 +233,7 @@ def _boot() -> str:
         return ""
 
 
-def _alive(holder: dict[str, Any], age: float) -> bool | None:
+def _alive(holder: JsonObject, age: float) -> bool | None:
     """Whether the holder of a lock that was touched so many seconds ago lives; None: not known yet."""
     if holder.get("machine") == machine() and holder.get("boot") == _boot() and "pid" in holder:
         return birth(holder["pid"]) == holder.get("born")
@@ -249,7 +243,7 @@ def _alive(holder: dict[str, Any], age: float) -> bool | None:
     return False if age > STALE_SECONDS else None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], float] | None:
+def _read(path: Path) -> tuple[JsonObject, float] | None:
     """What a lock says, {} where it can't be read (yet), and when it was touched; None: there is none."""
     try:
         with open_plain(path) as file:  # opening asks a network file system for the file as it is now

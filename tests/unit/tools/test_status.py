@@ -1,7 +1,9 @@
 """`zoo show` of a run folder in every state that one can be in."""
 
+import errno
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,14 @@ from typing import Any
 import pytest
 
 from zoo.cli.main import main
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.errors import UserError
+from zoo.files import file_clock
 from zoo.parallel.processes import birth, machine
-from zoo.tools.runs.status import describe, read_status
+from zoo.tools.runs.history import read_run
+from zoo.tools.runs.status import RunStatus, describe, read_status
 from zoo.watchdog.health import HEALTH
-from zoo.watchdog.run_lock import RunLock
+from zoo.watchdog.run_lock import RunLock, refuse_second
 
 RANK = {
     "rank": 0, "state": "alive", "step": 9, "phase": "data", "phase_seconds": 1.0, "silent_seconds": 0.2, "stuck_seconds": 0.3,
@@ -96,7 +102,7 @@ def test_a_run_whose_health_is_not_written_yet(tmp_path: Path) -> None:
         assert read_status(tmp_path).state == "starting"  # the log is of an earlier one, which was killed
         folder_with(tmp_path, steps=0, ago=-1.0)
         assert read_status(tmp_path).state == "running"
-        folder_with(tmp_path, {"event": "end", "step": 10, "reason": "finished", "time": time.time() + 2})
+        folder_with(tmp_path, {"event": "end", "step": 10, "reason": "finished", "time": time.time() + 2}, ago=-1.0)
         assert read_status(tmp_path).state == "finished"
         (tmp_path / "train.jsonl").write_text("")
         assert read_status(tmp_path).state == "starting"
@@ -120,3 +126,91 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_in_all_are_those_that_the_run_has_corrected(tmp_path: Path) -> None:
     folder_with(tmp_path, {"event": "total_steps", "step": 10, "total_steps": 120})
     assert read_status(tmp_path).total_steps == 120
+
+
+@pytest.mark.parametrize("ahead", [3600.0, 3.0, -3600.0])
+def test_a_run_resumed_on_a_machine_with_another_clock(
+    ahead: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first machine's clock was `ahead` of this one's: the run starts, runs and ends as any, and no time is negative."""
+    run, now = tmp_path / "run", time.time()
+    run.mkdir()
+    resolved = load_recipe("qwen3_vl_sft", ["hardware=cpu", f"run.dir={run}"])
+    save_recipe(resolved, run / "config.yaml")
+    folder_with(run)
+    lines = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    lines = [{**line, "time": line["time"] + ahead} for line in lines]
+    lines.append({"event": "end", "step": 10, "reason": "interrupted", "time": now - 5 + ahead})
+    resumed = [{"event": "resume", "step": 10, "total_steps": 100, "time": now}]
+    resumed += [{"step": n, "loss": 4.0, "step_ms": 400.0, "time": now + (n - 10) / 2} for n in (11, 12)]
+
+    def shown(state: str) -> RunStatus:
+        for arguments in (["show", str(run)], ["list", "runs", str(tmp_path)], ["report", str(run)]):
+            assert main(arguments) == 0
+        printed = capsys.readouterr().out + (run / "report.html").read_text()
+        assert state in printed and "stalled" not in printed and not re.search(r"[\s>]-\d+:\d\d", printed)
+        assert 0 < (read_run(run).seconds or 0.0) < 4000
+        return read_status(run)
+
+    def write() -> None:
+        (run / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write()
+    os.utime(run / "train.jsonl", (now - 5, now - 5))
+    assert shown("interrupted").state == "interrupted"
+    with RunLock(run):
+        assert shown("starting").state == "starting"
+        lines += resumed
+        write()
+        healthy(run)
+        status = shown("running")
+        assert status.state == "running" and status.last_step_age is not None and 0 <= status.last_step_age < 60
+        assert status.eta_seconds is not None and 0 < status.eta_seconds < 600
+    lines.append({"event": "end", "step": 12, "reason": "finished", "time": now + 1})
+    write()
+    (run / HEALTH).unlink()
+    assert shown("finished").state == "finished"
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_a_run_in_a_folder_that_a_reader_can_t_write_to(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file system's clock is not to be had then; on the run's own machine the times that the run wrote say the same."""
+    real = Path.open
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name.startswith(".clock."):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    saved = folder_with(tmp_path) / "checkpoints" / "iter_8"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    healthy(tmp_path)
+    now = time.time() + ahead  # of the file system
+    for path, age in ((tmp_path / HEALTH, 0.0), (tmp_path / "train.jsonl", 5.0), (saved, 6.0)):
+        os.utime(path, (now - age, now - age))
+    status = read_status(tmp_path)
+    assert status.state == "running"
+    assert status.last_step_age == pytest.approx(5.0, abs=2) and status.save_age == pytest.approx(6.0, abs=2)
+    with RunLock(tmp_path), pytest.raises(UserError, match=r"last sign of life is \d+ s old"):
+        refuse_second(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0 and "stalled" not in capsys.readouterr().out
+
+
+def test_the_clock_of_a_folder_is_asked_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that can't be written to is on the device of one that can."""
+    (tmp_path / "run").mkdir()
+    real = Path.open
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        if path.parent.name == "run":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    assert file_clock(tmp_path / "run") > 1e9
+    assert not list(tmp_path.rglob(".clock*"))

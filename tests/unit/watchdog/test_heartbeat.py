@@ -26,7 +26,7 @@ def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     watch: Any = HeartbeatMonitor(recipe, world, SimpleNamespace(asked=False))
     gone = Heartbeat(0, 7, Progress().moment(), machine(), 2**22 + 1, "1")
     watch._store = object()
-    watch._seen[0] = PeerState(gone)
+    watch._peers[0] = PeerState(gone)
 
     def leave(diagnosis: Diagnosis, reported: bool = False) -> None:
         raise Left(diagnosis)
@@ -68,12 +68,12 @@ def test_a_pause_of_the_whole_process_counts_against_nobody(orphan: Any, monkeyp
     monkeypatch.setattr("zoo.watchdog.heartbeat.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(orphan._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False)
     waits = [0.6, 0.6, 3600.0]
-    for seen in orphan._seen.values():
-        seen.heard = seen.moved = 100.0
+    for peer in orphan._peers.values():
+        peer.heard = peer.moved = 100.0
     for gap in (0.6, 1.2, 1.7):  # the pause itself is left out
-        assert orphan._waited() is False
-        assert all(clock[0] - seen.moved == pytest.approx(gap) for seen in orphan._seen.values())
-        assert all(clock[0] - seen.heard == pytest.approx(gap) for seen in orphan._seen.values())
+        assert orphan._wait_for_round() is False
+        assert all(clock[0] - peer.moved == pytest.approx(gap) for peer in orphan._peers.values())
+        assert all(clock[0] - peer.heard == pytest.approx(gap) for peer in orphan._peers.values())
 
 
 def test_a_signal_that_leaves_no_time_for_the_copy_says_where_the_checkpoint_is(

@@ -189,7 +189,20 @@ def test_a_folder_that_can_t_be_written_is_named(tmp_path: Path, monkeypatch: py
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "whatever")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError) as raised:
         RunLock(tmp_path / "run").__enter__()
     assert raised.value.filename == str(tmp_path / "run")
+
+
+def test_the_age_in_a_refusal_goes_by_the_clock_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's sign of life is seconds old, whether this machine's clock is an hour ahead or behind."""
+    with RunLock(tmp_path):
+        for hour in (3600, -3600):
+            now = time.time() + hour
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            with pytest.raises(UserError, match=r"last sign of life is [0-5] s old"):
+                refuse_second(tmp_path)
+            held = run_lock.held_since(tmp_path)
+            monkeypatch.undo()
+            assert held is not None and abs(held - time.time()) < 60

@@ -61,10 +61,12 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     evaluations: list[dict[str, Any]] = []
     events: dict[str, list[dict[str, Any]]] = {}
     counts: dict[str, int] = {}
-    first = last = None
+    seconds: float | None = None
+    last = None
     for record in records(folder):
-        if "time" in record:
-            first, last = first or record["time"], record["time"]
+        if "time" in record:  # where a run was resumed on another machine, its clock may be behind
+            seconds = (seconds or 0.0) + (0.0 if last is None else max(0.0, record["time"] - last))
+            last = record["time"]
         step, kind = record["step"], record.get("event")
         if kind == "eval":
             evaluations.append(record)
@@ -82,7 +84,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         evaluations=evaluations,
         events=events,
         counts=counts,
-        seconds=None if first is None or last is None else last - first,
+        seconds=seconds,
         recipe=_recipe(folder / "config.yaml"),
         environment=_json(folder / "env.json"),
         summary=_json(folder / "summary.json"),

@@ -78,14 +78,17 @@ def read_status(path: str | Path) -> RunStatus:
         raise UserError(f"{folder}: no such folder; wanted a run folder, as run.dir names it")
     if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it holds no train.jsonl; wanted one that run.dir names")
-    events, recent = _read(folder)
+    events, recent, logged = _read(folder)
     last = recent[-1] if recent else {}
     # The first step after a start is not typical: kernels are built, caches are filled.
     recent = recent[1:] if 1 < len(recent) < RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
     health, summary = read_health(folder), _summary(folder)
-    state, why = _state(events, last, health, held_since(folder))
+    log_time = _modified(folder / "train.jsonl")
+    # By the clock of the file system, which only a run's own machine knows where the folder can't be written to.
+    now = file_clock(folder) if health is None else health["written"] + health["age"]
+    state, why = _state(events, last, health, held_since(folder), log_time)
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
     total, step = _total(events, summary), last.get("step", 0)
@@ -104,9 +107,9 @@ def read_status(path: str | Path) -> RunStatus:
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
         mean_loss_steps=len(losses),
-        last_step_age=_age(folder, last, [*events, *recent]),
+        last_step_age=_age(last, logged, max(0.0, now - log_time)),
         save_step=step_of(saved) if saved else None,
-        save_age=max(0.0, file_clock(folder) - written) if saved else None,
+        save_age=max(0.0, now - written) if saved else None,
         checkpoint=str(saved) if saved else None,
         saving=f"step {under_way.step}, {under_way}" if live and under_way else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
@@ -119,11 +122,13 @@ def read_status(path: str | Path) -> RunStatus:
     )
 
 
-def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Events, and the last steps in order, of which there may be a million in train.jsonl."""
+def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float | None]:
+    """Events, the last steps in order, of which there may be a million in train.jsonl, and the time of the last line."""
     events: list[dict[str, Any]] = []
     last: dict[int, dict[str, Any]] = {}
+    logged: float | None = None
     for record in records(folder):
+        logged = record.get("time", logged)
         if "event" in record:
             events.append(record)
         else:
@@ -131,7 +136,14 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             last[record["step"]] = record
             if len(last) > RECENT:
                 del last[next(iter(last))]
-    return events, [last[step] for step in sorted(last)]
+    return events, [last[step] for step in sorted(last)], logged
+
+
+def _modified(path: Path) -> float:
+    """When a file was last written, by the file system's clock; 0 where it does not exist."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -151,18 +163,21 @@ def _newest(folder: Path) -> tuple[Path | None, float]:
 
 
 def _state(
-    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, held: float | None
+    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, held: float | None, logged: float
 ) -> tuple[str, str | None]:
-    """What the run is doing or how it ended, and why. `held`: since when a living run has the folder."""
+    """What the run is doing or how it ended, and why.
+
+    `held`: since when a living run has the folder, `logged`: when a line was last logged, both by the file system's clock.
+    """
     turns = [r for r in events if r["event"] in ("start", "resume", "end")]
     ended = turns[-1] if turns and turns[-1]["event"] == "end" else None
-    if health is not None and health["alive"] and (ended is None or health["time"] > ended.get("time", 0) + 5):
+    if health is not None and health["alive"] and (ended is None or health["written"] > logged + 5):
         if ended is not None or not turns:
             return "starting", None
         stuck = min((rank["stuck_seconds"] for rank in health["ranks"]), default=0.0) + health["age"]
         return ("stalled", f"no rank has got on for {stuck:.0f} s") if stuck > _STALLED else ("running", None)
     # Its health is written only once it has a log, and a moment later.
-    if held is not None and (not turns or turns[-1].get("time", 0) < held):
+    if held is not None and (not turns or logged < held):
         return "starting", None
     if held is not None and ended is None:
         return "running", None
@@ -190,15 +205,14 @@ def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
     return totals[-1] if totals else summary.get("total_steps")
 
 
-def _age(folder: Path, step: dict[str, Any], lines: list[dict[str, Any]]) -> float | None:
-    """Seconds since a step was logged: how old the log is by its file system's clock, and how long before its last line the step was."""
-    if "time" not in step:
+def _age(step: dict[str, Any], logged: float | None, log_age: float) -> float | None:
+    """Seconds since a step was logged: the age of the log, and how long the step was before its last line.
+
+    A step before a resume on another machine may have a later time than that line.
+    """
+    if "time" not in step or logged is None:
         return None
-    newest = max(line["time"] for line in lines if "time" in line)
-    with contextlib.suppress(OSError):
-        age = file_clock(folder) - (folder / "train.jsonl").stat().st_mtime
-        return max(0.0, age + newest - step["time"])
-    return None
+    return log_age + max(0.0, logged - step["time"])
 
 
 def describe(status: RunStatus) -> str:
