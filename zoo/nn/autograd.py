@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 
@@ -12,6 +13,8 @@ class Context(FunctionCtx):
 
     saved_tensors: tuple[Any, ...]  # Tensor or None, in the order in which they were saved
     needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
     def __getattr__(self, name: str) -> Any: ...
 

@@ -6,9 +6,8 @@ names and shapes under either and checkpoints are interchangeable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider
@@ -57,7 +56,7 @@ class TorchBackend(BackendSpecProvider):
         """None: norms are modules of their own."""
         return None
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """RMSNorm that knows sequence parallelism."""
         if not rms_norm:
             raise ValueError("the decoders of zoo use RMSNorm")
@@ -67,11 +66,11 @@ class TorchBackend(BackendSpecProvider):
         """Varlen attention of PyTorch."""
         return VarlenCoreAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> type:
         """Stacked experts, multiplied by grouped products."""
         return GroupedExperts
 
-    def activation_func(self) -> Any:
+    def activation_func(self) -> None:
         """None: the config's activation function."""
         return None
 
@@ -152,7 +151,7 @@ def _linear_widths(config: TransformerConfig) -> Iterator[int]:
         yield from (values // tp, 2 * (keys + values + config.linear_num_value_heads) // tp)
 
 
-def add_residual(training: bool, fused: bool) -> Any:
+def add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
     """mcore's bias, dropout and residual of decoders that have neither bias nor dropout: its own copies for a dropout of 0."""
 
     def add(out_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -210,7 +209,7 @@ def decoder_layer(
     norm = backend.layer_norm(rms_norm=True, has_residual=True)
     attention = linear_attention(backend) if linear else self_attention(config, backend)
     dense = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
-    mlp: Any = partial(DenseMLP.as_mlp_submodule, submodules=dense)
+    mlp = partial(DenseMLP.as_mlp_submodule, submodules=dense)
     if experts:
         shared = partial(SharedExperts, submodules=dense)
         parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared, router=Router)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError, printable
 from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 
@@ -56,7 +59,7 @@ def _refuse_unbuilt(config: Any) -> None:
     _refuse_dropout(where, text)
 
 
-def _refuse_dropout(where: str, part: Any) -> None:
+def _refuse_dropout(where: str, part: PretrainedConfig) -> None:
     for key in DROPOUTS:
         if getattr(part, key, 0):
             raise UserError(
@@ -85,7 +88,7 @@ def _check_layers(config: Any) -> None:
         )
 
 
-def _check_experts(text: Any, where: str) -> None:
+def _check_experts(text: PretrainedConfig, where: str) -> None:
     experts = getattr(text, "num_experts", None)
     if experts is None:
         return
@@ -104,7 +107,7 @@ def _check_experts(text: Any, where: str) -> None:
         raise UserError(f"{where}shared_expert_intermediate_size is 0; wanted the width of the shared expert")
 
 
-def _check_sigmoid_routing(text: Any, where: str) -> None:
+def _check_sigmoid_routing(text: PretrainedConfig, where: str) -> None:
     if text.num_experts_per_tok > 1 and not normalised(text):
         raise UserError(
             f"{where}norm_topk_prob is false; the sigmoid scores of a token's experts are divided by their sum here, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from zoo.config.architecture import check_arch, refuse_unbuilt
 from zoo.config.locate import read_arch, unquantised
@@ -16,6 +16,10 @@ from zoo.errors import UserError, printable
 from zoo.nn.config_checks import check_decoder, check_sides, check_towers
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # Keys that say how transformers is to compute and in what to hand it back, not what: zoo computes in its own ways.
 EXECUTION = (
@@ -23,6 +27,16 @@ EXECUTION = (
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
 )  # fmt: skip
+
+
+class Tokenized(Protocol):
+    """What is read of a processor."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def token_ids(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class FamilyConfig:
     them: such a key (`num_experts` of a dense model) is not seen here either, but for those in `further`.
     """
 
-    hf: Any
+    hf: PretrainedConfig
 
     title: ClassVar[str]  # the family's, for messages
     sliding: ClassVar[bool] = False  # whether layers may see a window, with rotary angles of their own
@@ -50,7 +64,7 @@ class FamilyConfig:
     inner: ClassVar[str] = ""  # key of the part with text_config, vision_config and token ids, where one has them
 
     @classmethod
-    def from_arch(cls, arch: dict[str, Any]) -> Self:
+    def from_arch(cls, arch: JsonObject) -> Self:
         """From the dict of a config.json; UserError for another family's, or for what cannot be trained.
 
         How its weights are quantised is no part of it: what zoo reads and writes is not.
@@ -88,7 +102,7 @@ class FamilyConfig:
         """From a Hugging Face checkpoint folder."""
         return cls.from_arch(read_arch(Path(folder)))
 
-    def for_processor(self, processor: Any) -> Self:
+    def for_processor(self, processor: Tokenized) -> Self:
         """The same architecture with the special tokens of the processor's tokenizer.
 
         Raises UserError where the vocabulary is too small for that tokenizer.
@@ -129,7 +143,7 @@ class FamilyConfig:
         return ()
 
     @property
-    def root(self) -> Any:
+    def root(self) -> PretrainedConfig:
         """The config that holds token ids and the parts' configs."""
         return getattr(self.hf, self.inner) if self.inner else self.hf
 
@@ -139,7 +153,7 @@ class FamilyConfig:
         return "text_config." if hasattr(self.root, "text_config") else ""
 
     @cached_property
-    def text(self) -> Any:
+    def text(self) -> PretrainedConfig:
         """The decoder's config, with what transformers' decoder reads; a language model's is the whole."""
         return _as_read(getattr(self.root, "text_config", self.root), self.further)
 
@@ -221,7 +235,7 @@ class FamilyConfig:
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0
 
 
-def vocabulary_rows(tokenizer: Any) -> int:
+def vocabulary_rows(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of an embedding that has one for every id of the tokenizer: ids may leave some out."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
@@ -237,7 +251,7 @@ class OmniConfig(FamilyConfig):
     inner = "thinker_config"
 
     @classmethod
-    def from_arch(cls, arch: dict[str, Any]) -> Self:
+    def from_arch(cls, arch: JsonObject) -> Self:
         """From the dict of a config.json, of the whole model or of the thinker alone."""
         check_arch(arch)
         whole, thinker = cls.kinds
@@ -246,7 +260,7 @@ class OmniConfig(FamilyConfig):
         return super().from_arch(arch)
 
     @property
-    def thinker(self) -> Any:
+    def thinker(self) -> PretrainedConfig:
         """The thinker's config: token ids, time scale, and the three parts'."""
         return self.root
 
@@ -277,7 +291,7 @@ class WindowedConfig(FamilyConfig):
         return float(self.text.hidden_size) ** 0.5
 
 
-def _shape(rope: Any) -> RotaryShape:
+def _shape(rope: JsonMapping) -> RotaryShape:
     if rope.get("rope_type") == "proportional":
         fraction = float(rope.get("partial_rotary_factor", 1.0))
         return RotaryShape(
@@ -295,12 +309,12 @@ def tower_config(part: Any) -> Any:
     return part
 
 
-def _known(kind: Any) -> set[str]:
+def _known(kind: type[PretrainedConfig]) -> set[str]:
     """The keys that a transformers config has of its own, under either name."""
     return {*(field.name for field in fields(kind)), *kind.attribute_map.values()}
 
 
-def _as_read(part: Any, further: tuple[str, ...]) -> Any:
+def _as_read(part: PretrainedConfig, further: tuple[str, ...]) -> PretrainedConfig:
     """A copy of a config without what its models never look at."""
     seen = copy.copy(part)
     for name in set(vars(part)) - _known(type(part)) - set(further):
@@ -309,7 +323,7 @@ def _as_read(part: Any, further: tuple[str, ...]) -> Any:
     return seen
 
 
-def _computed_here(arch: dict[str, Any]) -> dict[str, Any]:
+def _computed_here(arch: JsonObject) -> JsonObject:
     """The arch without the keys in EXECUTION, in each of its parts."""
     return {
         key: _computed_here(value) if isinstance(value, dict) else value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.nn.decoder.config import full_heads, windowed_layers
 from zoo.nn.family import FamilyConfig
 from zoo.nn.graphs.row import CHUNK
 from zoo.packing.cost import DecoderCost, LayerKind, ModelCost
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
@@ -31,7 +34,7 @@ def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     )
 
 
-def layer_kinds(text: Any) -> list[LayerKind]:
+def layer_kinds(text: PretrainedConfig) -> list[LayerKind]:
     """What every decoder layer is made of."""
     count = text.num_hidden_layers
     linear = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or [""] * count]
@@ -50,7 +53,7 @@ def _layer(config: FamilyConfig, kind: LayerKind) -> DecoderCost:
     return DecoderCost(mixing.per_token + (_experts(text, gated) if kind.sparse else _mlp(text)), mixing.per_pair)
 
 
-def _attention(text: Any, gated: bool) -> DecoderCost:
+def _attention(text: PretrainedConfig, gated: bool) -> DecoderCost:
     """Queries (twice with a gate), keys, values and the way out; scores and their product with the values."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
@@ -58,14 +61,14 @@ def _attention(text: Any, gated: bool) -> DecoderCost:
     return DecoderCost(2.0 * text.hidden_size * widths, 4.0 * queries)
 
 
-def _full_attention(text: Any, gated: bool) -> DecoderCost:
+def _full_attention(text: PretrainedConfig, gated: bool) -> DecoderCost:
     """The same with `full_heads`, whose values are keys."""
     heads = text.full_heads
     queries, keys = text.num_attention_heads * heads.width, heads.groups * heads.width
     return DecoderCost(2.0 * text.hidden_size * (queries * (3 if gated else 2) + keys), 4.0 * queries)
 
 
-def _linear_attention(text: Any) -> DecoderCost:
+def _linear_attention(text: PretrainedConfig) -> DecoderCost:
     """Gated DeltaNet: projections, convolution, and the delta rule in chunks (arXiv 2412.06464, section 3.3).
 
     In a chunk of C tokens a head of widths K and V takes two products of C x K, the solution of a triangular system for
@@ -80,11 +83,11 @@ def _linear_attention(text: Any) -> DecoderCost:
     return DecoderCost(projections + convolution + rule, 0.0)
 
 
-def _mlp(text: Any) -> float:
+def _mlp(text: PretrainedConfig) -> float:
     return 6.0 * text.hidden_size * text.intermediate_size
 
 
-def _experts(text: Any, gated: bool) -> float:
+def _experts(text: PretrainedConfig, gated: bool) -> float:
     """Router, the experts of a token, and the shared one, with its gate where it has one."""
     hidden, shared = text.hidden_size, getattr(text, "shared_expert_intermediate_size", 0) or 0
     routed = text.num_experts_per_tok * 6.0 * hidden * text.moe_intermediate_size

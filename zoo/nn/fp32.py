@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +50,12 @@ def hold_in_fp32(model: nn.Module, parameters: Collection[nn.Parameter]) -> None
                 setattr(module._parameters[name], "read_as", torch.bfloat16)  # noqa: B010  # it is no attribute of a tensor's
 
 
-def _become(module: Any, change: Callable[[Any], type]) -> None:
+def _become(module: nn.Module, change: Callable[..., type]) -> None:
     module.__class__ = change(module.__class__)
 
 
 @cache
-def _rounding(kind: Any, names: tuple[str, ...]) -> type:
+def _rounding(kind: type[nn.Module], names: tuple[str, ...]) -> type:
     """The class of a module that reads parameters rounded to bf16; nothing else is changed."""
 
     def rounded(name: str) -> property:
@@ -70,10 +69,10 @@ def _rounding(kind: Any, names: tuple[str, ...]) -> type:
 
 
 @cache
-def _rms_norm(kind: Any) -> type:
+def _rms_norm(kind: type[nn.Module]) -> type:
     """The class of a transformers' RMSNorm that gives its input's dtype; its weight multiplies in fp32."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
         found: Tensor = kind.forward(self, x)
         return found.to(x.dtype)
 
@@ -81,10 +80,10 @@ def _rms_norm(kind: Any) -> type:
 
 
 @cache
-def _layer_norm(kind: Any) -> type:
+def _layer_norm(kind: type[nn.Module]) -> type:
     """The class of a LayerNorm that works with weight and bias in fp32, and gives its input's dtype."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: nn.LayerNorm, x: Tensor) -> Tensor:
         found = nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
         return found.to(x.dtype)
 
@@ -98,5 +97,5 @@ def _layer_norm(kind: Any) -> type:
     return _subclass(kind, {"forward": forward, "weight": wide("weight"), "bias": wide("bias")})
 
 
-def _subclass(kind: Any, members: dict[str, Any]) -> type:
+def _subclass(kind: type[nn.Module], members: dict[str, object]) -> type:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})

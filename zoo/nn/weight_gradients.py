@@ -7,6 +7,7 @@ linears, and get a forward pass of zoo's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.nn.kernels import add_product, bias_gradient, weight_gradient
 
@@ -35,7 +38,7 @@ class _Products:
         add_product(total, grad, x)
 
 
-def accumulate_in_place(chunks: list[Any]) -> int:
+def accumulate_in_place(chunks: Sequence[MegatronModule]) -> int:
     """Make the trained linears and experts of model chunks under DDP add their gradients in place; returns how many there are.
 
     A head that has its weight from the embedding does so where the embedding does, too. Not Transformer Engine's under FP8,
@@ -71,7 +74,7 @@ def accumulate_in_place(chunks: list[Any]) -> int:
     return found
 
 
-def _add_rows_in_place(chunk: Any, embedding: Any) -> int:
+def _add_rows_in_place(chunk: MegatronModule, embedding: VocabParallelEmbedding) -> int:
     """Have an embedding add the gradients of its tokens to DDP's buffer, and with it a head that has its weight: returns how many.
 
     Otherwise it makes a gradient of the whole vocabulary, which the head's is added to. Left as it is where ranks share the
@@ -95,7 +98,7 @@ def _add_rows_in_place(chunk: Any, embedding: Any) -> int:
     return len(sharing)
 
 
-def _embed(self: Any, ids: Tensor, *, silent: bool) -> Tensor:
+def _embed(self: VocabParallelEmbedding, ids: Tensor, *, silent: bool) -> Tensor:
     """The forward pass of megatron-core's embedding on one rank, ids (B, T)."""
     if not torch.is_grad_enabled():
         return F.embedding(ids, self.weight)
@@ -104,13 +107,13 @@ def _embed(self: Any, ids: Tensor, *, silent: bool) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, silent: bool) -> Tensor:
+    def forward(ctx: Context, ids: Tensor, weight: Tensor, silent: bool) -> Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.silent = silent
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, weight = ctx.saved_tensors
         total = weight.main_grad
         total.index_add_(0, ids.flatten(), grad.reshape(-1, grad.shape[-1]).to(total.dtype))
@@ -118,7 +121,7 @@ class _Embedding(torch.autograd.Function):
         return None, None if ctx.silent else torch.empty_like(weight), None
 
 
-def _forward(self: Any, x: Tensor) -> Tensor:
+def _forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
     """The forward pass of PyTorch's linear, x (..., in)."""
     if not torch.is_grad_enabled():
         return F.linear(x, self.weight, self.bias)
@@ -127,12 +130,12 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         of_x = grad @ weight if needs_x else None

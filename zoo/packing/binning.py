@@ -125,7 +125,7 @@ class BinPacker[K]:
         while self._items:
             yield self.pop()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[Any]]:
         """The buffer as plain values: items [[index, length, cost], ...], oldest first, and the sums of those seen.
 
         Settings are left out, so a run may resume with another budget or alignment (other parallelism, say)
@@ -134,7 +134,7 @@ class BinPacker[K]:
         """
         return {"items": [list(item) for item in self._items.values()], "seen": list(self._seen)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
         """Replace the buffer with a saved one.
 
         Raises:

@@ -14,9 +14,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -29,10 +30,20 @@ SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 COMPILE_SECONDS = 120.0
-_OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5}  # of the check
 
 
-def update(part: Part, **options: Any) -> None:
+class UpdateOptions(TypedDict, total=False):
+    """The options of `zoo.nn.adamw.state.update`."""
+
+    step: Required[int]
+    lr: Required[float]
+    betas: Required[tuple[float, float]]
+    eps: Required[float]
+    weight_decay: Required[float]
+    clip: float
+
+
+def update(part: Part, **options: Unpack[UpdateOptions]) -> None:
     """`zoo.nn.adamw.state.update` of a part on the host, in place, with the same options; threads may call it at once."""
     function = _loaded()[0]
     if function is None:
@@ -47,7 +58,7 @@ def fallback_reason() -> str | None:
 
 
 def _call(
-    function: Any,
+    function: Callable[..., int],
     part: Part,
     *,
     step: int,
@@ -78,7 +89,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _loaded() -> tuple[Any, str | None]:
+def _loaded() -> tuple[Callable[..., int] | None, str | None]:
     """The compiled function, or why there is none."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
@@ -125,14 +136,14 @@ def _processor() -> str:
     return platform.machine() + "\n".join(dict.fromkeys(told))
 
 
-def _right(function: Any) -> bool:
+def _right(function: Callable[..., int]) -> bool:
     """Whether it makes two updates of each form as PyTorch's operations do: weights to a rounding, moments to a unit of their form."""
     generator = torch.Generator().manual_seed(0)
     for dtype in TYPES:
         for half in (False, True):
             made, plain = (_example(dtype, half, generator.manual_seed(1)) for _ in range(2))
             for step in (1, 2):
-                options: dict[str, Any] = {"step": step, **_OPTIONS}
+                options = UpdateOptions(step=step, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, clip=0.5)
                 _call(function, made, **options)
                 state.update(plain, **options)
             pairs = [(made.weight, plain.weight)]

@@ -7,10 +7,10 @@ so recompute and the pipeline see them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -63,7 +63,7 @@ def add_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 class SandwichLayer(TransformerLayer):
     """mcore's layer with a norm behind attention and one behind the MLP, before what they give is added (Gemma 2 and later)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         width, eps = self.config.hidden_size, self.config.layernorm_epsilon
         self.post_self_attn_layernorm = RMSNorm(self.config, width, eps)
@@ -73,14 +73,14 @@ class SandwichLayer(TransformerLayer):
         if getattr(self.config, "layer_scale", False):
             self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=self.config.params_dtype), requires_grad=False)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         """As megatron-core's, times a number that no update moves where the config has one."""
         out, context = super().forward(*args, **kwargs)
         scale = getattr(self, "layer_scalar", None)
         return (out if scale is None else out * scale), context
 
 
-def _add_normed(norm: RMSNorm, training: bool, fused: bool) -> Any:
+def _add_normed(norm: RMSNorm, training: bool, fused: bool) -> Callable[..., Tensor]:
     """mcore's bias, dropout and residual: here the norm and the sum."""
 
     def add(out_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -90,7 +90,7 @@ def _add_normed(norm: RMSNorm, training: bool, fused: bool) -> Any:
 
 
 def run_layer(
-    layer: Any,
+    layer: TransformerLayer,
     hidden: Tensor,
     rotary: tuple[Tensor, Tensor],
     seq_params: PackedSeqParams | None,
@@ -166,18 +166,23 @@ class Decoder(TransformerBlock):
                 hidden = add_rows(hidden, deepstack.rows, features)
         return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden
 
-    def _angles(self, layer: Any, rotary: Angles, local: Angles | None) -> Angles:
+    def _angles(self, layer: TransformerLayer, rotary: Angles, local: Angles | None) -> Angles:
         """Those of a layer."""
         return local if local and attention_window(self.config, layer.layer_number) else rotary
 
     def _graphs(
-        self, hidden: Tensor, rotary: Angles, seq_params: Any, routing: Routing | None, local: Angles | None
+        self,
+        hidden: Tensor,
+        rotary: Angles,
+        seq_params: PackedSeqParams | None,
+        routing: Routing | None,
+        local: Angles | None,
     ) -> Captured | None:
         """The layers' graphs for a packed row of training, if it may run in them."""
         layout: PackedLayout | None = getattr(seq_params, "layout", None)
         if self.graphs is None or layout is None or routing is not None or not self.training:
             return None
-        if seq_params.cache is not None or seq_params.bidirectional.spans:
+        if seq_params is None or seq_params.cache is not None or seq_params.bidirectional.spans:
             return None
         angles = {"cos": rotary[0], "sin": rotary[1]}
         if local is not None:

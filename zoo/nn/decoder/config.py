@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,17 +15,21 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.nn.decoder.mlp import ACTIVATIONS
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+type Settings = dict[str, Any]  # keywords of megatron-core's TransformerConfig
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # By `engine.recompute`. Selective: MLP and experts, which keep most of what a layer keeps where attention stores no
 # scores. megatron-core's `layernorm` would go with them, but without Transformer Engine it ends in a NameError.
-RECOMPUTE: dict[str, dict[str, Any]] = {
+RECOMPUTE: dict[str, Settings] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
 # Transformer Engine's, scaled by the largest value of each tensor at hand: nothing is remembered from one call to the next.
-FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+FP8: Settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class FullHeads:
     groups: int  # key heads
 
 
-def full_heads(text: Any) -> FullHeads | None:
+def full_heads(text: PretrainedConfig) -> FullHeads | None:
     """Heads of layers that see all tokens; None: those of all layers. A family's config says so of its `text`."""
     return getattr(text, "full_heads", None)
 
@@ -53,7 +57,7 @@ def layer_config(config: TransformerConfig, layer_number: int) -> TransformerCon
 
 
 def transformer_config(
-    text: Any,
+    text: PretrainedConfig,
     recipe: Recipe,
     *,
     qk_norm: bool = False,
@@ -146,7 +150,7 @@ def transformer_config(
     return config
 
 
-def _dispatcher_settings(recipe: Recipe) -> dict[str, Any]:
+def _dispatcher_settings(recipe: Recipe) -> Settings:
     """megatron-core's token dispatcher, also of dense models, for which it is checked as well."""
     parallel = recipe.parallel
     if parallel.dispatch == "alltoall" or parallel.ep * parallel.etp == 1:
@@ -169,17 +173,17 @@ def _stages(recipe: Recipe, layers: int, mtp_layers: int) -> list[list[str]] | N
     return stages
 
 
-def activation(text: Any) -> str:
+def activation(text: PretrainedConfig) -> str:
     """transformers' name of the MLP's activation function, which Gemma has under a key of its own."""
     return str(getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu"))
 
 
-def windowed_layers(text: Any) -> list[bool]:
+def windowed_layers(text: PretrainedConfig) -> list[bool]:
     """Whether each layer's attention sees a window alone."""
     return [kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ()]
 
 
-def _window_settings(text: Any) -> dict[str, Any]:
+def _window_settings(text: PretrainedConfig) -> Settings:
     """The window of sliding layers, and which these are; empty for a decoder without any."""
     windowed = windowed_layers(text)
     if not any(windowed):
@@ -187,18 +191,18 @@ def _window_settings(text: Any) -> dict[str, Any]:
     return {"window_size": (text.sliding_window - 1, 0), "window_attn_skip_freq": list(map(int, windowed))}
 
 
-def _softmax_scale(text: Any) -> float | None:
+def _softmax_scale(text: PretrainedConfig) -> float | None:
     """Factor of the products of queries and keys; None: 1 / sqrt of a head's width."""
     scalar = getattr(text, "query_pre_attn_scalar", None)
     return None if scalar is None else float(scalar) ** -0.5
 
 
-def normalised(text: Any) -> bool:
+def normalised(text: PretrainedConfig) -> bool:
     """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
     return bool(getattr(text, "norm_topk_prob", True))
 
 
-def _refuse_short_window(text: Any, recipe: Recipe) -> None:
+def _refuse_short_window(text: PretrainedConfig, recipe: Recipe) -> None:
     """An attention window is none for samples that fit into it, and no sample is longer than the budget."""
     window, budget = getattr(text, "sliding_window", None), recipe.packing.budget
     if getattr(text, "layer_types", None):  # they say which layers have it
@@ -210,7 +214,7 @@ def _refuse_short_window(text: Any, recipe: Recipe) -> None:
         )
 
 
-def _refuse_stretched_rotary(text: Any, recipe: Recipe) -> None:
+def _refuse_stretched_rotary(text: PretrainedConfig, recipe: Recipe) -> None:
     """A dynamic rotary embedding is the default one for samples within max_position_embeddings."""
     if getattr(text, "rope_parameters", {}).get("rope_type") != "dynamic":
         return
@@ -222,7 +226,7 @@ def _refuse_stretched_rotary(text: Any, recipe: Recipe) -> None:
         )
 
 
-def _linear_attention_settings(text: Any) -> dict[str, Any]:
+def _linear_attention_settings(text: PretrainedConfig) -> Settings:
     """Settings of the Gated DeltaNet layers; empty for a decoder without any."""
     kinds = list(getattr(text, "layer_types", None) or [])
     if "linear_attention" not in kinds:
@@ -237,12 +241,12 @@ def _linear_attention_settings(text: Any) -> dict[str, Any]:
     }
 
 
-def limits_groups(text: Any) -> bool:
+def limits_groups(text: PretrainedConfig) -> bool:
     """Whether a token's experts are all of some groups, of fewer than there are."""
     return getattr(text, "topk_group", 1) < getattr(text, "n_group", 1)
 
 
-def _sigmoid_settings(text: Any) -> dict[str, Any]:
+def _sigmoid_settings(text: PretrainedConfig) -> Settings:
     """Settings of a router with sigmoid scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     The bias chooses and does not weigh. It balances a pretraining; here no update moves it.
@@ -257,7 +261,7 @@ def _sigmoid_settings(text: Any) -> dict[str, Any]:
     }
 
 
-def _expert_settings(text: Any, recipe: Recipe, sigmoid: bool, plain_shared: bool) -> dict[str, Any]:
+def _expert_settings(text: PretrainedConfig, recipe: Recipe, sigmoid: bool, plain_shared: bool) -> Settings:
     """Settings of the MoE layers; empty for a dense decoder."""
     experts = getattr(text, "num_experts", None)
     if not experts:

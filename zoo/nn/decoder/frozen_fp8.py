@@ -7,9 +7,8 @@ another rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,29 +65,34 @@ def _blocks(values: Tensor) -> Tensor:
     return padded.view(*padded.shape[:-1], -1, BLOCK)
 
 
+type _Saved = tuple[
+    str, torch.Size, tuple[int, ...], int | torch.SymInt
+]  # a parameter, and the view of its dense weight
+
+
 @dataclass
 class _Frozen:
     """Stands for a module's `forward`: the module's own, with dense weights in the place of the codes."""
 
-    module: Any
-    forward: Any
+    module: torch.nn.Module
+    forward: Callable[..., object]
     held: dict[str, Quantised] = field(default_factory=dict)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         dense = {name: one.dense() for name, one in self.held.items()}
         by_place = {one.untyped_storage().data_ptr(): name for name, one in dense.items()}
 
-        def pack(saved: Tensor) -> Any:
+        def pack(saved: Tensor) -> Tensor | _Saved:
             name = by_place.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
             if name is None:
                 return saved
             return name, saved.shape, saved.stride(), saved.storage_offset()
 
-        def unpack(packed: Any) -> Tensor:
+        def unpack(packed: Tensor | _Saved) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            name, *view = packed
-            return self.held[name].dense().as_strided(*view)
+            name, size, stride, offset = packed
+            return self.held[name].dense().as_strided(size, stride, offset)
 
         # An instance's own attributes come before its parameters, which keep their names and hold the codes.
         self.module.__dict__.update(dense)

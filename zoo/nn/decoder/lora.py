@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -37,6 +38,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from zoo.nn.graphs import random
 
@@ -59,7 +62,7 @@ class Lowrank:
 class Cut:
     """How a parameter of an adapter is shared: `sections` along `axis`, each cut over `group`; whole without an axis."""
 
-    group: Any
+    group: ProcessGroup
     axis: int | None = None
     sections: tuple[int, ...] = ()  # sizes on this rank
 
@@ -70,12 +73,12 @@ class Adapter(torch.nn.Module, ABC):
     a: torch.nn.Parameter
     b: torch.nn.Parameter
 
-    def __init__(self, lowrank: Lowrank, replicas: Any) -> None:
+    def __init__(self, lowrank: Lowrank, replicas: ProcessGroup) -> None:
         """`replicas`: process group of the ranks that hold the same part of the weight."""
         super().__init__()
         self.lowrank, self.replicas = lowrank, replicas
         self.cuts: dict[str, Cut] = {}
-        self.hook: Any = None  # takes a linear's adapter off again
+        self.hook: RemovableHandle | None = None  # takes a linear's adapter off again
 
     def _add(
         self, name: str, weight: Tensor, shape: tuple[int, ...], cut: Cut, *, sequence_parallel: bool = False
@@ -99,11 +102,11 @@ class Adapter(torch.nn.Module, ABC):
         """Add it to this rank's part of the weight, in fp32."""
         weight += self.delta()
 
-    def sharded(self, prefix: str) -> dict[str, Any]:
+    def sharded(self, prefix: str) -> ShardedStateDict:
         """Both parameters as megatron-core's checkpoints take them, under names that no parallel layout changes."""
         return {f"{prefix}{name}": self._sharded(name, f"{prefix}{name}") for name in ("a", "b")}
 
-    def _sharded(self, name: str, key: str) -> Any:
+    def _sharded(self, name: str, key: str) -> ShardedTensor | ShardedTensorFactory:
         cut, parameter = self.cuts[name], getattr(self, name)
         axis = cut.axis
         whole_on = cut.group.rank() if cut.group is not None and axis is None else 0
@@ -117,7 +120,7 @@ class Adapter(torch.nn.Module, ABC):
         if axis is None or len(cut.sections) < 2:
             return piece(key, parameter)
 
-        def build(built_key: str, tensor: Tensor, _: Any, __: Any) -> list[ShardedTensor]:
+        def build(built_key: str, tensor: Tensor, _: object, __: object) -> list[ShardedTensor]:
             parts = tensor.split(list(cut.sections), dim=axis)
             return [piece(f"{built_key}_{i}", part) for i, part in enumerate(parts)]
 
@@ -138,7 +141,7 @@ class LinearAdapter(Adapter):
         weight: torch.nn.Parameter,
         lowrank: Lowrank,
         owner: Tensor,
-        groups: Any,
+        groups: ProcessGroupCollection,
         *,
         split: Split | None,
         sections: tuple[int, ...] = (),
@@ -201,7 +204,13 @@ class ExpertAdapter(Adapter):
     """Adapter of one stacked weight (E, out, in) of experts: `a` (E, rank, in), `b` (E, out, rank)."""
 
     def __init__(
-        self, weight: torch.nn.Parameter, lowrank: Lowrank, groups: Any, *, split: Split, sections: tuple[int, ...] = ()
+        self,
+        weight: torch.nn.Parameter,
+        lowrank: Lowrank,
+        groups: ProcessGroupCollection,
+        *,
+        split: Split,
+        sections: tuple[int, ...] = (),
     ) -> None:
         """`split`: how expert tensor parallelism cuts one expert's matrix; `sections`: as `LinearAdapter`."""
         super().__init__(lowrank, groups.expt_dp)
@@ -262,7 +271,7 @@ def seed_dropout(device: torch.device, same: int, own: int) -> None:
 
     Layers that are captured as graphs draw other masks from the same seeds.
     """
-    tracker: Any = get_cuda_rng_tracker()
+    tracker = get_cuda_rng_tracker()
     for name, seed in ((SAME, same), (OWN, own)):
         tracker.states_[name] = torch.Generator(device).manual_seed(seed).get_state()
         random.seed(name, device, seed)

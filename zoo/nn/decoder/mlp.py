@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
@@ -43,7 +42,7 @@ class DenseMLP(MLP):
     """mcore's MLP of a decoder without biases, with the fused gated unit between its linears."""
 
     def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **unused: Any
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, Tensor | None]:
         """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
         refuse_unused("DenseMLP", unused)

@@ -26,12 +26,11 @@ towers, as in the decoder, not from the placeholders' rows of the embedding.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -47,7 +46,9 @@ from zoo.nn.decoder.block import run_layer
 class MultiTokenPrediction(MegatronModule):
     """The depths' shared parts and their transformer layers."""
 
-    def __init__(self, config: TransformerConfig, backend: BackendSpecProvider, layer: ModuleSpec, groups: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, backend: BackendSpecProvider, layer: ModuleSpec, groups: ProcessGroupCollection
+    ) -> None:
         """`layer`: of a transformer layer, one of which is built a depth (config.mtp_num_layers)."""
         super().__init__(config=config)
         assert config.mtp_num_layers is not None
@@ -100,7 +101,7 @@ class MultiTokenPrediction(MegatronModule):
         The default takes a plain ModuleList for whole on every rank of tensor parallelism.
         """
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        for depth, layer in enumerate(self.layers):
-            described: Any = layer
-            sharded.update(described.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata))
+        layers: list[MegatronModule] = list(self.layers)
+        for depth, layer in enumerate(layers):
+            sharded.update(layer.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata))
         return sharded

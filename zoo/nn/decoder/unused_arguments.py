@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
-def refuse_unused(where: str, arguments: Mapping[str, Any]) -> None:
+def refuse_unused(where: str, arguments: Mapping[str, object]) -> None:
     """A forward that left out what it is asked for would compute something else in silence.
 
     Args:

@@ -18,7 +18,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region as reduce_scatter
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from zoo.nn.autograd import Context
 from zoo.nn.fp8.blocks import product, quantize_activations, quantize_weight
 
 
@@ -27,7 +29,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, group: Any, gathered: bool, summed: bool, in_place: bool
+        ctx: Context, x: Tensor, weight: Tensor, group: ProcessGroup, gathered: bool, summed: bool, in_place: bool
     ) -> Tensor:
         whole = gather(x, group=group) if gathered else x
         rows = whole.flatten(0, -2).contiguous()
@@ -39,7 +41,7 @@ class _Linear(torch.autograd.Function):
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2).contiguous()
@@ -62,7 +64,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | No
     """grad (T, N)^T x (T, K) (N, K); with `total`, DDP's buffer, it is added there, and what is returned is not read."""
     if total is None:
         return grad.t() @ x
-    products: Any = layers.fused_weight_gradient_mlp_cuda  # accumulate_in_place put it there
+    products = layers.fused_weight_gradient_mlp_cuda  # accumulate_in_place put it there
     if total.dtype == torch.float32:
         products.wgrad_gemm_accum_fp32(x, grad, total)
     else:
@@ -76,7 +78,9 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _Linear.apply(x, weight, None, False, False, False)
 
 
-def _product(linear: Any, x: Tensor, weight: Tensor, given: Mapping[str, Any]) -> Tensor:
+def _product(
+    linear: ColumnParallelLinear | RowParallelLinear, x: Tensor, weight: Tensor, given: Mapping[str, Any]
+) -> Tensor:
     """What mcore's `_forward_impl` gives, for the keywords that it is called with."""
     gathered, summed = given["sequence_parallel"], given["allreduce_dgrad"]
     in_place, bias = given["gradient_accumulation_fusion"], given["bias"]
@@ -87,12 +91,12 @@ def _product(linear: Any, x: Tensor, weight: Tensor, given: Mapping[str, Any]) -
 class FP8ColumnLinear(ColumnParallelLinear):
     """mcore's column-parallel linear with products in FP8."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
         return _product(self, input, weight, kwargs)
 
 
 class FP8RowLinear(RowParallelLinear):
     """mcore's row-parallel linear with products in FP8."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
         return _product(self, input, weight, kwargs)

@@ -15,33 +15,35 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from zoo.nn.autograd import Context
 from zoo.nn.graphs import random
 from zoo.nn.graphs.recorder import Recorder
 from zoo.nn.graphs.row import StaticRow, static_segments, static_tokens
 
 SIZES = 32  # the most sizes of rows that are captured; rows of further sizes run as they would without graphs
 
-type LayerCall = Callable[[Any, Tensor], Tensor]  # a layer on hidden states (T, ...)
+type LayerCall = Callable[[torch.nn.Module, Tensor], Tensor]  # a layer on hidden states (T, ...)
 
 
 class LayerGraphs:
     """Graphs of a stack, by the size of a row."""
 
-    def __init__(self, layers: Sequence[Any], ends: Collection[int] = (), recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], ends: Collection[int] = (), recorder: Recorder | None = None
+    ) -> None:
         """`ends`: numbers of layers, from 0, whose results something else takes or changes; the last layer's needs no mention."""
         self.layers = list(layers)
         self.starts = sorted({0, *(end + 1 for end in ends if end + 1 < len(layers))})
         self.recorder = recorder or Recorder()
         self.trained = any(weight.requires_grad for layer in self.layers for weight in layer.parameters())
         self.refused = False  # once a layer could not be captured
-        self._captured: dict[tuple[Any, ...], Captured] = {}
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._captured: dict[tuple[object, ...], Captured] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._pass: weakref.ref[Pass] | None = None
 
     def begin(
@@ -164,7 +166,9 @@ class Piece:
     All four are memory that pieces of other sizes use as well: what a graph made would stay in memory for each size.
     """
 
-    def __init__(self, layers: Sequence[Any], run: LayerCall, states: Tensor, out: Tensor, recorder: Recorder) -> None:
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], run: LayerCall, states: Tensor, out: Tensor, recorder: Recorder
+    ) -> None:
         """Captures the forward pass."""
         self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
         self._out = out
@@ -193,14 +197,14 @@ class Piece:
 
 class _Replay(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, piece: Piece, first: Pass | None) -> Tensor:
+    def forward(ctx: Context, hidden: Tensor, piece: Piece, first: Pass | None) -> Tensor:
         ctx.piece, ctx.first = piece, first
         _put(hidden, piece.states)
         piece.replay_forward()
         return piece.out[: len(hidden)].detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         piece = ctx.piece
         _put(grad, piece.grad_out)
         piece.replay_backward()
@@ -215,14 +219,14 @@ def _put(x: Tensor, into: Tensor) -> None:
     into[len(x) :].zero_()
 
 
-def _run(layer: Any, states: Tensor, run: LayerCall) -> tuple[Leaves, Tensor, Tensor]:
+def _run(layer: torch.nn.Module, states: Tensor, run: LayerCall) -> tuple[Leaves, Tensor, Tensor]:
     """What a layer makes of states (T, ...), with weights and states that gradients of it are taken for."""
     leaves, taken = Leaves(layer), states.detach().requires_grad_()
     with torch.enable_grad(), leaves.in_place(), random.inside():
         return leaves, taken, run(layer, taken)
 
 
-def _warm_up(layers: Sequence[Any], states: Tensor, run: LayerCall) -> None:
+def _warm_up(layers: Sequence[torch.nn.Module], states: Tensor, run: LayerCall) -> None:
     """Each layer once, with a gradient of zeros, which adds nothing to any weight's."""
     for layer in layers:
         leaves, taken, given = _run(layer, states, run)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+
+from zoo.nn.autograd import Context
 
 _generators: dict[tuple[str, str], torch.Generator] = {}  # by name and type of device
 _inside = False  # recorded layers are running
@@ -28,7 +29,7 @@ def generator_inside(name: str, device: torch.device) -> torch.Generator | None:
     return _generators[name, device.type] if _inside else None
 
 
-def register(graph: Any) -> None:
+def register(graph: torch.cuda.CUDAGraph) -> None:
     """Have a graph draw on at each replay. To be called before it is captured."""
     for generator in _generators.values():
         if generator.device.type == "cuda":
@@ -64,12 +65,12 @@ def dropout(x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
 
 class _Dropout(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+    def forward(ctx: Context, x: Tensor, rate: float, generator: torch.Generator) -> Tensor:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - rate, generator=generator)
         ctx.scale = 1.0 / (1.0 - rate)
         ctx.save_for_backward(mask)
         return torch.ops.aten.native_dropout_backward(x, mask, ctx.scale)  # x * mask * scale, in one pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         return torch.ops.aten.native_dropout_backward(grads[0], *ctx.saved_tensors, ctx.scale), None, None

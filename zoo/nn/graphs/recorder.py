@@ -30,9 +30,9 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
-        self._stream: Any = None  # one for all sessions: libraries keep memory for each stream
-        self._graphs: list[Any] = []
+        self._pool: Any = None  # a handle of torch.cuda
+        self._stream: torch.cuda.Stream | None = None  # one for all sessions: libraries keep memory for each stream
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         _recorders.add(self)
 
     def supports(self, x: Tensor) -> bool:
@@ -42,7 +42,7 @@ class Recorder:
     @contextmanager
     def session(self, device: torch.device) -> Iterator[None]:
         """Work runs on a stream of its own, and is over at the end."""
-        if self._pool is None:
+        if self._stream is None:
             # PyTorch sets the context by itself, in the thread of the backward pass too, and warns of it.
             warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA")
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)

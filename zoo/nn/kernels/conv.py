@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.gate import delta_gates, delta_gates_backward
 from zoo.nn.kernels.launch import Launch, cdiv, column_sums, sigmoid
 
@@ -232,13 +232,13 @@ def _convolve_parts_backward(
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight, positions)
         return _convolve_parts(x, weight, positions, (x.shape[1], 0, 0))[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, positions = ctx.saved_tensors
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grads = [grad, grad[:, :0], grad[:, :0]]
@@ -258,7 +258,7 @@ def causal_conv_silu(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 class _DeltaInputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         mixed: Tensor,
         weight: Tensor,
         a_log: Tensor,
@@ -275,7 +275,7 @@ class _DeltaInputs(torch.autograd.Function):
         return *parts, mixed[:, ctx.gate].contiguous(), decay, beta
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, weight, a_log, dt_bias, positions = ctx.saved_tensors
         *parts, of_gate, of_decay, of_beta = grads
         grad = torch.empty_like(mixed)

@@ -12,13 +12,13 @@ both and write again: twice as much memory traffic.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, steps
 
 RANKS = 64  # the widest that `add_lowrank` takes
@@ -155,7 +155,7 @@ def _loads_backward(
 
 class _Loads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor, Tensor]:
         logits, (rows, experts) = logits.contiguous(), logits.shape
         ctx.wide = power_of_2(experts)
         ctx.rows = max(1, min(32, 4096 // ctx.wide))
@@ -172,7 +172,7 @@ class _Loads(torch.autograd.Function):
         return sums, counts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         logits, masked = ctx.saved_tensors
         out = torch.empty_like(logits)
         rows, experts = logits.shape

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import cdiv, column_sums, power_of_2, sigmoid
 
 BLOCK = 4096
@@ -37,7 +36,7 @@ def _backward(grad, x, gate, grad_x, grad_gate, size, BLOCK: tl.constexpr):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, gate: Tensor) -> Tensor:
         x, gate = x.contiguous(), gate.contiguous()
         out = torch.empty_like(x)
         _forward[(cdiv(x.numel(), BLOCK),)](x, gate, out, x.numel(), BLOCK=BLOCK, num_warps=8)
@@ -45,7 +44,7 @@ class _Gate(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
         grad, grad_x, grad_gate = grad.contiguous(), torch.empty_like(x), torch.empty_like(gate)
         _backward[(cdiv(x.numel(), BLOCK),)](grad, x, gate, grad_x, grad_gate, x.numel(), BLOCK=BLOCK, num_warps=8)

@@ -6,7 +6,6 @@ Gradient through GELU and the bias's gradient, a sum over rows of the former, ar
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels import weight_gradient
 from zoo.nn.kernels.launch import Launch, cdiv, column_sums, sigmoid, steps
 
@@ -70,14 +70,14 @@ def _through_gelu(grad: Tensor, before: Tensor, tanh: bool, summed: bool) -> tup
 
 class _LinearGELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> Tensor:
         before = F.linear(x, weight, bias)
         ctx.save_for_backward(x, weight, before)
         ctx.tanh, ctx.of_bias = tanh, bias.dtype
         return F.gelu(before, approximate="tanh" if tanh else "none")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, before = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         width = before.shape[-1]

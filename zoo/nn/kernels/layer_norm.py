@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, steps, tile_rows
 
 
@@ -85,7 +85,7 @@ def _backward(
 
 
 def _normalise(
-    ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The forward pass of x + delta: its norm, and the sum (x itself without delta). `ctx` gets what `_gradients` needs."""
     total, x = x, x.contiguous()
@@ -103,7 +103,7 @@ def _normalise(
     return out, total
 
 
-def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(ctx: Context, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the normed input, to which `residual` is added, of the weight and of the bias."""
     x, weight, mean, scale = ctx.saved_tensors
     grad, grad_x, rows = grad.contiguous(), torch.empty_like(x), mean.shape[0]
@@ -123,18 +123,18 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return _normalise(ctx, x, None, weight, bias, eps)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, grad, None), None
 
 
 class _AddLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.added = delta is not None
@@ -142,7 +142,7 @@ class _AddLayerNorm(torch.autograd.Function):
         return out, total if ctx.added else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         of_weight = of_bias = None
         if grad is not None:
             residual, of_weight, of_bias = _gradients(ctx, grad, residual)

@@ -6,14 +6,14 @@ that hold other parts of the vocabulary need only these three; the backward pass
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import cdiv
 
 BLOCK = 8192
@@ -51,7 +51,7 @@ def _backward(logits, targets, normalizer, grad, stride, first, SIZE: tl.constex
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
         rows, size = logits.shape
         ranks = 1 if group is None else group.size()
         first = size * (group.rank() if ranks > 1 else 0)
@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         return normalizer - chosen
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, normalizer = ctx.saved_tensors
         rows, size = logits.shape
         grid = (rows, cdiv(size, BLOCK))
@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, group: Any = None) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Negative log likelihoods (N,) fp32 of `targets` (N,) int64 under logits (N, V / tp); the backward pass overwrites these.
 
     `group` is the process group whose ranks each hold a part of the vocabulary, in their order.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, sigmoid, steps, tile_rows
 
 
@@ -88,7 +88,7 @@ def _backward(
     tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(part, axis=0), mask=column < WIDTH)
 
 
-def _normalise(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _normalise(ctx: Context, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
     """The forward pass; `ctx` gets what `_gradients` needs."""
     x, heads, strides = _strided(x)
     gate = None if gate is None else gate.contiguous()
@@ -105,7 +105,7 @@ def _normalise(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: fl
     return out
 
 
-def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gradients(ctx: Context, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, to which `residual` is added, of the weight, and of the gate."""
     x, weight, gate, scale = ctx.saved_tensors
     grad, rows = grad.contiguous(), scale.shape[0]
@@ -126,22 +126,22 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
         return _normalise(ctx, x, weight, gate, eps, centered)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, grad, None), None, None
 
 
 class _NormResidual(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         return _normalise(ctx, x, weight, None, eps, centered), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return residual, None, None, None
         grad_x, grad_weight, _ = _gradients(ctx, grad, residual)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import cdiv, column_sums, power_of_2, steps
 from zoo.nn.kernels.norm import backward_launch, forward_launch
 
@@ -43,7 +43,9 @@ def _rotate(
         tl.store(target + rest[None, :], passed, mask=there)
 
 
-def _launch(x: Tensor, angles: Any, out: Tensor, turned: int, sign: int = 1, rotated: int = 0) -> None:
+def _launch(
+    x: Tensor, angles: tuple[Tensor, ...] | None, out: Tensor, turned: int, sign: int = 1, rotated: int = 0
+) -> None:
     """x (T, P, H, D) and out (T, P, H, at least D) of any strides, whose first `turned` channels turn; zeros fill `out`.
 
     `angles`: cos and sin (T, `turned`), which the first `rotated` of the P turn by.
@@ -59,7 +61,7 @@ def _launch(x: Tensor, angles: Any, out: Tensor, turned: int, sign: int = 1, rot
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, padded: int) -> Any:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, padded: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         tokens, parts, heads, ctx.width = x.shape
         ctx.rotated = rotated
@@ -68,9 +70,9 @@ class _Turned(torch.autograd.Function):
         return out.unbind()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, heads, _ = grads[0].shape
-        angles: Any = ctx.saved_tensors
+        angles = ctx.saved_tensors
         out = grads[0].new_empty(tokens, len(grads), heads, ctx.width)
         for part, grad in enumerate(grads):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -81,14 +83,14 @@ class _Turned(torch.autograd.Function):
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, width: int) -> Tensor:
         ctx.shape = x.shape
         out = x.new_empty(*x.shape[:2], width)
         _launch(x[:, None, :, :width], None, out[:, None], width)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(ctx.shape)
         _launch(grad.contiguous()[:, None], None, out[:, None], grad.shape[-1])
         return out, None
@@ -319,7 +321,7 @@ class Norms:
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor, repeats: int, gated: bool, norms: Norms | None,
+        ctx: Context, mixed: Tensor, cos: Tensor, sin: Tensor, repeats: int, gated: bool, norms: Norms | None,
         q_weight: Tensor | None, k_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         tokens, groups, _, width = mixed.shape
@@ -345,7 +347,7 @@ class _Heads(torch.autograd.Function):
         return q, k, *rest
 
     @staticmethod
-    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor, *of_gate: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, of_q: Tensor, of_k: Tensor, of_v: Tensor, *of_gate: Tensor) -> tuple[Tensor | None, ...]:
         mixed, q_weight, k_weight, cos, sin, q_scale, k_scale = ctx.saved_tensors
         tokens, groups, width = of_k.shape
         repeats, normed = ctx.shape["REPEATS"], ctx.shape["NORMED"]

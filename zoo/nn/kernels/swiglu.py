@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, sigmoid
 
 BOUNDED_ROWS = 8  # of a program where most rows may have no meaning, so that few programs end at once
@@ -94,7 +94,7 @@ def _backward(
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, gelu: bool, end: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, probs: Tensor | None, gelu: bool, end: Tensor | None) -> Tensor:
         x = x.contiguous()
         width = x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -111,7 +111,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, probs, end = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_probs = None if probs is None else torch.empty_like(probs)

@@ -255,7 +255,7 @@ def tower_attention(
     cu_seq_lens_q: Tensor,
     max_length_q: int | Tensor | None = None,
     is_causal: bool = False,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[Tensor, None]:
     """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
     same = {"cu_seq_lens_k": cu_seq_lens_q, "max_length_k": max_length_q}  # each segment against itself

@@ -8,7 +8,7 @@ whose biases then leak from the padding into a shorter chunk's last token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor
 from zoo.errors import UserError
 from zoo.packing.cost import TowerCost
 from zoo.packing.index import cpu_to_device
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CONV_LAYERS = 3  # conv2d1, conv2d2, conv2d3
 CONV_STRIDE = 2  # stride of each; kernel 3, padding 1, so a length L becomes ceil(L / 2)
@@ -80,7 +83,7 @@ def encode_clips(tower: Any, features: Tensor, frames: list[int], *, whole_chunk
     return tower.ln_post(hidden)
 
 
-def check_audio(audio: Any, positions: str) -> None:
+def check_audio(audio: PretrainedConfig, positions: str) -> None:
     """UserError for an encoder that transformers can't build, or whose clips can't be cut into its windows.
 
     `positions` is the key of the config that says how many embeddings of a chunk have a position.
@@ -99,7 +102,7 @@ def check_audio(audio: Any, positions: str) -> None:
         )
 
 
-def audio_cost(audio: Any) -> TowerCost:
+def audio_cost(audio: PretrainedConfig) -> TowerCost:
     """What such an encoder costs with the two linears behind it; a row is a mel frame."""
     width, channels, chunk = audio.d_model, audio.downsample_hidden_size, 2 * audio.n_window
     tokens = tokens_of_chunk(chunk)
@@ -136,5 +139,5 @@ def _cut(total: int, size: int) -> list[int]:
     return [size] * (total // size) + ([total % size] if total % size else [])
 
 
-def _first(output: Any) -> Tensor:
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return output[0] if isinstance(output, tuple) else output

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels import bias_gradient, weight_gradient
 
 MULTIPLE = 8  # values of half precision in 16 bytes
 
 
-def joinable(*linears: Any) -> bool:
+def joinable(*linears: torch.nn.Module) -> bool:
     """Whether `joined` can stand in for linears: they are PyTorch's own, and no adapter or other hook changes what they give."""
     return all(isinstance(linear, torch.nn.Linear) and not linear._forward_hooks for linear in linears)
 
 
-def joined(x: Tensor, *linears: Any) -> Tensor:
+def joined(x: Tensor, *linears: torch.nn.Linear) -> Tensor:
     """The outputs of linears side by side, each followed by columns of zeros up to a `MULTIPLE`.
 
     The backward pass keeps x and the weights.
@@ -41,13 +41,13 @@ def joined(x: Tensor, *linears: Any) -> Tensor:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
-        weights, biases = parameters[::2], parameters[1::2]
+    def forward(ctx: Context, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        weights, biases = [weight for weight in parameters[::2] if weight is not None], parameters[1::2]
         ctx.save_for_backward(x, *weights)
         return F.linear(x, _stacked(weights, x.shape[1]), _end_to_end(weights, biases))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, *needed = ctx.needs_input_grad
         of_x = grad @ _stacked(weights, x.shape[1]) if needs_x else None
@@ -59,13 +59,13 @@ class _Joined(torch.autograd.Function):
         return of_x, *found
 
 
-def _places(weights: Sequence[Any]) -> list[slice]:
+def _places(weights: Sequence[Tensor]) -> list[slice]:
     """The columns of each linear's output."""
     starts = accumulate((_whole(len(w)) for w in weights[:-1]), initial=0)
     return [slice(start, start + len(w)) for start, w in zip(starts, weights, strict=True)]
 
 
-def _width(weights: Sequence[Any]) -> int:
+def _width(weights: Sequence[Tensor]) -> int:
     """The columns of all outputs."""
     return sum(_whole(len(w)) for w in weights)
 
@@ -74,7 +74,7 @@ def _whole(count: int) -> int:
     return count + -count % MULTIPLE
 
 
-def _stacked(weights: Sequence[Any], width: int) -> Tensor:
+def _stacked(weights: Sequence[Tensor], width: int) -> Tensor:
     """Weights (out, in) one below the other, with rows and columns of zeros: (output columns, `width`)."""
     if len(weights) == 1 and weights[0].shape == (_width(weights), width):
         return weights[0]
@@ -84,7 +84,7 @@ def _stacked(weights: Sequence[Any], width: int) -> Tensor:
     return whole
 
 
-def _end_to_end(weights: Sequence[Any], biases: Sequence[Tensor | None]) -> Tensor | None:
+def _end_to_end(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
     """Biases (out,) of the linears that have one, zeros elsewhere: (output columns,)."""
     if all(bias is None for bias in biases):
         return None

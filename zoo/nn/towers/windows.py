@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +11,11 @@ from torch import Tensor
 from zoo.errors import UserError
 from zoo.packing.cost import TowerCost
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def check_windows(vision: Any) -> None:
+
+def check_windows(vision: PretrainedConfig) -> None:
     """UserError for windows smaller than an embedding's patches; `vision` is transformers' config of the tower."""
     side = vision.patch_size * vision.spatial_merge_size
     if vision.window_size < side:
@@ -22,7 +25,7 @@ def check_windows(vision: Any) -> None:
         )
 
 
-def window_cost(vision: Any) -> TowerCost:
+def window_cost(vision: PretrainedConfig) -> TowerCost:
     """Cost of the tower, a row being a patch. In most layers it attends to the patches of its window alone."""
     square = vision.spatial_merge_size**2
     width, merged = vision.hidden_size, vision.hidden_size * square
@@ -42,7 +45,7 @@ def window_cost(vision: Any) -> TowerCost:
     )
 
 
-def window_inputs(vision: Any, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
+def window_inputs(vision: PretrainedConfig, media: Mapping[str, Tensor]) -> dict[str, Tensor | int]:
     """A step's `tower_inputs`: bounds of frames and windows, places of patches, and the order that puts windows together."""
     from transformers import vision_utils
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.decoder.experts.exchange import gather_rows
 from zoo.packing import PackedLayout
 
@@ -55,18 +55,18 @@ class _Permuted(torch.autograd.Function):
     """x (T, width) at `order` (T,), a permutation whose inverse is `inverse`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return gather_rows(x, order)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         return gather_rows(grads[0], *ctx.saved_tensors), None, None
 
 
 class _ChannelsByRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sections: list[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, sections: list[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
         ctx.kept = kept
         ctx.widths = [section // size for place, section in enumerate(sections) if place != kept]
         moved = _Moved(x.dtype, (*ctx.widths, sections[kept]))
@@ -78,7 +78,7 @@ class _ChannelsByRank(torch.autograd.Function):
         return out, every[kept].contiguous().view(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shared, kept = grads
         moved = _Moved(shared.dtype, (*ctx.widths, kept.shape[1]))
         each = [mine.split(moved.counts(ctx.widths), dim=1) for mine in moved.wide(shared)]
@@ -90,13 +90,13 @@ class _ChannelsByRank(torch.autograd.Function):
 
 class _SideBySide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, size: int) -> Tensor:
         ctx.size = size
         moved = _Moved(x.dtype, x.shape[1:])
         return moved.wide(x).unflatten(0, (size, -1)).transpose(0, 1).flatten(1).contiguous().view(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         width = grad.shape[1] // ctx.size
         moved = _Moved(grad.dtype, (width,))

@@ -7,11 +7,10 @@ from the other segments of a row, and a sample's result would depend on what it 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.decoder.attention.fla_import import import_fla
 from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device, offsets
@@ -39,7 +38,7 @@ def _segments(layout: PackedLayout) -> Tensor:
 class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, segments: Tensor
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, segments: Tensor
     ) -> Tensor:
         from flash_qla import chunk_gated_delta_rule_fwd
 
@@ -53,7 +52,7 @@ class _Rule(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from flash_qla import chunk_gated_delta_rule_bwd
 
         query, of_query, key, of_key, value, decay, beta, solved = ctx.saved_tensors

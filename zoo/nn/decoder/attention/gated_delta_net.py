@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +69,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
 
     fp32_parameters = ("A_log", "dt_bias")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.A_log.initial = _initial_decay
         self.delta_rule = getattr(self.config, "delta_rule", "auto")  # engine.delta_rule
@@ -81,7 +80,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states (T', B, hidden): this rank's tokens, of a packed row (B = 1, SeqParams) or of B rows.
 

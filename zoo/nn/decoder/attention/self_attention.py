@@ -17,11 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import apply_rotary
@@ -53,7 +56,7 @@ class SeqParams(PackedSeqParams):
     def from_layout(
         cls,
         layout: PackedLayout,
-        cp_group: Any = None,
+        cp_group: ProcessGroup | None = None,
         bidirectional: BidirectionalSpans | None = None,
         cut: bool = True,
     ) -> SeqParams:
@@ -70,7 +73,9 @@ class SelfAttention(McoreSelfAttention):
     Where values are keys, one linear gives queries and keys, `linear_qk`, laid out as megatron-core's of all three.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **more: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, **more: object
+    ) -> None:
         config = layer_config(config, layer_number)
         self.values_are_keys = getattr(config, "values_are_keys", False)
         if self.values_are_keys:
@@ -87,7 +92,7 @@ class SelfAttention(McoreSelfAttention):
             for norm in (self.q_layernorm, self.k_layernorm):
                 torch.nn.init.constant_(norm.weight, self.hidden_size_per_attention_head**-0.25)
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """(T, B, heads or groups, D) each, queries and keys normed, and values where the config says so."""
         if self.values_are_keys:
             query, key, value = self._queries_and_keys(hidden_states)
@@ -148,7 +153,7 @@ class SelfAttention(McoreSelfAttention):
         attention_mask: Tensor | None,
         rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """`rotary_pos_emb`: cos and sin (T, B, 1, D) of this rank's tokens."""
         refuse_unused("SelfAttention", {**unused, "attention_mask": attention_mask})
@@ -217,12 +222,12 @@ class VarlenCoreAttention(torch.nn.Module):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection = None,
         cp_comm_type: str | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         """mcore's arguments; `cp_comm_type` says how keys are exchanged, of which there is one way here."""
         super().__init__()
@@ -248,9 +253,9 @@ class VarlenCoreAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D) with SeqParams; without, (T, B, H or G, D)."""
         asked = {**unused, "attention_mask": attention_mask, **_other_than_causal(attn_mask_type)}
@@ -290,7 +295,7 @@ class VarlenCoreAttention(torch.nn.Module):
         return out.unflatten(0, (batch, tokens)).transpose(0, 1)
 
 
-def _other_than_causal(kind: Any) -> dict[str, Any]:
+def _other_than_causal(kind: AttnMaskType | None) -> dict[str, object]:
     """What asks for another mask than a causal one."""
     return {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
 

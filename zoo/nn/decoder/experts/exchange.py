@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zoo.nn.kernels import has_triton
 
@@ -89,9 +90,11 @@ class Permutation:
         return self.bounds[-1:] if self.ahead else None
 
     @classmethod
-    def from_choices(cls, chosen: Tensor, experts: int, count: int | None, **options: Any) -> Permutation:
+    def from_choices(
+        cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, ahead: bool = False
+    ) -> Permutation:
         """`begin`, and the wait for it."""
-        return cls.begin(chosen, experts, count, **options)()
+        return cls.begin(chosen, experts, count, first, ahead)()
 
     @classmethod
     def begin(
@@ -174,7 +177,7 @@ class ExpertExchange(ABC):
         choices: how many of all tokens' k choices of an expert fall on this rank's; None where only the choices themselves tell, once they have arrived.
     """
 
-    group: Any
+    group: ProcessGroup
     experts: int
     first: int
     choices: int | None
@@ -216,7 +219,7 @@ class ExchangeByChoice(ExpertExchange):
     send_sms = ALL_TO_ALL_SMS
 
     @classmethod
-    def from_choices(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
+    def from_choices(cls, chosen: Tensor, experts: int, group: ProcessGroup, shares: int) -> ExchangeByChoice:
         """Plan the exchange of this rank's tokens with the experts (N, k), numbered over all ranks.
 
         The host waits once, for the numbers of rows.
@@ -280,7 +283,7 @@ class ExchangeWithAll(ExpertExchange):
 
     @classmethod
     def from_count(
-        cls, count: int, experts: int, group: Any, shares: int, device: torch.device, most: int | None = None
+        cls, count: int, experts: int, group: ProcessGroup, shares: int, device: torch.device, most: int | None = None
     ) -> ExchangeWithAll:
         """Plan the exchange of this rank's `count` tokens.
 
@@ -319,20 +322,20 @@ class ExchangeWithAll(ExpertExchange):
         return lambda: sum_rows(found(), self.places)
 
 
-def _gather(mine: Tensor, group: Any) -> Any:
+def _gather(mine: Tensor, group: ProcessGroup) -> list[list[Any]]:
     """Every rank's tensor as nested lists, by rank. The host waits for them."""
     gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(gathered, mine.flatten(), group=group)
     return gathered.view(group.size(), *mine.shape).tolist()
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Callable[[], Tensor]:
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Callable[[], Tensor]:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
     return _after(work, found)
 
 
-def _after(work: Any, found: Tensor) -> Callable[[], Tensor]:
+def _after(work: dist.Work, found: Tensor) -> Callable[[], Tensor]:
     """A call that waits for what arrives in a tensor. Until then `work` holds what is sent."""
 
     def wait() -> Tensor:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.decoder.experts import hopper, products
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.products import multiply
@@ -34,7 +35,12 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, name: str | None = None
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
     ) -> None:
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
@@ -42,9 +48,13 @@ class GroupedExperts(MegatronModule):
         self.accumulates = False  # whether weight gradients are accumulated in DDP's buffers here
         self.ep_group, self.tp_group, self.dp_group = (pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp)
         width = config.moe_ffn_hidden_size // self.tp_group.size()
-        factory: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory))
-        self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **factory))
+        device, dtype = torch.cuda.current_device(), config.params_dtype
+        self.weight1 = torch.nn.Parameter(
+            torch.empty(num_local_experts, 2 * width, config.hidden_size, dtype=dtype, device=device)
+        )
+        self.weight2 = torch.nn.Parameter(
+            torch.empty(num_local_experts, config.hidden_size, width, dtype=dtype, device=device)
+        )
         self.lora = torch.nn.ModuleDict()  # by a weight's name, its zoo.nn.decoder.lora.ExpertAdapter where it has one
         same_groups = config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
         for weight, axis, init in (
@@ -112,7 +122,7 @@ class GroupedExperts(MegatronModule):
         """
         lead = len(sharded_offsets)
 
-        def shard(key: str, tensor: Tensor, axis: int, replica: Any) -> ShardedTensor:
+        def shard(key: str, tensor: Tensor, axis: int, replica: tuple[int, ...]) -> ShardedTensor:
             return ShardedTensor.from_rank_offsets(
                 key,
                 tensor,
@@ -123,7 +133,9 @@ class GroupedExperts(MegatronModule):
                 prepend_axis_num=lead,
             )
 
-        def halves(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        def halves(
+            key: str, tensor: Tensor, replica: tuple[int, ...], flattened_range: slice | None
+        ) -> list[ShardedTensor]:
             gate, up = tensor.chunk(2, dim=1)
             return [shard(f"{key}_gate", gate, 1, replica), shard(f"{key}_up", up, 1, replica)]
 
@@ -197,7 +209,7 @@ def grouped_product(
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         rows: GroupedRows,
@@ -215,7 +227,7 @@ class _GroupedProduct(torch.autograd.Function):
         return rows.result(multiply(x, weight, rows.bounds, ctx.of_x, rows.free_sms))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), rows = ctx.saved_tensors, ctx.rows
         grad, of_grad = products.gathered(grad.contiguous(), _tokens(rows.summed), weight)
         to_x = None
@@ -254,7 +266,14 @@ def lora_product(
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: GroupedRows, gradient_only: bool
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        rows: GroupedRows,
+        gradient_only: bool,
     ) -> Tensor:
         assert not weight.requires_grad
         placeholder = rows.placeholder(x, weight)
@@ -269,7 +288,7 @@ class _LoraProduct(torch.autograd.Function):
         return rows.result(_add_lowrank(wide, narrow, b, rows.bounds))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, a, b, narrow), rows = ctx.saved_tensors, ctx.rows
         grad, bounds = grad.contiguous(), rows.bounds
         if rows.summed is not None:

@@ -11,7 +11,7 @@ number of rows at each call. So one version is taken, the one that this was chec
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch import Tensor
 from zoo.nn.kernels.widths import quack_takes
 from zoo.packages import installed_version
 
+if TYPE_CHECKING:
+    from quack.gemm import GemmPlan
+
 VERSION = "0.6.5"
 # The fastest of 14, or within 6 % of it, for each of these products. Two programs of a cluster share what they read of a weight.
 TILE_ROWS, TILE_COLUMNS, CLUSTER = 128, 256, 2
 MOST = 2**31  # elements of an operand that places are counted for in 32 bits
 
-_plans: dict[tuple[Any, ...], Any] = {}  # compiled kernels, which take any number of rows
+_plans: dict[tuple[object, ...], GemmPlan] = {}  # compiled kernels, which take any number of rows
 
 
 @lru_cache(maxsize=8)
@@ -89,7 +92,7 @@ def _launch(
     _plans[key] = _leaving_free(plan, free_sms) if free_sms else plan
 
 
-def _leaving_free(plan: Any, sms: int) -> Any:
+def _leaving_free(plan: GemmPlan, sms: int) -> GemmPlan:
     """The plan on so many multiprocessors (SMs) less. A program keeps its SM until the product ends, and there is one for each SM else."""
     from quack.gemm_tvm_ffi_utils import make_scheduler_args
 

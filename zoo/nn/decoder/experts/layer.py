@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from zoo.errors import UserError
+from zoo.nn.autograd import Context
 from zoo.nn.decoder.experts.exchange import (
     ExchangeByChoice,
     ExchangeWithAll,
@@ -42,7 +45,9 @@ class MixtureOfExperts(MoELayer):
         exchange: of all tokens with all ranks, in a decoder's forward pass whose layers share it (`sharing`).
     """
 
-    def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
+    token_dispatcher: MoETokenDispatcher | None
+
+    def __init__(self, *args: object, pg_collection: ProcessGroupCollection, **kwargs: object) -> None:
         try:
             super().__init__(*args, pg_collection=pg_collection, **kwargs)
         except ImportError as error:  # the flex dispatcher's: HybridEP is a branch of DeepEP, which may be there
@@ -86,7 +91,8 @@ class MixtureOfExperts(MoELayer):
 
         Under selective recompute it exchanges nothing again, either.
         """
-        dispatcher: Any = self.token_dispatcher
+        dispatcher = self.token_dispatcher
+        assert dispatcher is not None
         probs, chosen = self.router(hidden, mask)
         rows, probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
         rows, probs = dispatcher.token_dispatch(rows, probs)
@@ -126,7 +132,7 @@ class MixtureOfExperts(MoELayer):
         finally:
             self.exchange = None
 
-    def _ranks(self) -> tuple[int, Any, int]:
+    def _ranks(self) -> tuple[int, ProcessGroup, int]:
         """Experts of a rank, the ranks that share all of them out, and those that share one."""
         return self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
 
@@ -214,7 +220,7 @@ class _Routed(torch.autograd.Function):
     """`routed`. The experts' own graph lies inside: made in the forward pass, or again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Context, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
         exchange, experts = call.dispatch.exchange, call.experts
         hidden, weights, permutation = call.dispatch.wait()
         factors = take(weights, permutation.choices)
@@ -228,7 +234,7 @@ class _Routed(torch.autograd.Function):
         return out if exchange is None else exchange.collect(out)()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange, graph = ctx.exchange, ctx.graph
         if exchange is not None:
             arrived = exchange.send(grad)
@@ -283,7 +289,7 @@ class _Graph:
         return [next(found) if needed else None for needed in self.needed]
 
 
-def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
+def _compute(ctx: Context, hidden: Tensor, factors: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
     """The sum of each token's experts (M, hidden), whose rows of the permutation (C, hidden) are multiplied by factors (C,); and its graph."""
     needed = list(ctx.needs_input_grad[1:])
     hidden = hidden.detach().requires_grad_(needed[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,10 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from zoo.nn.autograd import Context
 from zoo.nn.kernels import has_triton
 
 
@@ -35,11 +36,13 @@ class _Tracker(MoEMetricsTracker):
         for entry in self.metrics.values():
             entry.values = F.pad(entry.values, (0, max(0, self.layers - len(entry.values))))
 
-    def record(self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any) -> None:
+    def record(
+        self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: object, **kwargs: object
+    ) -> None:
         """As megatron-core's."""
         super().record(name, value, layer_number, max(num_layers, self.layers), *args, **kwargs)
 
-    def ensure_initialized(self, name: str, num_layers: int, *args: Any, **kwargs: Any) -> None:
+    def ensure_initialized(self, name: str, num_layers: int, *args: object, **kwargs: object) -> None:
         """As megatron-core's."""
         super().ensure_initialized(name, max(num_layers, self.layers), *args, **kwargs)
 
@@ -71,10 +74,11 @@ class Router(TopKRouter):
     expert_bias: Tensor | None
     router_replay: _Choice | None  # megatron-core's place for an object with this method
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.enable_expert_bias and not self.config.moe_router_bias_update_rate:
-            bias: Any = self.expert_bias
+            bias = self.expert_bias
+            assert bias is not None
             del self.expert_bias
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
             self.frozen_expert_bias = True  # megatron-core's name: it leaves such a bias alone
@@ -249,7 +253,7 @@ class Routing:
         return self if self.given is None else Routing(self.given.chunk(size)[rank], self.noted)
 
     @contextmanager
-    def on(self, layer: Any) -> Iterator[None]:
+    def on(self, layer: TransformerLayer) -> Iterator[None]:
         """Have the router of a layer take these experts inside the block, if it has a router."""
         router = getattr(layer.mlp, "router", None)
         if router is None:
@@ -313,12 +317,12 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _product(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         high = grad.to(weight.dtype)
         both = torch.cat([high, (grad - high).to(weight.dtype)], dim=1)  # (N, 2 E)
