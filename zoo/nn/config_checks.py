@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from zoo.errors import UserError, printable
 from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
-from zoo.nn.inputs import RotaryShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -155,8 +154,16 @@ def _check_rotary(config: Any) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     full = full_heads(text)
     for width, shape in ((full.width if full else head, config.rotary), (head, config.local_rotary)):
-        if shape is not None:
-            _check_shape(width, shape, where)
+        if shape is None:
+            continue
+        rotated = width if shape.whole else int(width * shape.fraction)
+        if rotated < 2 or rotated % 2:
+            raise UserError(
+                f"{rotated} of the {width} channels of a head would be rotated; wanted an even number: change "
+                f"{where}head_dim or rope_parameters.partial_rotary_factor"
+            )
+        if shape.sections is not None:
+            _check_sections(where, shape.sections, rotated // 2, shape.interleaved)
 
 
 def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
@@ -170,17 +177,6 @@ def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
         raise UserError(f"{where}.{null[0]} is null; wanted a number")
     if kind == "linear" and "factor" not in rope:
         raise UserError(f"{where}.factor is missing; wanted a number")
-
-
-def _check_shape(head: int, shape: RotaryShape, where: str) -> None:
-    width = head if shape.whole else int(head * shape.fraction)
-    if width < 2 or width % 2:
-        raise UserError(
-            f"{width} of the {head} channels of a head would be rotated; wanted an even number: change "
-            f"{where}head_dim or rope_parameters.partial_rotary_factor"
-        )
-    if shape.sections is not None:
-        _check_sections(where, shape.sections, width // 2, shape.interleaved)
 
 
 def _check_sections(where: str, sections: list[int], frequencies: int, interleaved: bool) -> None:

@@ -32,7 +32,7 @@ def hold_in_fp32(model: nn.Module, parameters: Collection[nn.Parameter]) -> None
     """Make parameters of a model in half precision fp32; their values are as they were."""
     wanted = set(parameters)
     for module in model.modules():
-        names = [name for name, one in module.named_parameters(recurse=False) if one in wanted]
+        names = [name for name, parameter in module.named_parameters(recurse=False) if parameter in wanted]
         for name in names:
             parameter = module._parameters[name]
             assert parameter is not None
@@ -73,8 +73,8 @@ def _rms_norm(kind: type[nn.Module]) -> type:
     """The class of a transformers' RMSNorm that gives its input's dtype; its weight multiplies in fp32."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        found: Tensor = kind.forward(self, x)
-        return found.to(x.dtype)
+        normed: Tensor = kind.forward(self, x)
+        return normed.to(x.dtype)
 
     return _subclass(kind, {"forward": forward})
 
@@ -84,8 +84,8 @@ def _layer_norm(kind: type[nn.Module]) -> type:
     """The class of a LayerNorm that works with weight and bias in fp32, and gives its input's dtype."""
 
     def forward(self: nn.LayerNorm, x: Tensor) -> Tensor:
-        found = nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
-        return found.to(x.dtype)
+        normed = nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+        return normed.to(x.dtype)
 
     def wide(name: str) -> property:
         def read(self: nn.Module) -> Tensor | None:

@@ -47,17 +47,17 @@ def accumulate_in_place(chunks: Sequence[MegatronModule]) -> int:
     module: Any = layers
     if not hasattr(module, "fused_weight_gradient_mlp_cuda"):
         module.fused_weight_gradient_mlp_cuda = _Products
-    found = 0
+    accumulating = 0
     for chunk in chunks:
         for linear in chunk.modules():
             if isinstance(linear, GroupedExperts):
                 linear.accumulates = hasattr(linear.weight1, "main_grad")
-                found += linear.accumulates
+                accumulating += linear.accumulates
                 continue
             if not hasattr(getattr(linear, "weight", None), "main_grad"):
                 continue
             if isinstance(linear, VocabParallelEmbedding):
-                found += _add_rows_in_place(chunk, linear)
+                accumulating += _add_rows_in_place(chunk, linear)
                 continue
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear.gradient_accumulation_fusion = True
@@ -70,8 +70,8 @@ def accumulate_in_place(chunks: Sequence[MegatronModule]) -> int:
                 linear.forward = MethodType(_forward, linear)  # type: ignore[method-assign]
             else:
                 continue
-            found += 1
-    return found
+            accumulating += 1
+    return accumulating
 
 
 def _add_rows_in_place(chunk: MegatronModule, embedding: VocabParallelEmbedding) -> int:

@@ -125,11 +125,11 @@ class PackedLayout:
         memo.values.update({(name, self.device): x for name, x in kept.items()})
         return dataclasses.replace(self, _memo=memo)
 
-    def refuse_static_shapes(self, what: str) -> None:
+    def refuse_static_shapes(self, operation: str) -> None:
         """RuntimeError from code that goes by lengths, where these are not the row's own (`with_values`)."""
         if self._memo.static_shapes:
             raise RuntimeError(
-                f"{what} goes by the lengths of segments, which differ from row to row; set engine.cuda_graphs=false"
+                f"{operation} goes by the lengths of segments, which differ from row to row; set engine.cuda_graphs=false"
             )
 
     def without_batch(self) -> PackedLayout:

@@ -34,7 +34,7 @@ class MovePlan(NamedTuple):
 
 
 def plan_moves(
-    starts: Sequence[int], places: Sequence[int], lengths: Sequence[int], source: int, result: int
+    starts: Sequence[int], targets: Sequence[int], lengths: Sequence[int], source: int, result: int
 ) -> MovePlan:
     """The plan that takes `lengths` tokens each at `starts` of a source and puts them at `places` of a result.
 
@@ -49,19 +49,19 @@ def plan_moves(
     order: list[int] = []
     fills: dict[int, int] = {}  # position of each length, from the end: more cuts come before
     at, to = 0, 0  # ends of the last run, in source and result
-    for start, place, length in zip((*starts, source), (*places, result), (*lengths, 0), strict=True):
-        if start == at and place == to and order:  # goes on where the last run ends
+    for start, target, length in zip((*starts, source), (*targets, result), (*lengths, 0), strict=True):
+        if start == at and target == to and order:  # goes on where the last run ends
             cuts[-1] += length
             at, to = at + length, to + length
             continue
-        if place > to:
-            order.append(fills.setdefault(place - to, ~len(fills)))
+        if target > to:
+            order.append(fills.setdefault(target - to, ~len(fills)))
         if start > at:
             cuts.append(start - at)
         if length:
             order.append(len(cuts))
             cuts.append(length)
-        at, to = start + length, place + length
+        at, to = start + length, target + length
     pays = len(order) <= FEW or sum(lengths) >= LONG * len(order)
     return MovePlan(cuts, [*reversed(fills)], order, pays)
 

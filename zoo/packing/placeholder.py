@@ -89,15 +89,15 @@ def placeholder_counts(
     Raises:
         ValueError: a segment has more or fewer placeholders than media.
     """
-    found = _positions_of(layout, token_ids, placeholder_id)
+    positions = _positions_of(layout, token_ids, placeholder_id)
     check_segments(layout.lengths, counts)
-    for segment, (at, media) in enumerate(zip(found, counts, strict=True)):
+    for segment, (at, media) in enumerate(zip(positions, counts, strict=True)):
         if len(at) != len(media):
             raise ValueError(
                 f"Segment {segment} holds {len(at)} placeholder tokens (id {placeholder_id}) for "
                 f"{len(media)} media; one per medium is wanted."
             )
-    return [list(zip(at, media, strict=True)) for at, media in zip(found, counts, strict=True)]
+    return [list(zip(at, media, strict=True)) for at, media in zip(positions, counts, strict=True)]
 
 
 def already_expanded(
@@ -119,10 +119,10 @@ def already_expanded(
         ValueError: a segment fits neither reading, its runs of placeholders break inside a medium, a count is
             below 1, or some segments are expanded and others are not.
     """
-    found = _positions_of(layout, token_ids, placeholder_id)
+    positions = _positions_of(layout, token_ids, placeholder_id)
     check_segments(layout.lengths, counts)
     readings: dict[bool, int] = {}
-    for segment, (at, media) in enumerate(zip(found, counts, strict=True)):
+    for segment, (at, media) in enumerate(zip(positions, counts, strict=True)):
         reading = _segment_expanded(segment, at, list(media), placeholder_id)
         if reading is not None:
             readings.setdefault(reading, segment)
@@ -152,19 +152,19 @@ def segment_counts(
         ValueError: the row holds neither one placeholder a medium nor one an embedding, or a segment ends inside a
             medium.
     """
-    found = [len(at) for at in _positions_of(layout, token_ids, placeholder_id)]
-    if sum(found) == len(outputs):
-        ends = list(accumulate(found, initial=0))
+    held = [len(at) for at in _positions_of(layout, token_ids, placeholder_id)]
+    if sum(held) == len(outputs):
+        ends = list(accumulate(held, initial=0))
         return [list(outputs[start:end]) for start, end in pairwise(ends)]
-    if sum(found) != sum(outputs):
+    if sum(held) != sum(outputs):
         raise ValueError(
-            f"The row holds {sum(found)} placeholder tokens (id {placeholder_id}); {len(outputs)} (one per medium) "
+            f"The row holds {sum(held)} placeholder tokens (id {placeholder_id}); {len(outputs)} (one per medium) "
             f"or {sum(outputs)} (one per embedding) are wanted. Check the processor's media sizes, and that no "
             "truncation cut the media."
         )
     counts: list[list[int]] = []
     left = list(reversed(outputs))
-    for segment, tokens in enumerate(found):
+    for segment, tokens in enumerate(held):
         mine: list[int] = []
         while left and sum(mine) < tokens:
             mine.append(left.pop())

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
 import torch
-from torch import Tensor
 
 from zoo.files import cache_folder
 from zoo.nn.adamw import state
@@ -74,7 +73,7 @@ def _call(
     assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in held)
     rates = (clip, 1.0 - lr * weight_decay, 1.0 - beta_1, beta_2, 1.0 - beta_2, (1.0 - beta_2**step) ** 0.5)
     refused = function(
-        *map(_address, held),
+        *(None if x is None else x.data_ptr() for x in held),
         part.weight.numel(),
         part.seed & WORD,
         *((step * 0xC2B2AE35 + which) & WORD for which in (FIRST, SECOND)),
@@ -82,10 +81,6 @@ def _call(
         *(TYPES[x.dtype] for x in (part.grad, first.values, second.values)),
     )
     assert not refused, "a form of state that cpu.c has no case for"
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 @cache
@@ -141,16 +136,18 @@ def _right(function: Callable[..., int]) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in TYPES:
         for half in (False, True):
-            made, plain = (_example(dtype, half, generator.manual_seed(1)) for _ in range(2))
+            compiled, plain = (_example(dtype, half, generator.manual_seed(1)) for _ in range(2))
             for step in (1, 2):
                 options = UpdateOptions(step=step, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, clip=0.5)
-                _call(function, made, **options)
+                _call(function, compiled, **options)
                 state.update(plain, **options)
-            pairs = [(made.weight, plain.weight)]
-            pairs += [(getattr(made, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")]
+            pairs = [(compiled.weight, plain.weight)]
+            pairs += [
+                (getattr(compiled, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")
+            ]
             loose = 1e-6 if dtype == torch.float32 else 0.02  # rarely, a last bit decides what random bits add
-            for found, wanted in pairs:
-                if not (found.float() - wanted.float()).norm() <= loose * wanted.float().norm():
+            for result, expected in pairs:
+                if not (result.float() - expected.float()).norm() <= loose * expected.float().norm():
                     return False
     return True
 

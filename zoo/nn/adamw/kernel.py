@@ -37,17 +37,17 @@ def _random(seed, at, salt):
 
 @triton.jit
 def _read(values, exponents, at, inside, TYPE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    found = tl.load(values + at, mask=inside, other=0)
+    codes = tl.load(values + at, mask=inside, other=0)
     if TYPE == tl.uint8:  # noqa: SIM300
         shift = tl.load(exponents + at // BLOCK, mask=inside, other=TOP).to(tl.int32) - TOP
-        magnitude = found.to(tl.int32) & (0x7F if TOP == 15 else 0xFF)
+        magnitude = codes.to(tl.int32) & (0x7F if TOP == 15 else 0xFF)
         normal = ((magnitude << 20) + (shift << 23)).to(tl.float32, bitcast=True)
         unit = ((shift + 1 - MANTISSA) << 23).to(tl.float32, bitcast=True)
         value = tl.where(magnitude >= (1 << MANTISSA), normal, magnitude.to(tl.float32) * unit)
         if TOP == 15:
-            value = tl.where(found >= 0x80, -value, value)
+            value = tl.where(codes >= 0x80, -value, value)
     else:
-        value = found.to(tl.float32)
+        value = codes.to(tl.float32)
     return value
 
 

@@ -46,11 +46,8 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 def random_bits(numel: int, seed: int, step: int, which: int, device: torch.device) -> Tensor:
     """(numel,) int32, 32 random bits each: a hash of `seed` + index, of the step, and of FIRST or SECOND."""
     x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(seed))
-    return _hash(x.bitwise_xor_(_int32(step * 0xC2B2AE35 + which)))
-
-
-def _hash(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 (Appleby), of int32 whose products lose what goes beyond 32 bits; `x` is overwritten."""
+    x.bitwise_xor_(_int32(step * 0xC2B2AE35 + which))
+    # The finaliser of MurmurHash3 (Appleby), of int32 whose products lose what goes beyond 32 bits.
     x.bitwise_xor_(_upper(x, 16)).mul_(_int32(0x85EBCA6B))
     x.bitwise_xor_(_upper(x, 13)).mul_(_int32(0xC2B2AE35))
     return x.bitwise_xor_(_upper(x, 16))

@@ -44,20 +44,17 @@ class Deepstack:
     features: tuple[Tensor, ...]
     first: int = 0
 
-    def for_layer(self, layer: int) -> Tensor | None:
-        """The (N, hidden) features to add after `layer`, or None."""
+    def add(self, hidden: Tensor, layer: int) -> Tensor:
+        """hidden (T, B, C) with the features that are added after `layer`, if there are any."""
         at = layer - self.first
-        return self.features[at] if 0 <= at < len(self.features) else None
+        if not 0 <= at < len(self.features):
+            return hidden
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return flat.index_add(0, self.rows, self.features[at].to(flat.dtype)).view(hidden.shape)
 
     def after(self, layer: int) -> Deepstack:
         """What is left for the layers from `layer` on."""
         return Deepstack(self.rows, self.features[max(0, layer - self.first) :], max(layer, self.first))
-
-
-def add_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """hidden (T, B, C) with values (N, C) added at flattened rows (N,)."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    return flat.index_add(0, rows, values.to(flat.dtype)).view(hidden.shape)
 
 
 class SandwichLayer(TransformerLayer):
@@ -155,15 +152,14 @@ class Decoder(TransformerBlock):
         if most_tokens is not None and self.config.sequence_parallel:
             most_tokens //= self.config.tensor_model_parallel_size
         exchange = None if sparse is None else sparse.shared_exchange(hidden, most_tokens)
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             if graphs is not None:
-                hidden = graphs(place, hidden)
+                hidden = graphs(index, hidden)
             else:
                 angles = self._angles(layer, rotary, local_rotary)
                 hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing, exchange)
-            features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
-            if deepstack and features is not None:
-                hidden = add_rows(hidden, deepstack.rows, features)
+            if deepstack:
+                hidden = deepstack.add(hidden, layer.layer_number - 1)
         return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden
 
     def _angles(self, layer: TransformerLayer, rotary: Angles, local: Angles | None) -> Angles:

@@ -86,10 +86,9 @@ def transformer_config(
     What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
     that a sample could reach.
     """
-    _refuse_short_window(text, recipe)
-    _refuse_stretched_rotary(text, recipe)
+    _refuse_long_samples(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
-    dtype = DTYPES[precision]
+    dtype, scalar = DTYPES[precision], getattr(text, "query_pre_attn_scalar", None)  # None: 1 / sqrt of a head's width
     config = TransformerConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -116,7 +115,7 @@ def transformer_config(
         **_expert_settings(text, recipe, sigmoid_routing, plain_shared_expert),
         **_linear_attention_settings(text),
         **_window_settings(text),
-        softmax_scale=1.0 if unscaled else _softmax_scale(text),
+        softmax_scale=1.0 if unscaled else None if scalar is None else float(scalar) ** -0.5,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -191,35 +190,24 @@ def _window_settings(text: PretrainedConfig) -> Settings:
     return {"window_size": (text.sliding_window - 1, 0), "window_attn_skip_freq": list(map(int, windowed))}
 
 
-def _softmax_scale(text: PretrainedConfig) -> float | None:
-    """Factor of the products of queries and keys; None: 1 / sqrt of a head's width."""
-    scalar = getattr(text, "query_pre_attn_scalar", None)
-    return None if scalar is None else float(scalar) ** -0.5
-
-
 def normalised(text: PretrainedConfig) -> bool:
     """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
     return bool(getattr(text, "norm_topk_prob", True))
 
 
-def _refuse_short_window(text: PretrainedConfig, recipe: Recipe) -> None:
-    """An attention window is none for samples that fit into it, and no sample is longer than the budget."""
-    window, budget = getattr(text, "sliding_window", None), recipe.packing.budget
-    if getattr(text, "layer_types", None):  # they say which layers have it
-        return
-    if window and window < budget and getattr(text, "use_sliding_window", True):
+def _refuse_long_samples(text: PretrainedConfig, recipe: Recipe) -> None:
+    """UserError where a sample, which is no longer than the budget, could outgrow what this decoder computes as transformers does."""
+    budget, window = recipe.packing.budget, getattr(text, "sliding_window", None)
+    windowed = not getattr(text, "layer_types", None) and getattr(
+        text, "use_sliding_window", True
+    )  # else they say which layers
+    if windowed and window and window < budget:
         raise UserError(
             f"the decoder's sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
             f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
         )
-
-
-def _refuse_stretched_rotary(text: PretrainedConfig, recipe: Recipe) -> None:
-    """A dynamic rotary embedding is the default one for samples within max_position_embeddings."""
-    if getattr(text, "rope_parameters", {}).get("rope_type") != "dynamic":
-        return
-    longest, budget = text.max_position_embeddings, recipe.packing.budget
-    if longest < budget:
+    dynamic = getattr(text, "rope_parameters", {}).get("rope_type") == "dynamic"  # the default one up to that length
+    if dynamic and (longest := text.max_position_embeddings) < budget:
         raise UserError(
             f"the decoder's rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
             f"{budget}: longer samples would be rotated otherwise, which is not built; set packing.budget={longest} or less"
@@ -246,21 +234,6 @@ def limits_groups(text: PretrainedConfig) -> bool:
     return getattr(text, "topk_group", 1) < getattr(text, "n_group", 1)
 
 
-def _sigmoid_settings(text: PretrainedConfig) -> Settings:
-    """Settings of a router with sigmoid scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-
-    The bias chooses and does not weigh. It balances a pretraining; here no update moves it.
-    """
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_num_groups": text.n_group if limits_groups(text) else None,
-        "moe_router_group_topk": text.topk_group if limits_groups(text) else None,
-        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
-    }
-
-
 def _expert_settings(text: PretrainedConfig, recipe: Recipe, sigmoid: bool, plain_shared: bool) -> Settings:
     """Settings of the MoE layers; empty for a dense decoder."""
     experts = getattr(text, "num_experts", None)
@@ -269,12 +242,24 @@ def _expert_settings(text: PretrainedConfig, recipe: Recipe, sigmoid: bool, plai
     shared = getattr(text, "shared_expert_intermediate_size", 0) or None
     dense_layers = set(getattr(text, "mlp_only_layers", None) or [])
     every = getattr(text, "decoder_sparse_step", 1)
+    sigmoid_settings: Settings = {}
+    if (
+        sigmoid
+    ):  # DeepSeek-V3, arXiv 2412.19437, section 2.1.2; its bias chooses and does not weigh, and no update moves it here
+        sigmoid_settings = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_num_groups": text.n_group if limits_groups(text) else None,
+            "moe_router_group_topk": text.topk_group if limits_groups(text) else None,
+            "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+        }
     is_moe = [int(i not in dense_layers and (i + 1) % every == 0) for i in range(text.num_hidden_layers)]
     return {
         "num_moe_experts": experts,
         "moe_router_topk": text.num_experts_per_tok,
         "moe_router_pre_softmax": not normalised(text) and not sigmoid,
-        **(_sigmoid_settings(text) if sigmoid else {}),
+        **sigmoid_settings,
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": shared is not None and not plain_shared,

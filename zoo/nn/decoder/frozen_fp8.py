@@ -37,7 +37,8 @@ class Quantised:
         codes = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
         scales = torch.empty(*weight.shape[:-1], count, dtype=torch.bfloat16, device=weight.device)
         rows = zip(
-            *(one.view(-1, one.shape[-1]).split(_ROWS) for one in (weight.contiguous(), codes, scales)), strict=True
+            *(tensor.view(-1, tensor.shape[-1]).split(_ROWS) for tensor in (weight.contiguous(), codes, scales)),
+            strict=True,
         )
         for part, into, scale in rows:
             blocks = _blocks(part.float())
@@ -51,12 +52,12 @@ class Quantised:
 
     def dense(self) -> Tensor:
         """The weight that the codes stand for, as a new tensor."""
-        found = self.codes.to(self.dtype)
-        width = found.shape[-1]
+        dense = self.codes.to(self.dtype)
+        width = dense.shape[-1]
         if width % BLOCK:
-            return found.mul_(self.scales.to(self.dtype).repeat_interleave(BLOCK, dim=-1)[..., :width])
-        found.view(*found.shape[:-1], -1, BLOCK).mul_(self.scales.to(self.dtype).unsqueeze(-1))
-        return found
+            return dense.mul_(self.scales.to(self.dtype).repeat_interleave(BLOCK, dim=-1)[..., :width])
+        dense.view(*dense.shape[:-1], -1, BLOCK).mul_(self.scales.to(self.dtype).unsqueeze(-1))
+        return dense
 
 
 def _blocks(values: Tensor) -> Tensor:
@@ -79,11 +80,11 @@ class _Frozen:
     held: dict[str, Quantised] = field(default_factory=dict)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        dense = {name: one.dense() for name, one in self.held.items()}
-        by_place = {one.untyped_storage().data_ptr(): name for name, one in dense.items()}
+        dense = {name: held.dense() for name, held in self.held.items()}
+        by_address = {held.untyped_storage().data_ptr(): name for name, held in dense.items()}
 
         def pack(saved: Tensor) -> Tensor | _Saved:
-            name = by_place.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
+            name = by_address.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
             if name is None:
                 return saved
             return name, saved.shape, saved.stride(), saved.storage_offset()
@@ -114,8 +115,8 @@ def freeze(module: torch.nn.Module, names: Iterable[str]) -> None:
     for name in names:
         parameter = getattr(module, name)
         assert not parameter.requires_grad, name
-        one = wrapped.held[name] = Quantised.from_weight(parameter.detach())
-        parameter.data = one.codes
+        quantised = wrapped.held[name] = Quantised.from_weight(parameter.detach())
+        parameter.data = quantised.codes
     module.forward = wrapped
 
 
@@ -123,7 +124,7 @@ def dense_weight(module: torch.nn.Module, parameter: Tensor) -> Tensor:
     """The values of a module's parameter: itself, or what its codes stand for."""
     wrapped = module.forward
     if isinstance(wrapped, _Frozen):
-        for name, one in wrapped.held.items():
+        for name, quantised in wrapped.held.items():
             if module._parameters[name] is parameter:
-                return one.dense()
+                return quantised.dense()
     return parameter

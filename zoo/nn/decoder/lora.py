@@ -240,8 +240,8 @@ class ExpertAdapter(Adapter):
 
     def add_to(self, weight: Tensor) -> None:
         """Expert by expert, as all of them would take as much memory again."""
-        for one, a, b in zip(weight, self.a, self.b, strict=True):
-            one += self.lowrank.scale * (b.float() @ a.float())
+        for of_expert, a, b in zip(weight, self.a, self.b, strict=True):
+            of_expert += self.lowrank.scale * (b.float() @ a.float())
 
     def _offsets(self) -> list[tuple[int, int, int]]:
         return [(0, self.ep_group.rank(), self.ep_group.size())]

@@ -80,9 +80,9 @@ def quantize_weight(weight: Tensor, turned: bool = False) -> BlockScaled:
         values = weight.t() if turned else weight
         padded = F.pad(values.float(), (0, width - shape[1], 0, down * BLOCK - shape[0]))
         squares = padded.view(down, BLOCK, across, BLOCK)
-        found = _scale(squares.abs().amax(dim=(1, 3)))
-        scales[:, :across] = found
-        codes.copy_((squares / found[:, None, :, None]).view(-1, width)[: shape[0]])
+        scale = _scale(squares.abs().amax(dim=(1, 3)))
+        scales[:, :across] = scale
+        codes.copy_((squares / scale[:, None, :, None]).view(-1, width)[: shape[0]])
     return BlockScaled(codes, scales, shape[0], square=True)
 
 
@@ -91,18 +91,18 @@ def product(x: BlockScaled, weight: BlockScaled, dtype: torch.dtype) -> Tensor:
     if not x.codes.is_cuda:
         return F.linear(x.dense(), weight.dense()).to(dtype)
     recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    found = scaled_mm(
+    result = scaled_mm(
         x.codes, weight.codes.t(), x.scales, recipes[0], weight.scales.t(), recipes[1], output_dtype=dtype
     )
-    return found[: x.rows]
+    return result[: x.rows]
 
 
 def _scale(largest: Tensor) -> Tensor:
     """The least power of two that keeps a block with this largest value within e4m3."""
     mantissa, exponent = torch.frexp(largest / LARGEST)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two itself
-    found = torch.ldexp(torch.ones_like(largest), exponent).clamp(min=_SMALLEST)
-    return found.where(largest > 0, _SMALLEST)
+    scale = torch.ldexp(torch.ones_like(largest), exponent).clamp(min=_SMALLEST)
+    return scale.where(largest > 0, _SMALLEST)
 
 
 def _up(number: int, multiple: int) -> int:

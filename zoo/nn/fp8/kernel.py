@@ -27,8 +27,8 @@ def _rows(x, codes, scales, rows, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     tile = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale, over = _scale(tl.max(tl.abs(tile), axis=1))
-    place = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
-    tl.store(codes + place, (tile * over[:, None]).to(tl.float8e4nv), mask=(row < kept)[:, None])
+    at = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
+    tl.store(codes + at, (tile * over[:, None]).to(tl.float8e4nv), mask=(row < kept)[:, None])
     tl.store(scales + tl.program_id(1).to(tl.int64) * kept + row, scale, mask=row < kept)
 
 
@@ -42,14 +42,14 @@ def _squares(  # type: ignore[no-untyped-def]
     inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
     tile = tl.load(x + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale, over = _scale(tl.max(tl.abs(tile)))
-    found = (tile * over).to(tl.float8e4nv)
+    rounded = (tile * over).to(tl.float8e4nv)
     if TURNED:
-        place = column[:, None] * (tl.num_programs(0) * BLOCK) + row[None, :]
-        tl.store(codes + place, tl.trans(found), mask=(column < COLUMNS)[:, None])
+        at = column[:, None] * (tl.num_programs(0) * BLOCK) + row[None, :]
+        tl.store(codes + at, tl.trans(rounded), mask=(column < COLUMNS)[:, None])
         tl.store(scales + tl.program_id(1) * stride + tl.program_id(0), scale)
     else:
-        place = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
-        tl.store(codes + place, found, mask=(row < ROWS)[:, None])
+        at = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
+        tl.store(codes + at, rounded, mask=(row < ROWS)[:, None])
         tl.store(scales + tl.program_id(0) * stride + tl.program_id(1), scale)
 
 

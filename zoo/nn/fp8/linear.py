@@ -79,11 +79,11 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(
-    linear: ColumnParallelLinear | RowParallelLinear, x: Tensor, weight: Tensor, given: Mapping[str, Any]
+    linear: ColumnParallelLinear | RowParallelLinear, x: Tensor, weight: Tensor, options: Mapping[str, Any]
 ) -> Tensor:
     """What mcore's `_forward_impl` gives, for the keywords that it is called with."""
-    gathered, summed = given["sequence_parallel"], given["allreduce_dgrad"]
-    in_place, bias = given["gradient_accumulation_fusion"], given["bias"]
+    gathered, summed = options["sequence_parallel"], options["allreduce_dgrad"]
+    in_place, bias = options["gradient_accumulation_fusion"], options["bias"]
     out: Tensor = _Linear.apply(x, weight, linear.tp_group, gathered, summed, in_place)
     return out if bias is None else out + bias
 

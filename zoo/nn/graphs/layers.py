@@ -58,21 +58,21 @@ class LayerGraphs:
             return None
         size = static_tokens(len(hidden)), static_segments(segments)
         key = (*size, *hidden.shape[1:], hidden.dtype)
-        found = self._captured.get(key)
-        if found is None:
+        captured = self._captured.get(key)
+        if captured is None:
             if len(self._captured) == SIZES:
                 return None
             row = StaticRow(*size, hidden.device)
             fill(row)
             try:
-                self._captured[key] = found = self._capture(hidden, row, runner)
+                self._captured[key] = captured = self._capture(hidden, row, runner)
             except NoGradientError as error:
                 warnings.warn(f"engine.cuda_graphs: layers run without: {error}", stacklevel=2)
                 self.refused = True
                 return None
         else:
-            fill(found.row)
-        return found
+            fill(captured.row)
+        return captured
 
     def release(self) -> None:
         """Give up all graphs and their memory; they can't be replayed any more."""
@@ -83,8 +83,8 @@ class LayerGraphs:
     @property
     def in_use(self) -> bool:
         """Whether the backward pass of an earlier row is still to come: its activations are in the memory of all graphs."""
-        found = self._pass() if self._pass is not None else None
-        return found is not None and not found.done
+        current = self._pass() if self._pass is not None else None
+        return current is not None and not current.done
 
     def enter(self) -> Pass:
         """A row enters the first layer; what is returned ends with its backward pass, or when that can't come any more."""
@@ -114,12 +114,12 @@ class LayerGraphs:
                 )
         return Captured(self, row, dict(zip(self.starts, pieces, strict=True)))
 
-    def _shared(self, what: str, piece: int, like: Tensor) -> Tensor:
+    def _shared(self, role: str, piece: int, like: Tensor) -> Tensor:
         """Memory like a tensor (T, ...) that rows of other sizes are written to as well."""
-        room = 1 << (len(like) - 1).bit_length()
-        key = (what, piece, room, *like.shape[1:], like.dtype)
+        rows = 1 << (len(like) - 1).bit_length()
+        key = (role, piece, rows, *like.shape[1:], like.dtype)
         if key not in self._buffers:
-            self._buffers[key] = like.new_zeros(room, *like.shape[1:])
+            self._buffers[key] = like.new_zeros(rows, *like.shape[1:])
         return self._buffers[key][: len(like)]
 
 
@@ -190,8 +190,8 @@ class Piece:
     def _backward(self) -> Tensor:
         grad = self.grad_out
         while self._kept:  # a layer's activations go when its gradient is there
-            leaves, taken, given = self._kept.pop()
-            grad = leaves.gradients(given, taken, grad)
+            leaves, states, out = self._kept.pop()
+            grad = leaves.gradients(out, states, grad)
         return self._grad_in.copy_(grad)
 
 
@@ -221,16 +221,16 @@ def _put(x: Tensor, into: Tensor) -> None:
 
 def _run(layer: torch.nn.Module, states: Tensor, run: LayerCall) -> tuple[Leaves, Tensor, Tensor]:
     """What a layer makes of states (T, ...), with weights and states that gradients of it are taken for."""
-    leaves, taken = Leaves(layer), states.detach().requires_grad_()
+    leaves, leaf_states = Leaves(layer), states.detach().requires_grad_()
     with torch.enable_grad(), leaves.in_place(), random.inside():
-        return leaves, taken, run(layer, taken)
+        return leaves, leaf_states, run(layer, leaf_states)
 
 
 def _warm_up(layers: Sequence[torch.nn.Module], states: Tensor, run: LayerCall) -> None:
     """Each layer once, with a gradient of zeros, which adds nothing to any weight's."""
     for layer in layers:
-        leaves, taken, given = _run(layer, states, run)
-        leaves.gradients(given, taken, torch.zeros_like(given))
+        leaves, leaf_states, out = _run(layer, states, run)
+        leaves.gradients(out, leaf_states, torch.zeros_like(out))
 
 
 class NoGradientError(RuntimeError):
@@ -277,8 +277,8 @@ class Leaves:
         for leaf in self.trained.values():
             leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         wanted = (states, *self.trained.values())
-        of_states, *found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
-        for (name, leaf), gradient in zip(self.trained.items(), found, strict=True):
+        of_states, *of_weights = torch.autograd.grad(out, wanted, grad, allow_unused=True)
+        for (name, leaf), gradient in zip(self.trained.items(), of_weights, strict=True):
             if gradient is None:
                 raise NoGradientError(f"{name} gets no gradient when its layer is captured")
             if not leaf.grad_added_to_main_grad:  # type: ignore[attr-defined]

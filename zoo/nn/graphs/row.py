@@ -94,6 +94,6 @@ class StaticRow:
     def _chunks(self, layout: PackedLayout) -> Tensor:
         """(tokens / 64 + segments, 2) of segment and chunk within it; those that are too many are of the last segment, which is empty."""
         behind = self.tokens - layout.total
-        found = chunks((*layout.padded_lengths, behind), CHUNK)
-        empty = torch.tensor([[self.segments - 1, 0]]).expand(len(self.chunks) - len(found), 2)
-        return cpu_to_device(torch.cat((found, empty)), self.chunks.device)
+        filled = chunks((*layout.padded_lengths, behind), CHUNK)
+        empty = torch.tensor([[self.segments - 1, 0]]).expand(len(self.chunks) - len(filled), 2)
+        return cpu_to_device(torch.cat((filled, empty)), self.chunks.device)

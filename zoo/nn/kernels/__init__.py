@@ -57,7 +57,7 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
     if x.shape[1] == width:
         add_product(total, grad, x)
     else:  # a product of all columns, as one of a width that is no multiple of 16 bytes takes twice as long
-        found = grad.t() @ x if x.dtype == total.dtype else torch.mm(grad.t(), x, out_dtype=total.dtype)
-        total.add_(found[:, :width])
+        product = grad.t() @ x if x.dtype == total.dtype else torch.mm(grad.t(), x, out_dtype=total.dtype)
+        total.add_(product[:, :width])
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)

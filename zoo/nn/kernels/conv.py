@@ -75,37 +75,37 @@ def _four(columns, token, stride, there, rows):
 
 
 @triton.jit
-def _place(positions, token, rows):
+def _position(positions, token, rows):
     """A token's index within its segment; 0 beyond either end."""
     return tl.load(positions + token, mask=(token >= 0) & (token < rows), other=0)
 
 
 @triton.jit
-def _four_places(positions, token, rows):
+def _four_positions(positions, token, rows):
     return (
-        _place(positions, token, rows),
-        _place(positions, token + 1, rows),
-        _place(positions, token + 2, rows),
-        _place(positions, token + 3, rows),
+        _position(positions, token, rows),
+        _position(positions, token + 1, rows),
+        _position(positions, token + 2, rows),
+        _position(positions, token + 3, rows),
     )
 
 
 @triton.jit
 def _before(columns, positions, token, stride, there, rows):
     """x of the three tokens before one, last first; zeros for those of another segment."""
-    place = _place(positions, token, rows)
-    x_1 = _row(columns, token - 1, stride, there & (place >= 1), rows).to(tl.float32)
-    x_2 = _row(columns, token - 2, stride, there & (place >= 2), rows).to(tl.float32)
-    x_3 = _row(columns, token - 3, stride, there & (place >= 3), rows).to(tl.float32)
+    position = _position(positions, token, rows)
+    x_1 = _row(columns, token - 1, stride, there & (position >= 1), rows).to(tl.float32)
+    x_2 = _row(columns, token - 2, stride, there & (position >= 2), rows).to(tl.float32)
+    x_3 = _row(columns, token - 3, stride, there & (position >= 3), rows).to(tl.float32)
     return x_1, x_2, x_3
 
 
 @triton.jit
-def _convolve(x_0, place, x_1, x_2, x_3, w_0, w_1, w_2, w_3):
+def _convolve(x_0, position, x_1, x_2, x_3, w_0, w_1, w_2, w_3):
     """x before a token, of which a segment's start forgets everything; the convolution before SiLU."""
-    x_1 = tl.where(place > 0, x_1, 0.0)
-    x_2 = tl.where(place > 0, x_2, 0.0)
-    x_3 = tl.where(place > 0, x_3, 0.0)
+    x_1 = tl.where(position > 0, x_1, 0.0)
+    x_2 = tl.where(position > 0, x_2, 0.0)
+    x_3 = tl.where(position > 0, x_3, 0.0)
     return x_1, x_2, x_3, w_3 * x_0 + w_2 * x_1 + w_1 * x_2 + w_0 * x_3
 
 
@@ -125,25 +125,25 @@ def _forward(
     for step in tl.range(0, ROWS // 4, num_stages=STAGES):
         token = first + step * 4
         values = _four(x, token, stride, there, rows)
-        places = _four_places(positions, token, rows)
+        four_positions = _four_positions(positions, token, rows)
         for ahead in tl.static_range(4):
             x_0 = values[ahead].to(tl.float32)
-            x_1, x_2, x_3, before = _convolve(x_0, places[ahead], x_1, x_2, x_3, w_0, w_1, w_2, w_3)
+            x_1, x_2, x_3, before = _convolve(x_0, four_positions[ahead], x_1, x_2, x_3, w_0, w_1, w_2, w_3)
             result = before * sigmoid(before)
-            place = out + (token + ahead) * width + column
-            tl.store(place, result.to(out.dtype.element_ty), mask=there & (token + ahead < rows))
+            target = out + (token + ahead) * width + column
+            tl.store(target, result.to(out.dtype.element_ty), mask=there & (token + ahead < rows))
             x_1, x_2, x_3 = x_0, x_1, x_2
 
 
 @triton.jit
-def _slopes(x_0, grad, place, x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3):
+def _slopes(x_0, grad, position, x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3):
     """The backward pass at a token: x before it, its slope before SiLU, and the gradients of the three x before it."""
-    x_1, x_2, x_3, before = _convolve(x_0, place, x_1, x_2, x_3, w_0, w_1, w_2, w_3)
+    x_1, x_2, x_3, before = _convolve(x_0, position, x_1, x_2, x_3, w_0, w_1, w_2, w_3)
     open_ = sigmoid(before)
     slope = grad.to(tl.float32) * (open_ + before * open_ * (1.0 - open_))
-    g_1 = tl.where(place >= 1, g_1 + slope * w_2, g_1)
-    g_2 = tl.where(place >= 2, g_2 + slope * w_1, g_2)
-    g_3 = tl.where(place >= 3, g_3 + slope * w_0, g_3)
+    g_1 = tl.where(position >= 1, g_1 + slope * w_2, g_1)
+    g_2 = tl.where(position >= 2, g_2 + slope * w_1, g_2)
+    g_3 = tl.where(position >= 3, g_3 + slope * w_0, g_3)
     return x_1, x_2, x_3, slope, g_1, g_2, g_3
 
 
@@ -168,9 +168,9 @@ def _backward(
     for back in tl.static_range(3):
         token = first - 3 + back
         x_0 = _row(x, token, stride, there, rows).to(tl.float32)
-        grad_0, place = _row(grad, token, width, there, rows), _place(positions, token, rows)
+        grad_0, position = _row(grad, token, width, there, rows), _position(positions, token, rows)
         x_1, x_2, x_3, slope, g_1, g_2, g_3 = _slopes(
-            x_0, grad_0, place, x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3
+            x_0, grad_0, position, x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3
         )
         x_1, x_2, x_3 = x_0, x_1, x_2
         g_1, g_2, g_3 = slope * w_3, g_1, g_2
@@ -178,11 +178,11 @@ def _backward(
         token = first + step * 4
         values = _four(x, token, stride, there, rows)
         grads = _four(grad, token, width, there, rows)
-        places = _four_places(positions, token, rows)
+        four_positions = _four_positions(positions, token, rows)
         for ahead in tl.static_range(4):
             x_0 = values[ahead].to(tl.float32)
             x_1, x_2, x_3, slope, g_1, g_2, g_3 = _slopes(
-                x_0, grads[ahead], places[ahead], x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3
+                x_0, grads[ahead], four_positions[ahead], x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3
             )
             d_0, d_1, d_2, d_3 = d_0 + slope * x_3, d_1 + slope * x_2, d_2 + slope * x_1, d_3 + slope * x_0
             done = token + ahead - 3

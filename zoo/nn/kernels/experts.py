@@ -32,41 +32,41 @@ def lowrank_launch(rank: int) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _top(scores, found, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr):
+def _top(scores, columns, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr):
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     there = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
-    place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    bits = tl.load(scores + place, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    bits = tl.load(scores + at, mask=there, other=0.0).to(tl.int32, bitcast=True)
     # Integers in the order of the scores. The lower column has the larger one of two equal scores.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * WIDE + (WIDE - 1 - expert)[None, :]
     least = -(2**62)
     key = tl.where(there, key, least)
-    for place in tl.static_range(TOPK):
+    for rank in tl.static_range(TOPK):
         best = tl.max(key, axis=1)
-        tl.store(found + row.to(tl.int64) * TOPK + place, WIDE - 1 - (best & (WIDE - 1)), mask=row < rows)
+        tl.store(columns + row.to(tl.int64) * TOPK + rank, WIDE - 1 - (best & (WIDE - 1)), mask=row < rows)
         key = tl.where(key == best[:, None], least, key)
 
 
 def top(scores: Tensor, count: int) -> Tensor:
     """Columns of the `count` largest of each row of scores (N, E) fp32 -> (N, count) int64. The largest is first; the lower column wins a tie."""
-    found = torch.empty(len(scores), count, dtype=torch.int64, device=scores.device)
+    columns = torch.empty(len(scores), count, dtype=torch.int64, device=scores.device)
     wide = power_of_2(scores.shape[1])
     size = max(1, min(16, 2048 // wide))
     if len(scores):
         _top[(cdiv(len(scores), size),)](
-            scores.contiguous(), found, len(scores), EXPERTS=scores.shape[1], WIDE=wide, TOPK=count, ROWS=size
+            scores.contiguous(), columns, len(scores), EXPERTS=scores.shape[1], WIDE=wide, TOPK=count, ROWS=size
         )
-    return found
+    return columns
 
 
 @triton.jit
-def _expert(chosen, place, count, first, row_stride, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+def _expert(chosen, choice, count, first, row_stride, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
     """The expert of each choice, counted from the first one here; EXPERTS of one that is not."""
-    inside = place < count
-    token = place // TOPK
-    expert = tl.load(chosen + token * row_stride + place % TOPK, mask=inside, other=0).to(tl.int32) - first
-    here = inside & (expert >= 0) & (expert < EXPERTS)
-    return tl.where(here, expert, EXPERTS)
+    inside = choice < count
+    token = choice // TOPK
+    expert = tl.load(chosen + token * row_stride + choice % TOPK, mask=inside, other=0).to(tl.int32) - first
+    is_local = inside & (expert >= 0) & (expert < EXPERTS)
+    return tl.where(is_local, expert, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["count", "first", "blocks"])
@@ -75,11 +75,11 @@ def _count_choices(
     EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    mine = _expert(chosen, place, count, first, row_stride, TOPK, EXPERTS)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    mine = _expert(chosen, choice, count, first, row_stride, TOPK, EXPERTS)
     expert = tl.arange(0, EXPERTS_BLOCK)
-    found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + expert * blocks + block, found, mask=expert < EXPERTS)
+    per_expert = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + expert * blocks + block, per_expert, mask=expert < EXPERTS)
 
 
 @triton.jit(do_not_specialize=["count", "first", "blocks"])
@@ -88,8 +88,8 @@ def _place_choices(
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    mine = _expert(chosen, place, count, first, row_stride, TOPK, EXPERTS)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    mine = _expert(chosen, choice, count, first, row_stride, TOPK, EXPERTS)
     expert = tl.arange(0, EXPERTS_BLOCK)
     known = expert < EXPERTS
     its = mine[:, None] == expert[None, :]
@@ -97,10 +97,10 @@ def _place_choices(
     start = tl.load(upto + cell, mask=known, other=0) - tl.load(counts + cell, mask=known, other=0)
     upto_here = tl.cumsum(its.to(tl.int32), axis=0) + start[None, :]
     row = tl.sum(tl.where(its, upto_here, 0), axis=1) - 1
-    here = mine < EXPERTS
-    tl.store(places + place, tl.where(here, row, -1), mask=place < count)
-    tl.store(tokens + row, place // TOPK, mask=here)
-    tl.store(choices + row, place, mask=here)
+    is_local = mine < EXPERTS
+    tl.store(places + choice, tl.where(is_local, row, -1), mask=choice < count)
+    tl.store(tokens + row, choice // TOPK, mask=is_local)
+    tl.store(choices + row, choice, mask=is_local)
     if block == 0:
         tl.store(bounds, 0)
         tl.store(bounds + 1 + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known)
@@ -112,11 +112,11 @@ def _scores(logits, masked, row, rows, expert, EXPERTS: tl.constexpr, HAS_MASK: 
     there = row < rows
     if HAS_MASK:
         there = there & (tl.load(masked + row, mask=there, other=1) == 0)
-    place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    x = tl.load(logits + place, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :], other=0.0)
+    at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    x = tl.load(logits + at, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :], other=0.0)
     x = tl.where((expert < EXPERTS)[None, :], x, -float("inf"))
     raised = tl.exp(x - tl.max(x, axis=1)[:, None])
-    return raised / tl.sum(raised, axis=1)[:, None], there, place
+    return raised / tl.sum(raised, axis=1)[:, None], there, at
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -132,8 +132,8 @@ def _loads(
         score, there, _ = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
         scores += tl.sum(tl.where(there[:, None], score, 0.0), axis=0)
         for j in range(TOPK):
-            found = tl.load(chosen + row.to(tl.int64) * TOPK + j, mask=there, other=-1)
-            counts += tl.sum((found[:, None] == expert[None, :]).to(tl.float32), axis=0)
+            expert_chosen = tl.load(chosen + row.to(tl.int64) * TOPK + j, mask=there, other=-1)
+            counts += tl.sum((expert_chosen[:, None] == expert[None, :]).to(tl.float32), axis=0)
     part = parts + tl.program_id(0) * (2 * EXPERTS)
     tl.store(part + expert, scores, mask=expert < EXPERTS)
     tl.store(part + EXPERTS + expert, counts, mask=expert < EXPERTS)
@@ -146,11 +146,11 @@ def _loads_backward(
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS_BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    score, there, place = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
+    score, there, at = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
     slope = tl.load(slopes + expert, mask=expert < EXPERTS, other=0.0)[None, :]
-    found = score * (slope - tl.sum(score * slope, axis=1)[:, None])
+    gradient = score * (slope - tl.sum(score * slope, axis=1)[:, None])
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
-    tl.store(out + place, tl.where(there[:, None], found, 0.0), mask=inside)
+    tl.store(out + at, tl.where(there[:, None], gradient, 0.0), mask=inside)
 
 
 class _Loads(torch.autograd.Function):
@@ -167,9 +167,9 @@ class _Loads(torch.autograd.Function):
             EXPERTS_BLOCK=ctx.wide, HAS_MASK=masked is not None, ROWS=ctx.rows, STEPS=each, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(logits, masked)
-        sums, counts = column_sums(parts).chunk(2)
+        score_sums, counts = column_sums(parts).chunk(2)
         ctx.mark_non_differentiable(counts)
-        return sums, counts
+        return score_sums, counts
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
@@ -200,11 +200,11 @@ def loads(logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor
 
 @triton.jit(do_not_specialize=["count"])
 def _take(values, index, out, count, row_stride, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    source = tl.load(index + place, mask=inside, other=-1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    source = tl.load(index + at, mask=inside, other=-1)
     value = tl.load(values + source // TOPK * row_stride + source % TOPK, mask=source >= 0, other=0.0)
-    tl.store(out + place, value, mask=inside)
+    tl.store(out + at, value, mask=inside)
 
 
 def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
@@ -285,8 +285,8 @@ def _sum_rows(y, places, out, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: t
         inside = column < WIDTH
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for j in range(COUNT):
-            place = tl.load(places + row * COUNT + j).to(tl.int64)
-            total += tl.load(y + place * WIDTH + column, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+            source = tl.load(places + row * COUNT + j).to(tl.int64)
+            total += tl.load(y + source * WIDTH + column, mask=inside & (source >= 0), other=0.0).to(tl.float32)
         tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -329,9 +329,9 @@ def _add_lowrank(
     upto = tl.cumsum(tiles)
     mine = tl.sum((known & (upto <= tile)).to(tl.int32))
     if mine < EXPERTS:
-        here = expert == mine
-        first = tl.sum(tl.where(here, start + (tile - upto + tiles) * ROWS, 0))
-        last = tl.sum(tl.where(here, end, 0))
+        is_mine = expert == mine
+        first = tl.sum(tl.where(is_mine, start + (tile - upto + tiles) * ROWS, 0))
+        last = tl.sum(tl.where(is_mine, end, 0))
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         rank = tl.arange(0, RANK_BLOCK)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -339,10 +339,10 @@ def _add_lowrank(
         values = tl.load(x + row[:, None] * RANK + rank, mask=inside[:, None] & narrow, other=0.0)
         of_expert = weight + mine.to(tl.int64) * WIDTH * RANK
         factors = tl.load(of_expert + column * RANK + rank[:, None], mask=narrow[:, None] & wide, other=0.0)
-        place = out + row[:, None] * WIDTH + column
+        at = out + row[:, None] * WIDTH + column
         both = inside[:, None] & wide
-        total = tl.load(place, mask=both, other=0.0).to(tl.float32) + tl.dot(values, factors)
-        tl.store(place, total.to(out.dtype.element_ty), mask=both)
+        total = tl.load(at, mask=both, other=0.0).to(tl.float32) + tl.dot(values, factors)
+        tl.store(at, total.to(out.dtype.element_ty), mask=both)
 
 
 def add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -366,10 +366,10 @@ def add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _accumulate(total, grad, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    both = tl.load(total + place, mask=inside) + tl.load(grad + place, mask=inside).to(tl.float32)
-    tl.store(total + place, both, mask=inside)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    both = tl.load(total + at, mask=inside) + tl.load(grad + at, mask=inside).to(tl.float32)
+    tl.store(total + at, both, mask=inside)
 
 
 def accumulate(total: Tensor, grad: Tensor) -> None:

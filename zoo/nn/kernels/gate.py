@@ -74,9 +74,9 @@ def _delta_forward(
     inside = (row < rows)[:, None] & there[None, :]
     rate = tl.exp(tl.load(a_log + head, mask=there, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias + head, mask=there, other=0.0).to(tl.float32)
-    place = x + row[:, None] * stride + head[None, :]
-    shut = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    alpha = tl.load(place + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    source = x + row[:, None] * stride + head[None, :]
+    shut = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    alpha = tl.load(source + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
     out = row[:, None] * HEADS + head[None, :]
     tl.store(decay + out, -rate[None, :] * _softplus(alpha), mask=inside)
     tl.store(beta + out, sigmoid(shut).to(beta.dtype.element_ty), mask=inside)
@@ -93,9 +93,9 @@ def _delta_backward(
     inside = (row < rows)[:, None] & there[None, :]
     rate = tl.exp(tl.load(a_log + head, mask=there, other=0.0).to(tl.float32))[None, :]
     bias = tl.load(dt_bias + head, mask=there, other=0.0).to(tl.float32)
-    place = x + row[:, None] * stride + head[None, :]
-    open_ = sigmoid(tl.load(place, mask=inside, other=0.0).to(tl.float32))
-    alpha = tl.load(place + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    source = x + row[:, None] * stride + head[None, :]
+    open_ = sigmoid(tl.load(source, mask=inside, other=0.0).to(tl.float32))
+    alpha = tl.load(source + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
     out = row[:, None] * HEADS + head[None, :]
     slope = -rate * tl.load(of_decay + out, mask=inside, other=0.0).to(tl.float32)
     of_alpha = slope * sigmoid(alpha)

@@ -31,8 +31,8 @@ def _forward(logits, targets, largest, total, chosen, stride, first, SIZE: tl.co
         summed = summed * tl.exp(running - new) + tl.sum(tl.exp(value - new), axis=0)
         running = new
     target = tl.load(targets + row) - first
-    here = (target >= 0) & (target < SIZE)
-    value = tl.load(logits + row * stride + target, mask=here, other=0.0).to(tl.float32)
+    is_local = (target >= 0) & (target < SIZE)
+    value = tl.load(logits + row * stride + target, mask=is_local, other=0.0).to(tl.float32)
     tl.store(largest + row, running)
     tl.store(total + row, summed)
     tl.store(chosen + row, value)
@@ -60,9 +60,9 @@ class _CrossEntropy(torch.autograd.Function):
         if ranks > 1:
             everywhere = largest.clone()
             dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * (largest - everywhere).exp(), chosen))
-            dist.all_reduce(sums, group=group)
-            largest, (total, chosen) = everywhere, sums
+            sums_of_ranks = torch.stack((total * (largest - everywhere).exp(), chosen))
+            dist.all_reduce(sums_of_ranks, group=group)
+            largest, (total, chosen) = everywhere, sums_of_ranks
         normalizer = largest + total.log()
         ctx.save_for_backward(logits, targets, normalizer)
         ctx.first = first

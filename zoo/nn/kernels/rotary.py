@@ -76,8 +76,8 @@ class _Turned(torch.autograd.Function):
         out = grads[0].new_empty(tokens, len(grads), heads, ctx.width)
         for part, grad in enumerate(grads):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            given, to = grad[:, None, :, : ctx.width], out[:, part : part + 1]
-            _launch(given, angles, to, angles[0].shape[-1], -1, int(part < ctx.rotated))
+            source, target = grad[:, None, :, : ctx.width], out[:, part : part + 1]
+            _launch(source, angles, target, angles[0].shape[-1], -1, int(part < ctx.rotated))
         return out, None, None, None, None
 
 
@@ -119,10 +119,10 @@ def cut_heads(x: Tensor, width: int) -> Tensor:
 
 @triton.jit
 def _angles(cos, sin, token, half, inside, TURNED: tl.constexpr):
-    place = token[:, None] * TURNED + half[None, :]
+    at = token[:, None] * TURNED + half[None, :]
     return (
-        tl.load(cos + place, mask=inside, other=0.0).to(tl.float32),
-        tl.load(sin + place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(cos + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(sin + at, mask=inside, other=0.0).to(tl.float32),
     )
 
 
@@ -221,10 +221,10 @@ def _heads_backward_rows(
         token, start = _source(row, token_stride, group_stride, HEADS, REPEATS, LEAD, WIDTH)
         in_half, in_rest = there & (half < HALF)[None, :], there & (rest < WIDTH)[None, :]
         slope = grad + row[:, None] * WIDTH
-        one = tl.load(slope + half[None, :], mask=in_half, other=0.0).to(tl.float32)
-        other = tl.load(slope + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+        slope_first = tl.load(slope + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+        slope_second = tl.load(slope + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32)
         c, s = _angles(cos, sin, token, half, in_half, TURNED)
-        first, second = one * c + other * s, other * c - one * s
+        first, second = slope_first * c + slope_second * s, slope_second * c - slope_first * s
         if TURNED < WIDTH:
             passed = tl.load(slope + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
         if NORMED:
@@ -282,21 +282,21 @@ def _heads_backward(
     # Queries are REPEATS times as many as keys, so these steps reach all keys. A constant of its own would compile the kernel more often.
     KEY_STEPS: tl.constexpr = (STEPS + REPEATS - 1) // REPEATS
     program = tl.program_id(0) % programs
-    what = tl.program_id(0) // programs
-    part = parts + (2 * program + what) * WIDTH
-    if what == 0:
+    role = tl.program_id(0) // programs
+    part = parts + (2 * program + role) * WIDTH
+    if role == 0:
         _heads_backward_rows(
             of_q, mixed, q_weight, cos, sin, q_scale, to_mixed, part, program, programs, tokens * (GROUPS * REPEATS),
             token_stride, group_stride, GROUPS * REPEATS, REPEATS, 0, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED,
             CENTERED, ROWS, STEPS,
         )  # fmt: skip
-    elif what == 1:
+    elif role == 1:
         _heads_backward_rows(
             of_k, mixed, k_weight, cos, sin, k_scale, to_mixed, part, program, programs, tokens * GROUPS,
             token_stride, group_stride, GROUPS, 1, KEY, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED,
             CENTERED, ROWS, KEY_STEPS,
         )  # fmt: skip
-    elif what == 2:
+    elif role == 2:
         _copy_rows(
             of_v, to_mixed, program, programs, tokens * GROUPS, token_stride, group_stride, GROUPS, 1, KEY + 1,
             WIDTH, BLOCK, ROWS, KEY_STEPS,

@@ -93,8 +93,8 @@ def _attend(
     **further: Any,
 ) -> Tensor:
     """The attention module's own forward, hidden_states (N, C), with queries, keys and values turned in one pass."""
-    takes = flash_takes(hidden_states.shape[-1] // self.num_heads)
-    if not takes or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
+    has_kernel = flash_takes(hidden_states.shape[-1] // self.num_heads)
+    if not has_kernel or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
         return type(self).forward(
             self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, max_seqlen=max_seqlen, **further
         )
@@ -145,10 +145,10 @@ def _graphs(
     if stack is None or angles is None or not block.training:
         return None
     if block.place > 0:
-        found = captured_of(hidden_states)
-        if found is not None and block.enters_frames:
-            found.row.fill_outer_offsets(cu_seqlens)
-        return found
+        captured = captured_of(hidden_states)
+        if captured is not None and block.enters_frames:
+            captured.row.fill_outer_offsets(cu_seqlens)
+        return captured
     window = block.window
 
     def fill(row: StaticRow) -> None:

@@ -36,7 +36,7 @@ def joined(x: Tensor, *linears: torch.nn.Linear) -> Tensor:
     Returns:
         (N, sum of each `out` rounded up to a `MULTIPLE`).
     """
-    return _Joined.apply(x, *(one for linear in linears for one in (linear.weight, linear.bias)))
+    return _Joined.apply(x, *(parameter for linear in linears for parameter in (linear.weight, linear.bias)))
 
 
 class _Joined(torch.autograd.Function):
@@ -52,11 +52,11 @@ class _Joined(torch.autograd.Function):
         needs_x, *needed = ctx.needs_input_grad
         of_x = grad @ _stacked(weights, x.shape[1]) if needs_x else None
         of_biases = bias_gradient(grad) if any(needed[1::2]) else grad.new_empty(grad.shape[1])
-        found: list[Tensor | None] = []
+        of_parameters: list[Tensor | None] = []
         for weight, mine, *needs in zip(weights, _places(weights), needed[::2], needed[1::2], strict=True):
-            found.append(weight_gradient(weight, grad[:, mine], x) if needs[0] else None)
-            found.append(of_biases[mine] if needs[1] else None)
-        return of_x, *found
+            of_parameters.append(weight_gradient(weight, grad[:, mine], x) if needs[0] else None)
+            of_parameters.append(of_biases[mine] if needs[1] else None)
+        return of_x, *of_parameters
 
 
 def _places(weights: Sequence[Tensor]) -> list[slice]:

@@ -59,8 +59,8 @@ class DecodeCache:
 
     def keep_prompts(self, layer: int, key: Tensor, value: Tensor, layout: PackedLayout) -> None:
         """Keep keys and values (T, G, D) of the packed prompts; `layer` is megatron-core's number of the layer."""
-        for store, given in ((self._keys, key), (self._values, value)):
-            rows = layout.unpack(given[None], max(layout.lengths)).transpose(1, 2)  # (S, G, L, D)
+        for store, packed in ((self._keys, key), (self._values, value)):
+            rows = layout.unpack(packed[None], max(layout.lengths)).transpose(1, 2)  # (S, G, L, D)
             kept = rows.new_zeros(*rows.shape[:2], self.capacity, rows.shape[3])
             kept[:, :, : rows.shape[2]] = rows
             store[layer] = kept
@@ -80,16 +80,16 @@ class DecodeCache:
         products, None: 1 / sqrt(D); `window`: the most keys that are seen, the token's own included, None: all.
         """
         assert self.lengths is not None
-        count, place = self.sequences, self.lengths.view(-1, 1, 1, 1)
+        count, position = self.sequences, self.lengths.view(-1, 1, 1, 1)
         keys, values = self._keys[layer], self._values[layer]
-        for kept, given in ((keys, key), (values, value)):
+        for kept, new in ((keys, key), (values, value)):
             width = (count, kept.shape[1], 1, kept.shape[3])
-            kept.scatter_(2, place.expand(width), given[:count].unsqueeze(2).to(kept.dtype))
+            kept.scatter_(2, position.expand(width), new[:count].unsqueeze(2).to(kept.dtype))
         seen = self.longest + 1
         tokens = torch.arange(seen, device=key.device)
-        mask = tokens <= place  # (S, 1, 1, seen)
+        mask = tokens <= position  # (S, 1, 1, seen)
         if window is not None:
-            mask = mask & (tokens > place - window)
+            mask = mask & (tokens > position - window)
         # The heads that share a key are queries of one head: no key is repeated.
         heads = query[:count].unflatten(1, (keys.shape[1], -1))
         out = F.scaled_dot_product_attention(heads, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale)

@@ -47,8 +47,7 @@ def _rank_order(layout: PackedLayout, size: int) -> Tensor:
 
 
 def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Permuted.apply(x.flatten(1), order, inverse)
-    return found.view(x.shape)
+    return _Permuted.apply(x.flatten(1), order, inverse).view(x.shape)
 
 
 class _Permuted(torch.autograd.Function):
@@ -68,10 +67,10 @@ class _ChannelsByRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, sections: list[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
         ctx.kept = kept
-        ctx.widths = [section // size for place, section in enumerate(sections) if place != kept]
+        ctx.widths = [section // size for index, section in enumerate(sections) if index != kept]
         moved = _Moved(x.dtype, (*ctx.widths, sections[kept]))
         every = moved.wide(x).split(moved.counts(sections), dim=1)
-        parts = [section.chunk(size, dim=1) for place, section in enumerate(every) if place != kept]
+        parts = [section.chunk(size, dim=1) for index, section in enumerate(every) if index != kept]
         out = x.new_empty(size, len(x), sum(ctx.widths))
         for rank, mine in enumerate(moved.wide(out)):
             torch.cat([part[rank] for part in parts], dim=1, out=mine)
@@ -111,9 +110,9 @@ class _Moved:
         common = math.gcd(*widths) * dtype.itemsize
         self.dtype = next(
             (
-                one
-                for one in (torch.complex128, torch.float64, torch.float32)
-                if common % one.itemsize == 0 and one.itemsize > dtype.itemsize
+                wider
+                for wider in (torch.complex128, torch.float64, torch.float32)
+                if common % wider.itemsize == 0 and wider.itemsize > dtype.itemsize
             ),
             dtype,
         )

@@ -71,7 +71,11 @@ def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
         return False
     while not hasattr(tuner, "configs") and hasattr(tuner, "fn"):
         tuner = tuner.fn
-    fitting = [config for config in getattr(tuner, "configs", ()) if _is(config, setting)]
+    fitting = []
+    for config in getattr(tuner, "configs", ()):  # of triton.Config
+        values = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+        if {name: values.get(name) for name in setting} == setting:
+            fitting.append(config)
     if fitting:
         tuner.configs = fitting[:1]
         if fitting[0].pre_hook is None:  # a launch has nothing to look up, which would take as long as it does
@@ -82,9 +86,3 @@ def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
 def _run(kernel: Any, setting: dict[str, Any], *args: Any, **options: Any) -> Any:
     """What Triton's autotuner does with one setting."""
     return kernel.run(*args, **options, **setting)
-
-
-def _is(config: Any, setting: dict[str, int]) -> bool:
-    """Whether a triton.Config has all values of a setting."""
-    values = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    return {name: values.get(name) for name in setting} == setting

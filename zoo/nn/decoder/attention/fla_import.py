@@ -46,7 +46,7 @@ def _import(name: str) -> Any:
             _without_code(package)
         return importlib.import_module(name)
     except (ImportError, AttributeError):  # of a release that is laid out otherwise
-        for module in [one for one in sys.modules if one.partition(".")[0] == "fla"]:
+        for module in [imported for imported in sys.modules if imported.partition(".")[0] == "fla"]:
             del sys.modules[module]
         return importlib.import_module(name)
 

@@ -94,9 +94,14 @@ class GatedDeltaNet(McoreGatedDeltaNet):
             layout = uniform_layout(batch, tokens * self.cp_size).to(mixed.device)
         rows, cache = mixed.transpose(0, 1).flatten(0, 1), getattr(packed_seq_params, "cache", None)
         if self.cp_size > 1 and getattr(packed_seq_params, "cut", True):
-            rows, gate = self._tokens_of_my_heads(rows, layout)
+            # This rank's tokens become the tokens of its heads, in the order of the row, but for the gate, which is a token's own.
+            group, size = self.pg_collection.cp, self.cp_size
+            gate_section = self.in_proj_split_names.index("z")
+            parts, gate = channels_by_rank(rows, self.in_proj_split_sections, size, gate_section)
+            rows = in_row_order(all_to_all(group, parts.flatten(0, 1)), layout, size)
             out, _ = self._mix(rows, layout, cache, cut=True)
-            out = self._heads_of_my_tokens(out.flatten(1), layout).unflatten(1, (-1, self.value_head_dim))
+            parts = all_to_all(group, in_rank_order(out.flatten(1), layout, size))
+            out = side_by_side(parts, size).unflatten(1, (-1, self.value_head_dim))
         else:
             out, gate = self._mix(rows, layout, cache)
         out = self.out_norm(out, gate.reshape(out.shape)).flatten(1)
@@ -159,21 +164,6 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         query = query * query.shape[-1] ** -0.5
         out = cache.apply_delta_rule(layer, query, key, value, decay[:count], beta[:count])
         return F.pad(out.to(value.dtype), (0, 0, 0, 0, 0, len(qkv) - count))
-
-    def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row, without the gate.
-
-        The gate (T / cp, G * V) is a token's own, behind the rule, so it stays with the token.
-        """
-        gate = self.in_proj_split_names.index("z")
-        parts, own = channels_by_rank(rows, self.in_proj_split_sections, self.cp_size, gate)
-        gathered = all_to_all(self.pg_collection.cp, parts.flatten(0, 1))
-        return in_row_order(gathered, layout, self.cp_size), own
-
-    def _heads_of_my_tokens(self, rows: Tensor, layout: PackedLayout) -> Tensor:
-        """(T, width / cp) of this rank's heads, in the order of the row -> (T / cp, width) of its tokens."""
-        parts = all_to_all(self.pg_collection.cp, in_rank_order(rows, layout, self.cp_size))
-        return side_by_side(parts, self.cp_size)
 
 
 def _initial_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -347,8 +337,8 @@ def chunked_delta_rule(
         state = state * keep + write.mT @ update
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     by_length = sorted(range(len(lengths)), key=lambda segment: -lengths[segment] // CHUNK)  # as `_chunk_slots`
-    place = cpu_to_device(int64(by_length).argsort(), value.device)
-    states = torch.cat((state, *reversed(ends))).index_select(0, place)
+    order = cpu_to_device(int64(by_length).argsort(), value.device)
+    states = torch.cat((state, *reversed(ends))).index_select(0, order)
     return out.index_select(0, slots).to(dtype), states
 
 
@@ -367,10 +357,10 @@ def _chunk_slots(lengths: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """
     counts = [-(-length // CHUNK) for length in lengths]
     by_length = sorted(range(len(counts)), key=lambda segment: -counts[segment])
-    rank = {segment: place for place, segment in enumerate(by_length)}
+    rank = {segment: order for order, segment in enumerate(by_length)}
     active = [sum(count > step for count in counts) for step in range(max(counts))]
     first = int64([sum(active[:step]) for step in range(len(active))])
     layout = PackedLayout.from_lengths(lengths)
     position = layout.positions[0]
-    place = int64([rank[segment] for segment in range(len(counts))])[layout.segment_ids[0]]
-    return (first[position // CHUNK] + place) * CHUNK + position % CHUNK, active
+    in_step = int64([rank[segment] for segment in range(len(counts))])[layout.segment_ids[0]]
+    return (first[position // CHUNK] + in_step) * CHUNK + position % CHUNK, active

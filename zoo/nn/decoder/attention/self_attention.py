@@ -10,9 +10,9 @@ product attention elsewhere (and for fp32): `zoo.nn.decoder.attention.varlen`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,9 @@ class SelfAttention(McoreSelfAttention):
         if self.values_are_keys:
             assert config.kv_channels and config.num_query_groups
             values = config.kv_channels * config.num_query_groups
-            linear = partial(_without_values, submodules.linear_qkv, values)
+            linear = partial(
+                _without_values, submodules.linear_qkv, values
+            )  # a function would not be called by megatron-core
             submodules = replace(submodules, linear_qkv=linear)
         super().__init__(config, submodules, layer_number, **more)
         if self.values_are_keys:
@@ -95,8 +97,12 @@ class SelfAttention(McoreSelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         """(T, B, heads or groups, D) each, queries and keys normed, and values where the config says so."""
         if self.values_are_keys:
-            query, key, value = self._queries_and_keys(hidden_states)
-            gate: list[Tensor] = []
+            mixed, _ = self.linear_qk(hidden_states)
+            width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+            mixed = mixed.view(*mixed.shape[:2], groups, -1)
+            query, value = mixed.split([mixed.shape[-1] - width, width], dim=-1)
+            query = self.q_layernorm(query.reshape(*mixed.shape[:2], -1, width))
+            key, gate = self.k_layernorm(value), []
         else:
             query, key, value, *gate = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         if getattr(self.config, "value_norm", False):
@@ -130,22 +136,14 @@ class SelfAttention(McoreSelfAttention):
             if of_queries is not None:
                 known = Norms(of_queries.weight, of_keys.weight, of_queries.eps, of_queries.zero_centered)
             angles = [x.reshape(-1, x.shape[-1]) for x in (cos, sin)]
-            found = split_heads(mixed.flatten(0, 1), angles[0], angles[1], repeats, gated, known)
-            return [x.unflatten(0, lead) for x in found]
+            heads = split_heads(mixed.flatten(0, 1), angles[0], angles[1], repeats, gated, known)
+            return [x.unflatten(0, lead) for x in heads]
         query, *gate, key, value = mixed.split([repeats] * (2 if gated else 1) + [1, 1], dim=3)
         turned = (
             apply_rotary(x if norm is None else norm(x), cos, sin)
             for x, norm in zip((query.flatten(2, 3), key.squeeze(3)), norms, strict=True)
         )
         return [*turned, value.squeeze(3), *gate]
-
-    def _queries_and_keys(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, _ = self.linear_qk(hidden_states)
-        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
-        mixed = mixed.view(*mixed.shape[:2], groups, -1)
-        query, key = mixed.split([mixed.shape[-1] - width, width], dim=-1)
-        query = query.reshape(*mixed.shape[:2], -1, width)
-        return self.q_layernorm(query), self.k_layernorm(key), key
 
     def forward(
         self,
@@ -190,7 +188,9 @@ class SelfAttention(McoreSelfAttention):
         return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
 
 
-def _without_values(linear: Any, values: int, inputs: int, outputs: int, **more: Any) -> Any:
+def _without_values(
+    linear: Callable[..., torch.nn.Module], values: int, inputs: int, outputs: int, **more: object
+) -> torch.nn.Module:
     """The linear of queries, keys and values without the rows of the last."""
     return linear(inputs, outputs - values, **more)
 
@@ -274,8 +274,11 @@ class VarlenCoreAttention(torch.nn.Module):
             if not packed_seq_params.cut:
                 return segment_attention(query, key, value, layout, self.scale, mask_spec)
             return self._attend(query, key, value, layout, mask_spec)
-        if self.cp_size > 1 or not mask_spec.plain:
-            return self._padded_as_segments(query, key, value, mask_spec)
+        if self.cp_size > 1 or not mask_spec.plain:  # B segments of T tokens, each cut in zigzag over the ranks
+            tokens, batch = query.shape[:2]
+            layout = uniform_layout(batch, tokens * self.cp_size).to(query.device)
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            return self._attend(q, k, v, layout, mask_spec).unflatten(0, (batch, tokens)).transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return sdpa(q, k, v, self.scale, causal=True).permute(2, 0, 1, 3)
 
@@ -285,14 +288,6 @@ class VarlenCoreAttention(torch.nn.Module):
         if self.cp_size > 1:
             return gathered_attention(query, key, value, layout, self.scale, self.cp_group, mask_spec)
         return segment_attention(query, key, value, layout, self.scale, mask_spec)
-
-    def _padded_as_segments(self, query: Tensor, key: Tensor, value: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
-        """(T/cp, B, H, D) of a padded batch: B segments of T tokens, each cut in zigzag over the ranks."""
-        tokens, batch = query.shape[:2]
-        layout = uniform_layout(batch, tokens * self.cp_size).to(query.device)
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = self._attend(q, k, v, layout, mask_spec)
-        return out.unflatten(0, (batch, tokens)).transpose(0, 1)
 
 
 def _other_than_causal(kind: AttnMaskType | None) -> dict[str, object]:

@@ -116,15 +116,15 @@ class Permutation:
             from zoo.nn.kernels import experts as kernel
 
             counts, upto = kernel.count_choices(chosen, experts, first)
-            here = None if count is not None else _read(upto[-1])
-            found = kernel.place_choices(chosen, experts, first, counts, upto, marked=ahead)
+            read_rows = None if count is not None else _read(upto[-1])
+            sorted_choices = kernel.place_choices(chosen, experts, first, counts, upto, marked=ahead)
         else:
-            found = _sorted(chosen, experts, first)
-            here = None if count is not None else _read(found[3][-1])
-        tokens, choices, places, bounds = found
+            sorted_choices = _sorted(chosen, experts, first)
+            read_rows = None if count is not None else _read(sorted_choices[3][-1])
+        tokens, choices, places, bounds = sorted_choices
 
         def wait() -> Permutation:
-            rows = here() if here else count
+            rows = read_rows() if read_rows else count
             return cls(tokens[:rows], choices[:rows], places, bounds, ahead)
 
         return wait
@@ -154,14 +154,14 @@ def _read(number: Tensor) -> Callable[[], int]:
     """An integer on its way to the host, which waits for it in the call."""
     if not number.is_cuda:
         return lambda: int(number)
-    found = torch.empty((), dtype=number.dtype, pin_memory=True)
-    found.copy_(number, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
+    on_cpu = torch.empty((), dtype=number.dtype, pin_memory=True)
+    on_cpu.copy_(number, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
     def wait() -> int:
-        there.synchronize()
-        return int(found)
+        copied.synchronize()
+        return int(on_cpu)
 
     return wait
 
@@ -231,26 +231,26 @@ class ExchangeByChoice(ExpertExchange):
         """
         count, size = len(chosen), group.size()
         owner = chosen // experts
-        goes = torch.zeros(count, size // shares, dtype=torch.bool, device=chosen.device)
-        goes = goes.scatter_(1, owner, True).repeat_interleave(shares, dim=1)
-        row = goes.t().flatten().cumsum(0, dtype=torch.int32) - 1
+        is_sent = torch.zeros(count, size // shares, dtype=torch.bool, device=chosen.device)
+        is_sent = is_sent.scatter_(1, owner, True).repeat_interleave(shares, dim=1)
+        row = is_sent.t().flatten().cumsum(0, dtype=torch.int32) - 1
         choices = torch.zeros(size // shares, dtype=torch.int64, device=chosen.device)
         choices.scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))
-        mine = torch.stack([goes.sum(0), choices.repeat_interleave(shares)])
+        mine = torch.stack([is_sent.sum(0), choices.repeat_interleave(shares)])
         rank, numbers = dist.get_rank(group), _gather(mine, group)
         sent = numbers[rank][0]
         total = sum(sent)
         # The place of each (rank, token) among the rows that are sent; those that are not all write behind the last.
-        place = torch.where(goes.t().flatten(), row, total).long()
+        target = torch.where(is_sent.t().flatten(), row, total).long()
         pairs = torch.arange(size * count, device=chosen.device)
-        pairs = torch.empty(total + 1, dtype=torch.int64, device=chosen.device).scatter_(0, place, pairs)[:-1]
+        pairs = torch.empty(total + 1, dtype=torch.int64, device=chosen.device).scatter_(0, target, pairs)[:-1]
         return cls(
             group,
             experts,
             rank // shares * experts,
             sum(of_rank[1][rank] for of_rank in numbers),
             (pairs % count).to(torch.int32),
-            torch.where(goes, row.view(size, count).t(), -1).contiguous(),
+            torch.where(is_sent, row.view(size, count).t(), -1).contiguous(),
             sent,
             [of_rank[0][rank] for of_rank in numbers],
         )
@@ -261,8 +261,8 @@ class ExchangeByChoice(ExpertExchange):
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
         """See `ExpertExchange`. Each rank that a token went to sends one row back."""
-        found = _all_to_all(rows, self.received, self.sent, self.group)
-        return lambda: sum_rows(found(), self.places)
+        arrived = _all_to_all(rows, self.received, self.sent, self.group)
+        return lambda: sum_rows(arrived(), self.places)
 
 
 @dataclass(frozen=True)
@@ -308,18 +308,18 @@ class ExchangeWithAll(ExpertExchange):
 
     def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
         """See `ExpertExchange`."""
-        found = x.new_empty(self.group.size() * self.most, x.shape[1])
-        mine = found[self.rank * self.most :][: self.most]
+        received = x.new_empty(self.group.size() * self.most, x.shape[1])
+        mine = received[self.rank * self.most :][: self.most]
         mine[: len(x)].copy_(x)
         if empty is not None:
             mine[len(x) :].fill_(empty)
-        return _after(dist.all_gather_into_tensor(found, mine, group=self.group, async_op=True), found)
+        return _after(dist.all_gather_into_tensor(received, mine, group=self.group, async_op=True), received)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
         """See `ExpertExchange`. Every rank sends one row back for each token."""
         each = [self.most] * self.group.size()
-        found = _all_to_all(rows, each, each, self.group)
-        return lambda: sum_rows(found(), self.places)
+        arrived = _all_to_all(rows, each, each, self.group)
+        return lambda: sum_rows(arrived(), self.places)
 
 
 def _gather(mine: Tensor, group: ProcessGroup) -> list[list[Any]]:
@@ -330,16 +330,16 @@ def _gather(mine: Tensor, group: ProcessGroup) -> list[list[Any]]:
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Callable[[], Tensor]:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
-    return _after(work, found)
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group, async_op=True)
+    return _after(work, arrived)
 
 
-def _after(work: dist.Work, found: Tensor) -> Callable[[], Tensor]:
+def _after(work: dist.Work, arrived: Tensor) -> Callable[[], Tensor]:
     """A call that waits for what arrives in a tensor. Until then `work` holds what is sent."""
 
     def wait() -> Tensor:
         work.wait()
-        return found
+        return arrived
 
     return wait

@@ -97,7 +97,7 @@ class GroupedExperts(MegatronModule):
 
         `like`: a tensor on the device and in the dtype of the tokens.
         """
-        return not self.lora and all(hopper.supports(like, one, rows) for one in (self.weight1, self.weight2))
+        return not self.lora and all(hopper.supports(like, weight, rows) for weight in (self.weight1, self.weight2))
 
     def _project(
         self, name: str, x: Tensor, rows: GroupedRows, gradient_only: bool = False, later: Later | None = None

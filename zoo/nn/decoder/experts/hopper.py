@@ -82,7 +82,7 @@ def _launch(
     """out = a b^T, or += if `add`, of a (M, K) and b (E, N, K) for rows in groups, or a (M, K), b (N, K) and out (E, M, N) for K in groups."""
     from quack.gemm import gemm, run_gemm_plan
 
-    layout = *(one.stride(-1) == 1 for one in (a, b, out)), *over, rows is not None, add
+    layout = *(operand.stride(-1) == 1 for operand in (a, b, out)), *over, rows is not None, add
     key = *layout, free_sms, out.dtype, out.device
     plan = _plans.get(key)
     if plan is not None:

@@ -183,8 +183,8 @@ class Dispatch:
             permutation = Permutation.begin(chosen, exchange.experts, exchange.choices, exchange.first, ahead)
 
         def wait() -> tuple[Tensor, Tensor, Permutation]:
-            found = permutation()  # while rows are on their way
-            return arrived(), weights, found
+            sorted_rows = permutation()  # while rows are on their way
+            return arrived(), weights, sorted_rows
 
         return cls(exchange, wait)
 
@@ -247,13 +247,15 @@ class _Routed(torch.autograd.Function):
         to_hidden, to_factors, *to_trained = graph.gradients(grad)
         to_weights = None if to_factors is None else take(to_factors.unsqueeze(1), ctx.permutation.places)
         if exchange is not None:
-            returned = [None if one is None else exchange.collect(one) for one in (to_hidden, to_weights)]
+            returned = [
+                None if gradient is None else exchange.collect(gradient) for gradient in (to_hidden, to_weights)
+            ]
             # Beside the exchange, as nothing in it waits for them.
             to_trained = [
                 graph.later.pop(weight)(exchange.collect_sms) if weight in graph.later else gradient
                 for weight, gradient in zip(ctx.trained, to_trained, strict=True)
             ]
-            to_hidden, to_weights = (None if sums is None else sums() for sums in returned)
+            to_hidden, to_weights = (None if returned_sums is None else returned_sums() for returned_sums in returned)
         return None, to_hidden, to_weights, *to_trained
 
 
@@ -285,8 +287,8 @@ class _Graph:
 
     def gradients(self, grad: Tensor) -> list[Tensor | None]:
         """Gradients of hidden, factors and trained parameters from the output's; None for one that needs none."""
-        found = iter(torch.autograd.grad([self.output], self.inputs, grad, allow_unused=True))
-        return [next(found) if needed else None for needed in self.needed]
+        gradients = iter(torch.autograd.grad([self.output], self.inputs, grad, allow_unused=True))
+        return [next(gradients) if needed else None for needed in self.needed]
 
 
 def _compute(ctx: Context, hidden: Tensor, factors: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
@@ -296,10 +298,10 @@ def _compute(ctx: Context, hidden: Tensor, factors: Tensor, gradient_only: bool 
     factors = factors.detach().requires_grad_(needed[1])
     later: Later = {}
     exchange, bounds = ctx.exchange, ctx.permutation.bounds
-    beside = None if exchange is None else later
+    deferred = None if exchange is None else later
     free_sms = exchange.send_sms if exchange is not None and gradient_only else 0  # gradients are on their way
     with torch.enable_grad():
-        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation, free_sms)
+        out, _ = ctx.experts(hidden, bounds, factors, gradient_only, deferred, ctx.permutation, free_sms)
     every = (hidden, factors, *ctx.trained)
-    inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
-    return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)
+    inputs = [tensor for tensor, wanted in zip(every, needed, strict=True) if wanted]
+    return out.detach(), _Graph(get_gradient_edge(out), inputs, needed, later)

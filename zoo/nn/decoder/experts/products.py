@@ -71,19 +71,19 @@ def weight_gradient(
     if rows_of_grad is not None and rows_of_x is not None:  # QuACK gathers one operand
         x, rows_of_x = gather_rows(x, rows_of_x), None
     if hopper.supports(x, weight, len(grad if rows_of_grad is None else rows_of_grad)):
-        found = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x, free_sms)
-        return found if total is None else torch.empty_like(weight)
+        gradient = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x, free_sms)
+        return gradient if total is None else torch.empty_like(weight)
     grad = grad if rows_of_grad is None else gather_rows(grad, rows_of_grad)
     x = x if rows_of_x is None else gather_rows(x, rows_of_x)
     if grouped(grad, weight):
-        found = F.grouped_mm(grad.t(), x, offs=bounds[1:])
+        gradient = F.grouped_mm(grad.t(), x, offs=bounds[1:])
     else:
         counts = _counts(bounds)
         parts = zip(grad.split(counts), x.split(counts), strict=True)
-        found = torch.stack([g.t() @ rows for g, rows in parts])
+        gradient = torch.stack([g.t() @ rows for g, rows in parts])
     if total is not None:
-        accumulate(total, found)
-    return found
+        accumulate(total, gradient)
+    return gradient
 
 
 def accumulate(total: Tensor, grad: Tensor) -> None:

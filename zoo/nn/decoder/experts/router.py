@@ -240,17 +240,17 @@ class Routing:
     """The experts of one call's tokens, in the decoder's layers with experts: given, noted, or both.
 
     Attributes:
-        given: (N, L, k) int64 experts of this rank's tokens, in the rows of its flattened states; a token with -1 goes where its
+        experts: (N, L, k) int64, given experts of this rank's tokens, in the rows of its flattened states; a token with -1 goes where its
             router sends it. None: all do.
         noted: by layer, from 0 among the L, the (N, k) that were taken.
     """
 
-    given: Tensor | None = None
+    experts: Tensor | None = None
     noted: dict[int, Tensor] = field(default_factory=dict)
 
     def part(self, rank: int, size: int) -> Routing:
         """The part of one of `size` ranks that share the tokens out by sequence parallelism."""
-        return self if self.given is None else Routing(self.given.chunk(size)[rank], self.noted)
+        return self if self.experts is None else Routing(self.experts.chunk(size)[rank], self.noted)
 
     @contextmanager
     def on(self, layer: TransformerLayer) -> Iterator[None]:
@@ -297,9 +297,9 @@ class _Choice:
             values, chosen = top(scores, topk)
         self.own = chosen
         if self.routing is not None:
-            if self.routing.given is not None:
-                given = self.routing.given[:, self.index]
-                chosen = torch.where((given >= 0).all(dim=1, keepdim=True), given, chosen)
+            if self.routing.experts is not None:
+                experts = self.routing.experts[:, self.index]
+                chosen = torch.where((experts >= 0).all(dim=1, keepdim=True), experts, chosen)
                 values = scores.gather(1, chosen)
             self.routing.noted[self.index] = chosen.detach()
         return values, chosen
