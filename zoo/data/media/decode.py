@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import av
 import av.error
@@ -30,10 +30,12 @@ from zoo.data.sources.references import AudioSamples, Blob, FrameList, MediaFile
 from zoo.files import why_no_file
 
 if TYPE_CHECKING:
+    from av.container import InputContainer
     from torch import Tensor
 
 MAX_VIDEO_MB = 8192  # of the frames kept of one video, in MiB
 MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
+TOO_LONG = f"it is over {MAX_SOUND_SECONDS} s long; cut it into pieces"
 MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
 SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
 SOUND_BLOCK = 2**14  # samples that are resampled in one call
@@ -49,7 +51,7 @@ type Source = File | OpenImage | AudioSamples | FrameList
 
 
 def load_image(source: Source) -> Image.Image:
-    """An image as an RGB picture, turned upright as its EXIF orientation says.
+    """An image as RGB, turned upright as its EXIF orientation says.
 
     An animation gives its first frame; 16 bits a channel become 8, 65535 being white; transparent pixels show white.
 
@@ -59,14 +61,9 @@ def load_image(source: Source) -> Image.Image:
     """
     if isinstance(source, OpenImage):
         return rgb_of(source.image, source)
-    place = _existing(source)
-    try:
-        with open_binary(place) as file, Image.open(file, formats=IMAGE_TYPES) as image:
-            return rgb_of(image, place)
-    except RowError:
-        raise
-    except Exception as error:  # of many kinds, by what lies in the file
-        raise corrupt_media(place, "image", _reason(error, place)) from error
+    file = _existing(source)
+    with _translated(file, "image"), open_binary(file) as data, Image.open(data, formats=IMAGE_TYPES) as image:
+        return rgb_of(image, file)
 
 
 def load_video(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[Tensor, float]:
@@ -102,21 +99,21 @@ def video_frames(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE
     """
     if isinstance(source, FrameList):
         return _listed_frames(source, fps, max_frames, clip)
-    place = _existing(source)
-    with _opened(place, "video") as container:
+    file = _existing(source)
+    with _opened(file, "video") as container:
         if not container.streams.video:
-            raise corrupt_media(place, "video", "it has no video track")
+            raise corrupt_media(file, "video", "it has no video track")
         stream = container.streams.video[0]
         if stream.width * stream.height <= SMALL_FRAME:
             stream.codec_context.thread_count = 1
         duration, keys = _timeline(container)
         count, fps = frames_taken(duration, fps, max_frames, clip)
-        _check_size(place, count, stream.width, stream.height)
+        _check_size(file, count, stream.width, stream.height)
         container.seek(0)
-        frames = _Frames(count, place)
+        frames = _Frames(count, file)
         _nearest(container, [clip.start + index / fps for index in range(count)], keys, frames)
     if frames.pixels is None:
-        raise corrupt_media(place, "video", "no frame of it can be decoded")
+        raise corrupt_media(file, "video", "no frame of it can be decoded")
     return frames.pixels, fps
 
 
@@ -124,21 +121,18 @@ def _listed_frames(video: FrameList, fps: float, max_frames: int, clip: Clip) ->
     """The same of a video as a list of its frames."""
     last = len(video.images) - 1
     count, rate = frames_taken(len(video.images) / fps, fps, max_frames, clip)
-    images: dict[int, Image.Image] = {}
-    pixels: np.ndarray | None = None
-    for place in range(count):
-        number = min(round((clip.start + place / rate) * fps), last)
-        if number not in images:
-            images = {number: load_image(video.images[number])}
-        image = images[number]
-        if pixels is None:
-            _check_size(video, count, image.width, image.height)
-            pixels = np.empty((count, image.height, image.width, 3), np.uint8)
-        if image.size != (pixels.shape[2], pixels.shape[1]):
-            size = f"frame {number} has {image.width} x {image.height} pixels, those before {pixels.shape[2]} x {pixels.shape[1]}"
+    numbers = [min(round((clip.start + sample / rate) * fps), last) for sample in range(count)]
+    image = load_image(video.images[numbers[0]])
+    width, height = image.size
+    _check_size(video, count, width, height)
+    pixels = np.empty((count, height, width, 3), np.uint8)
+    for sample, number in enumerate(numbers):
+        if sample and number != numbers[sample - 1]:
+            image = load_image(video.images[number])
+        if image.size != (width, height):
+            size = f"frame {number} has {image.width} x {image.height} pixels, those before {width} x {height}"
             raise corrupt_media(video, "video", f"{size}; make them one size")
-        pixels[place] = np.asarray(image)
-    assert pixels is not None
+        pixels[sample] = np.asarray(image)
     return pixels, rate
 
 
@@ -155,32 +149,37 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
         RowError: no such file, no sound track, no sample that can be decoded, samples that are no numbers, more than
             MAX_SOUND_SECONDS, or less than a file's header says.
     """
-    place = source if isinstance(source, AudioSamples) else _existing(source)
-    try:
-        return _checked(_at_rate(place, rate), place, rate)
-    except RowError:
-        raise
-    except Exception as error:  # of many kinds, by what lies in the file
-        raise corrupt_media(place, "audio", _reason(error, place)) from error
+    source = source if isinstance(source, AudioSamples) else _existing(source)
+    with _translated(source, "audio"):
+        if isinstance(source, AudioSamples):
+            samples = _mono(source)
+            if len(samples) > MAX_SOUND_SECONDS * source.rate:
+                raise corrupt_media(source, "audio", TOO_LONG)
+            samples = _resampled(samples, source.rate, rate)
+        else:
+            with open_binary(source) as file:
+                wave = read_wave(file, MAX_SOUND_SECONDS, lambda why: corrupt_media(source, "audio", why))
+            samples = _decoded_sound(source, rate) if wave is None else _resampled(*wave, rate)
+    reason = None
+    if not len(samples):
+        reason = "its audio track is empty"
+    elif len(samples) < MIN_SOUND_SECONDS * rate:
+        milliseconds = 1e3 * len(samples) / rate
+        reason = f"it is {milliseconds:.3g} ms long, and {1e3 * MIN_SOUND_SECONDS:g} ms are the least"
+    elif len(samples) > MAX_SOUND_SECONDS * rate:
+        reason = TOO_LONG
+    elif not np.isfinite(samples).all():
+        reason = "its samples are not all numbers (NaN or infinite)"
+    if reason is not None:
+        raise corrupt_media(source, "audio", reason)
+    return samples
 
 
-def _at_rate(place: File | AudioSamples, rate: int) -> np.ndarray:
-    """Sound of any kind, resampled."""
-    if isinstance(place, AudioSamples):
-        sound, given = _mono(place), place.rate
-        if len(sound) > MAX_SOUND_SECONDS * given:
-            raise corrupt_media(place, "audio", _too_long())
-        return _resampled(sound, given, rate)
-    with open_binary(place) as file:
-        wave = read_wave(file, MAX_SOUND_SECONDS, lambda why: corrupt_media(place, "audio", why))
-    return _decoded_sound(place, rate) if wave is None else _resampled(*wave, rate)
-
-
-def _decoded_sound(place: File, rate: int) -> np.ndarray:
+def _decoded_sound(file: File, rate: int) -> np.ndarray:
     """Sound through FFmpeg, resampled."""
-    with _opened(place, "audio") as container:
+    with _opened(file, "audio") as container:
         if not container.streams.audio:
-            raise NoSoundTrackError(*corrupt_media(place, "audio", "it has no audio track").args)
+            raise NoSoundTrackError(*corrupt_media(file, "audio", "it has no audio track").args)
         resampler = resampler_to(rate)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
@@ -190,21 +189,21 @@ def _decoded_sound(place: File, rate: int) -> np.ndarray:
                 parts += [] if part is None else [part.to_ndarray()[0]]
                 left -= 0 if part is None else part.samples
             if left < 0:
-                raise corrupt_media(place, "audio", _too_long())
+                raise corrupt_media(file, "audio", TOO_LONG)
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
-def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
+def _resampled(samples: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
     """(N,) float32 at another rate."""
-    if given == rate or not len(sound):
-        return sound
+    if own_rate == rate or not len(samples):
+        return samples
     resampler = resampler_to(rate)
-    frame = _frame_of(sound, given)
+    frame = _frame_of(samples, own_rate)
     parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
-    return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]
+    return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else samples[:0]
 
 
-def _mono_frames(container: Any) -> Iterator[Any]:
+def _mono_frames(container: InputContainer) -> Iterator[av.AudioFrame]:
     """The first sound track as frames of mono, of SOUND_BLOCK samples or a little more: FFmpeg's own are short."""
     parts: list[np.ndarray] = []
     rate = 0
@@ -218,41 +217,22 @@ def _mono_frames(container: Any) -> Iterator[Any]:
         yield _frame_of(np.concatenate(parts), rate)
 
 
-def _frame_of(sound: np.ndarray, rate: int) -> Any:
+def _frame_of(samples: np.ndarray, rate: int) -> av.AudioFrame:
     """(N,) samples as FFmpeg's frame of mono."""
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono")
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None], np.float32), format="flt", layout="mono")
     frame.sample_rate = rate
     return frame
 
 
-def _mono(sound: AudioSamples) -> np.ndarray:
-    samples = np.asarray(sound.samples)
+def _mono(audio: AudioSamples) -> np.ndarray:
+    samples = np.asarray(audio.samples)
     if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu" or samples.dtype in (np.int64, np.uint64):
         shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
         wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
-        raise corrupt_media(sound, "audio", f"{shape}; {wanted}")
+        raise corrupt_media(audio, "audio", f"{shape}; {wanted}")
     samples = levels(samples)
     # The longer axis is time.
     return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
-
-
-def _checked(sound: np.ndarray, place: File | AudioSamples, rate: int) -> np.ndarray:
-    if not len(sound):
-        raise corrupt_media(place, "audio", "its audio track is empty")
-    if len(sound) < MIN_SOUND_SECONDS * rate:
-        milliseconds = f"{1e3 * len(sound) / rate:.3g} ms"
-        raise corrupt_media(
-            place, "audio", f"it is {milliseconds} long, and {1e3 * MIN_SOUND_SECONDS:g} ms are the least"
-        )
-    if len(sound) > MAX_SOUND_SECONDS * rate:
-        raise corrupt_media(place, "audio", _too_long())
-    if not np.isfinite(sound).all():
-        raise corrupt_media(place, "audio", "its samples are not all numbers (NaN or infinite)")
-    return sound
-
-
-def _too_long() -> str:
-    return f"it is over {MAX_SOUND_SECONDS} s long; cut it into pieces"
 
 
 def _existing(source: Source) -> Blob | MediaFile:
@@ -266,9 +246,20 @@ def _existing(source: Source) -> Blob | MediaFile:
     return source if isinstance(source, MediaFile) else MediaFile(path)
 
 
-def _reason(error: BaseException, place: object) -> str:
+@contextmanager
+def _translated(source: object, kind: str) -> Iterator[None]:
+    """Whatever a library raises of a medium becomes a RowError."""
+    try:
+        yield
+    except RowError:
+        raise
+    except Exception as error:  # of many kinds, by what lies in the file
+        raise corrupt_media(source, kind, _reason(error, source)) from error
+
+
+def _reason(error: Exception, source: object) -> str:
     text = (str(error) or type(error).__name__).rstrip(".")
-    if isinstance(place, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
+    if isinstance(source, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
         return "cannot identify image file"
     return text
 
@@ -277,37 +268,37 @@ def _reason(error: BaseException, place: object) -> str:
 
 
 @contextmanager
-def container_of(place: File) -> Iterator[Any]:
+def container_of(file: File) -> Iterator[InputContainer]:
     """FFmpeg's container of a file, of a known type and of no other file: `concat:a.mp4|b.mp4` is a name like others."""
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
-    with open_binary(place) as file, av.open(file, container_options=options, buffer_size=READ_BYTES) as container:
+    with open_binary(file) as data, av.open(data, "r", container_options=options, buffer_size=READ_BYTES) as container:
         yield container
 
 
 @contextmanager
-def _opened(place: File, what: str) -> Iterator[Any]:
-    """An open container; whatever FFmpeg has to say against it becomes a RowError."""
+def _opened(file: File, kind: str) -> Iterator[InputContainer]:
+    """An open container; whatever FFmpeg raises becomes a RowError."""
     try:
-        with container_of(place) as container:
+        with container_of(file) as container:
             yield container
     except RowError:
         raise
     except Exception as error:  # of many kinds, by what lies in the file
-        text = getattr(error, "strerror", None) or _reason(error, place)
-        if getattr(error, "errno", None) == errno.EINVAL:  # what FFmpeg says of types that are not listed
+        text = getattr(error, "strerror", None) or _reason(error, file)
+        if getattr(error, "errno", None) == errno.EINVAL:  # of types that are not listed, too
             text = "Invalid data, or a file of a type that is not opened"
-        raise corrupt_media(place, what, text) from error
+        raise corrupt_media(file, kind, text) from error
 
 
-def _check_size(place: object, count: int, width: int, height: int) -> None:
+def _check_size(source: object, count: int, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise corrupt_media(place, "video", f"its frames have {width} x {height} pixels; scale it down")
+        raise corrupt_media(source, "video", f"its frames have {width} x {height} pixels; scale it down")
     if count * width * height * 3 > MAX_VIDEO_MB * 2**20:
         text = f"{count} frames of {width} x {height} pixels are over {MAX_VIDEO_MB} MiB; lower data.max_frames"
-        raise corrupt_media(place, "video", text)
+        raise corrupt_media(source, "video", text)
 
 
-def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
+def _timeline(container: InputContainer) -> tuple[float, list[tuple[float, int]]]:
     """Seconds of the first picture track, and its key frames as (seconds, pts), from its packets (not decoded)."""
     stream = container.streams.video[0]
     first, last, keys = None, 0, []
@@ -325,28 +316,28 @@ def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
 class _Frames:
     """The frames that are kept, written where they will stay."""
 
-    def __init__(self, most: int, place: File) -> None:
-        self.most, self.place, self.count = most, place, 0
+    def __init__(self, most: int, source: File) -> None:
+        self.most, self.source, self.count = most, source, 0
         self.pixels: np.ndarray | None = None  # (most, H, W, 3)
 
-    def add(self, frame: Any, times: int = 1) -> None:
+    def add(self, frame: av.VideoFrame, times: int = 1) -> None:
         """Keep a frame, turned upright as the container says (phones film sideways)."""
         if self.pixels is None:  # a stream's header may say less than its frames have
-            _check_size(self.place, self.most, frame.width, frame.height)
+            _check_size(self.source, self.most, frame.width, frame.height)
         turns = round(getattr(frame, "rotation", 0) / 90) % 4
         pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
         if self.pixels is None:
             self.pixels = np.empty((self.most, *pixels.shape), np.uint8)
         if pixels.shape != self.pixels.shape[1:]:
-            raise corrupt_media(self.place, "video", "its frames change their size; encode it with one size")
+            raise corrupt_media(self.source, "video", "its frames change their size; encode it with one size")
         self.pixels[self.count : self.count + times] = pixels
         self.count += times
 
 
-def _nearest(container: Any, times: list[float], keys: list[tuple[float, int]], kept: _Frames) -> None:
+def _nearest(container: InputContainer, times: list[float], keys: list[tuple[float, int]], kept: _Frames) -> None:
     """Keep, for each of the rising `times` (s after the first frame), the nearest frame."""
     first: float | None = None
-    jumped = None  # (seconds, pts) of the key frame jumped to
+    jumped: tuple[float, int] | None = None  # (seconds, pts) of the key frame jumped to
     while True:
         if jumped is not None:
             container.seek(jumped[1], stream=container.streams.video[0])

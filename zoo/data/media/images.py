@@ -1,4 +1,4 @@
-"""Pictures as Pillow opens them, as RGB of 8 bits: upright, transparent pixels on white, 16 bits a channel scaled to 8."""
+"""Images as Pillow opens them, as RGB of 8 bits: upright, transparent pixels on white, 16 bits a channel scaled to 8."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ IMAGE_TYPES = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG
 TWELVE = 2**12  # levels of 12 bits, as cameras and scanners of medicine have them
 
 
-def rgb_of(image: Image.Image, place: object) -> Image.Image:
-    """An open image as an RGB picture.
+def rgb_of(image: Image.Image, source: object) -> Image.Image:
+    """An open image as RGB.
 
     Args:
         image: as Pillow has opened it.
-        place: its name, for errors.
+        source: its name, for errors.
 
     Raises:
         RowError: no pixel, more than MAX_PIXELS, or pixels of unknown range ("corrupt_media").
     """
     if image.width * image.height > MAX_PIXELS:
         size = f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}"
-        raise corrupt_media(place, "image", f"it has {size}; scale it down")
+        raise corrupt_media(source, "image", f"it has {size}; scale it down")
     if not image.width * image.height:
-        raise corrupt_media(place, "image", f"it has {image.width} x {image.height} pixels")
-    stored = _stored_mode(image)
+        raise corrupt_media(source, "image", f"it has {image.width} x {image.height} pixels")
+    tiles = getattr(image, "tile", None)  # an image that was not opened from a file has none
+    arguments = tiles[0].args if tiles else ""
+    stored = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    stored = stored if isinstance(stored, str) else ""  # how the file holds its pixels ("RGB;16B"), by Pillow's name
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16") or upright.mode == "I":
-        return _grey_of_16_bits(upright, place)
+        return _grey_of_16_bits(upright, source)
     if upright.mode == "F":
         reason = "its pixels are 32-bit floats, of unknown range; save it with 8 bits"
-        raise corrupt_media(place, "image", reason)
+        raise corrupt_media(source, "image", reason)
     if ";16" in stored:
         colours = np.asarray(upright)[..., :3] if upright.mode.startswith("RGB") else np.asarray(upright)
-        _check_range(int(colours.max()) * 256 + 255 if colours.any() else 0, place)
+        _check_range(int(colours.max()) * 256 + 255 if colours.any() else 0, source)
     if image.format == "PNG" and "transparency" in upright.info:
         upright.info["transparency"] = _in_8_bits(upright.info["transparency"], stored)
     if upright.has_transparency_data:
@@ -45,14 +48,6 @@ def rgb_of(image: Image.Image, place: object) -> Image.Image:
         page = Image.new("RGBA", layer.size, "white")
         return Image.alpha_composite(page, layer).convert("RGB")
     return upright.convert("RGB")
-
-
-def _stored_mode(image: Image.Image) -> str:
-    """How a file holds its pixels ("RGB;16B"), by Pillow's name; "" where that is not known."""
-    tiles = getattr(image, "tile", None)  # a picture that was not opened from a file has none
-    arguments = tiles[0].args if tiles else ""
-    name = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
-    return name if isinstance(name, str) else ""
 
 
 def _in_8_bits(colour: object, stored: str) -> object:
@@ -64,13 +59,13 @@ def _in_8_bits(colour: object, stored: str) -> object:
     return colour
 
 
-def _grey_of_16_bits(image: Image.Image, place: object) -> Image.Image:
+def _grey_of_16_bits(image: Image.Image, source: object) -> Image.Image:
     """Grey of 16 bits as RGB of 8: Pillow's own conversion cuts off what is above 255."""
     grey = np.asarray(image).astype(np.int64)
     if grey.min() < 0 or grey.max() > 65535:
         reason = "its pixels have 32 bits, of unknown range; save it with 8 or 16"
-        raise corrupt_media(place, "image", reason)
-    _check_range(int(grey.max()), place)
+        raise corrupt_media(source, "image", reason)
+    _check_range(int(grey.max()), source)
     scaled = ((grey + 128) // 257).astype(np.uint8)
     clear = image.info.get("transparency")
     if isinstance(clear, int):
@@ -78,11 +73,11 @@ def _grey_of_16_bits(image: Image.Image, place: object) -> Image.Image:
     return Image.fromarray(scaled).convert("RGB")
 
 
-def _check_range(brightest: int, place: object) -> None:
+def _check_range(brightest: int, source: object) -> None:
     """Refuse 16 bits of which only the lower 12 are in use: scaled as 16, nearly black."""
     if 0 < brightest < TWELVE:
         reason = (
             f"it has 16 bits a channel, of which 65535 is white, and its brightest pixel has {brightest}, as data of 12 bits or "
             "fewer have: it would be nearly black. Scale it to 16 bits (12 bits: times 16), or save it with 8"
         )
-        raise corrupt_media(place, "image", reason)
+        raise corrupt_media(source, "image", reason)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL.Image import Image
 
 from zoo.config.schema import DataConfig
-from zoo.data.errors import NoSoundTrackError, RowError
+from zoo.data.errors import NoSoundTrackError, RowError, bad_row
 from zoo.data.media.decode import MIN_SOUND_SECONDS
-from zoo.data.media.decoder import Decoder, MediaMemory
+from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
-from zoo.data.media.sampling import Pace, how_taken
-from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, clip_of
+from zoo.data.media.sampling import Pace, frames_taken, how_taken
+from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, VideoSize
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.sources.formats.tags import PLACEHOLDER
 from zoo.data.sources.references import FrameList, Medium, is_url, settings_of_medium, without_settings
 from zoo.data.sources.rows import Row
 
-
-class SoundFile(NamedTuple):
-    """A sound of a row."""
-
-    medium: Medium
-    video: int | None  # the place among the row's videos whose sound track it is
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -43,6 +40,24 @@ class LoadedMedia:
     silent: set[int] = field(default_factory=set)
 
 
+class MediaMemory:
+    """Counts the memory that the media of one row use."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.megabytes, self.used = megabytes, 0
+
+    def count[T: Image | np.ndarray | Tensor](self, decoded: T) -> T:
+        """`decoded`, counted; RowError ("memory") where the row uses too much with it."""
+        self.used += decoded.width * decoded.height * 3 if isinstance(decoded, Image) else decoded.nbytes
+        if self.used > self.megabytes * 2**20:
+            text = (
+                f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller, "
+                "or raise data.row_mb."
+            )
+            raise bad_row(text, "memory")
+        return decoded
+
+
 def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -> LoadedMedia:
     """The row's media.
 
@@ -53,70 +68,78 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
     media = LoadedMedia()
     decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
-    room = MediaMemory(decoder.megabytes)
+    memory = MediaMemory(decoder.megabytes)
     if row.images:
-        media.arguments["images"] = [room.take(decoder.image(without_settings(image), row)) for image in row.images]
+        images = [memory.count(decoder.image(without_settings(image), row)) for image in row.images]
+        media.arguments["images"] = images
     clips = []
     for video in row.videos:
-        how = how_taken(settings_of_medium(video), fps, max_frames)
-        frames, rate = decoder.video(without_settings(video), row, *how)
-        clips.append(room.take(frames))
-        media.paces.append(Pace(rate, how[2].start))
+        own_fps, own_max_frames, clip = how_taken(settings_of_medium(video), fps, max_frames)
+        frames, rate = decoder.video(without_settings(video), row, own_fps, own_max_frames, clip)
+        clips.append(memory.count(frames))
+        media.paces.append(Pace(rate, clip.start))
     if clips:
         media.arguments["videos"] = clips
-    sounds: list[np.ndarray] = []
+    heard: list[np.ndarray] = []
     missing: NoSoundTrackError | None = None
-    for sound in sound_files(row):
+    for medium, video_number in _sounds(row):
         try:
-            decoded = room.take(decoder.audio(without_settings(sound.medium), row))
+            samples = memory.count(decoder.audio(without_settings(medium), row))
         except NoSoundTrackError as error:
-            if sound.video is None:
+            if video_number is None:
                 raise
-            media.silent.add(sound.video)
+            media.silent.add(video_number)
             missing = error
             continue
-        sounds.append(_part_heard(decoded, sound.medium))
+        part = samples[_window(medium)]
+        if len(part) < MIN_SOUND_SECONDS * SOUND_RATE:
+            raise bad_row(
+                f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s, of "
+                f"{len(samples) / SOUND_RATE:.3g} s of sound."
+            )
+        heard.append(part)
     if missing is not None and len(media.silent) == len(row.videos):
         raise missing
-    if sounds:
-        media.arguments["audio"] = sounds
+    if heard:
+        media.arguments["audio"] = heard
     return media
 
 
 def headers_of_media(media: LoadedMedia, row: Row) -> Headers:
-    """What the headers of decoded media would say."""
+    """The headers that decoded media would have."""
     images = tuple(ImageSize(image.height, image.width) for image in media.arguments.get("images", ()))
     videos = tuple(ClipSize(len(clip), *clip.shape[-2:]) for clip in media.arguments.get("videos", ()))
-    sounds = tuple(map(len, media.arguments.get("audio", ())))
-    return Headers(images, videos, tuple(media.paces), sounds, *_settings(row))
+    samples = tuple(map(len, media.arguments.get("audio", ())))
+    return Headers(images, videos, tuple(media.paces), samples, _settings(row.images), _settings(row.videos))
 
 
 def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -> Headers | None:
-    """What the headers of the row's media say; None where a header does not hold what decoding will give."""
-    sounds = sound_files(row)
-    if any(is_url(medium) for medium in (*row.images, *row.videos, *(sound.medium for sound in sounds))):
+    """The headers of the row's media; None where a header does not tell the size that decoding will give."""
+    sounds = [medium for medium, _ in _sounds(row)]
+    if any(map(is_url, (*row.images, *row.videos, *sounds))):
         return None
     decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
-    sizes = [decoder.image_size(without_settings(image), row) for image in row.images]
+    images = [decoder.image_size(without_settings(image), row) for image in row.images]
     lengths = [decoder.video_size(without_settings(video), row) for video in row.videos]
-    samples = [decoder.sound_samples(without_settings(sound.medium), row) for sound in sounds]
-    if None in sizes or None in lengths or None in samples:
+    samples = [decoder.sound_samples(without_settings(medium), row) for medium in sounds]
+    known_images = tuple(size for size in images if size is not None)
+    known_lengths = [size for size in lengths if size is not None]
+    known_samples = [count for count in samples if count is not None]
+    if (len(known_images), len(known_lengths), len(known_samples)) != (len(images), len(lengths), len(samples)):
         return None
-    clips, paces = [], []
-    for video, length in zip(row.videos, lengths, strict=True):
-        if length is not None:
-            listed = isinstance(without_settings(video), FrameList)
-            clip, pace = clip_of(length, settings_of_medium(video), fps, max_frames, frames=listed)
-            clips.append(clip)
-            paces.append(pace)
-    heard = tuple(
-        len(range(count)[_window(sound.medium)])
-        for sound, count in zip(sounds, samples, strict=True)
-        if count is not None
-    )
-    images = tuple(size for size in sizes if size is not None)
-    return Headers(images, tuple(clips), tuple(paces), heard, *_settings(row))
+    clips = [_clip(video, size, fps, max_frames) for video, size in zip(row.videos, known_lengths, strict=True)]
+    videos, paces = tuple(size for size, _ in clips), tuple(pace for _, pace in clips)
+    heard = tuple(len(range(count)[_window(medium)]) for medium, count in zip(sounds, known_samples, strict=True))
+    return Headers(known_images, videos, paces, heard, _settings(row.images), _settings(row.videos))
+
+
+def _clip(video: Medium, size: VideoSize, fps: float, max_frames: int) -> tuple[ClipSize, Pace]:
+    """The frames that are taken of a video, and when they are shown; RowError where its part begins behind its end."""
+    fps, max_frames, clip = how_taken(settings_of_medium(video), fps, max_frames)
+    is_list = isinstance(without_settings(video), FrameList)
+    count, rate = frames_taken(size.seconds / fps if is_list else size.seconds, fps, max_frames, clip)
+    return ClipSize(count, size.height, size.width), Pace(rate, clip.start)
 
 
 def refuse_pixel_keys(row: Row, processor: str) -> None:
@@ -130,14 +153,10 @@ def refuse_pixel_keys(row: Row, processor: str) -> None:
                 raise RowError(row.source, "bad_row", text)
 
 
-def _settings(row: Row) -> tuple[tuple[MediaSettings | None, ...], tuple[MediaSettings | None, ...]]:
-    """The settings of each image and of each video; () where none has any."""
-
-    def of(media: Sequence[Medium]) -> tuple[MediaSettings | None, ...]:
-        found = tuple(map(settings_of_medium, media))
-        return found if any(found) else ()
-
-    return of(row.images), of(row.videos)
+def _settings(media: Sequence[Medium]) -> tuple[MediaSettings | None, ...]:
+    """The settings of each medium; () where none has any."""
+    settings = tuple(map(settings_of_medium, media))
+    return settings if any(settings) else ()
 
 
 def _window(medium: Medium) -> slice:
@@ -149,26 +168,15 @@ def _window(medium: Medium) -> slice:
     return slice(round((settings.start or 0.0) * SOUND_RATE), end)
 
 
-def _part_heard(sound: np.ndarray, medium: Medium) -> np.ndarray:
-    part = sound[_window(medium)]
-    if len(part) < MIN_SOUND_SECONDS * SOUND_RATE:
-        seconds = len(sound) / SOUND_RATE
-        text = (
-            f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s, of {seconds:.3g} s of sound."
-        )
-        raise RowError("", "bad_row", text)
-    return part
-
-
-def sound_files(row: Row) -> list[SoundFile]:
-    """The row's sounds in the order in which they are heard, sound tracks of its videos included."""
+def _sounds(row: Row) -> list[tuple[Medium, int | None]]:
+    """The row's sounds in the order in which they are heard, and of the sound track of a video its place among the videos."""
     audios, videos = iter(row.audios), iter(enumerate(row.videos))
-    found = []
+    sounds: list[tuple[Medium, int | None]] = []
     for _, content in row.messages:
         for mark in PLACEHOLDER.findall(content):
             if mark == "audio":
-                found.append(SoundFile(next(audios), None))
+                sounds.append((next(audios), None))
             elif mark == "video":
                 number, video = next(videos)
-                found += [SoundFile(video, number)] if row.use_audio_in_video else []
-    return found
+                sounds += [(video, number)] if row.use_audio_in_video else []
+    return sounds

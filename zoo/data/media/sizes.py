@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -17,7 +17,7 @@ from zoo.config.entries import PixelLimits
 from zoo.data.media.decode import container_of
 from zoo.data.media.images import IMAGE_TYPES
 from zoo.data.media.opening import open_binary
-from zoo.data.media.sampling import Pace, frames_taken, how_taken
+from zoo.data.media.sampling import Pace
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.sources.references import AudioSamples, Blob, FrameList, MediaFile, OpenImage
 
@@ -112,31 +112,11 @@ class Headers:
 def _with_settings[T](
     sizes: Sequence[T], settings: Sequence[MediaSettings | None]
 ) -> list[tuple[T, MediaSettings | None]]:
-    own = settings or (None,) * len(sizes)
-    return [(size, given if given and given.pixel_keys else None) for size, given in zip(sizes, own, strict=True)]
+    all_settings = settings or (None,) * len(sizes)
+    return [(size, own if own and own.pixel_keys else None) for size, own in zip(sizes, all_settings, strict=True)]
 
 
-def clip_of(
-    size: VideoSize, settings: MediaSettings | None, fps: float, max_frames: int, *, frames: bool = False
-) -> tuple[ClipSize, Pace]:
-    """The frames that are taken of a video, and when they are shown.
-
-    Args:
-        size: of the video.
-        settings: its own, or None.
-        fps: frames taken per second of video.
-        max_frames: most frames taken.
-        frames: whether it is a list of frames, which stand at that rate.
-
-    Raises:
-        RowError: the part that is taken begins behind the video's end.
-    """
-    fps, max_frames, clip = how_taken(settings, fps, max_frames)
-    count, rate = frames_taken(size.seconds / fps if frames else size.seconds, fps, max_frames, clip)
-    return ClipSize(count, size.height, size.width), Pace(rate, clip.start)
-
-
-def image_size(source: Any) -> ImageSize | None:
+def image_size(source: object) -> ImageSize | None:
     """The size of an image; None where its header does not hold it."""
     if isinstance(source, OpenImage):
         return _upright(source.image)
@@ -149,13 +129,15 @@ def image_size(source: Any) -> ImageSize | None:
         return None
 
 
-def plain_size(source: Any) -> ImageSize | None:
+def plain_size(source: object) -> ImageSize | None:
     """As `image_size`, of types whose headers Pillow reads by Python alone, and no more than HEADER_MB of them.
 
     So it needs no worker: no decoder is called, and time and memory are bounded.
     """
     if isinstance(source, OpenImage):
         return _upright(source.image)
+    if not isinstance(source, str | Path | Blob | MediaFile):
+        return None
     try:
         with (
             open_binary(source) as file,
@@ -182,7 +164,7 @@ class _Beginning:
         return self.file.read(size)
 
 
-def _upright(image: Any) -> ImageSize:
+def _upright(image: Image.Image) -> ImageSize:
     # A PNG without EXIF in front of its pixels would be decoded to look for it behind them.
     known = image.format != "PNG" or "exif" in image.info or "Raw profile type exif" in image.info
     turned = known and image.getexif().get(ORIENTATION, 1) >= 5
@@ -190,7 +172,7 @@ def _upright(image: Any) -> ImageSize:
     return ImageSize(width, height) if turned else ImageSize(height, width)
 
 
-def video_size(source: Any) -> VideoSize | None:
+def video_size(source: object) -> VideoSize | None:
     """The size of a video; None where its header does not hold it (outside of mp4 and mov)."""
     if isinstance(source, FrameList):
         first = image_size(source.images[0])
@@ -207,7 +189,7 @@ def video_size(source: Any) -> VideoSize | None:
         return None
 
 
-def sound_samples(source: Any) -> int | None:
+def sound_samples(source: object) -> int | None:
     """Samples at SOUND_RATE of a sound; None where its header does not hold them (of compressed sound)."""
     if isinstance(source, AudioSamples):
         return round(max(np.shape(source.samples)) / source.rate * SOUND_RATE)

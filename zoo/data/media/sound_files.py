@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import BinaryIO
 
 import av
 import numpy as np
@@ -15,29 +15,14 @@ import soundfile
 
 FORMATS = {"WAV", "WAVEX", "FLAC", "AIFF", "AU", "W64", "RF64", "CAF", "NIST"}
 BLOCK = 2**21  # samples read at a time, of all channels: what the header says is not believed
-BYTES = {
-    "PCM_U8": 1,
-    "PCM_16": 2,
-    "PCM_24": 3,
-    "PCM_32": 4,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-    "ULAW": 1,
-    "ALAW": 1,
-}  # of a sample
-SAMPLES = {
-    "u8": np.uint8,
-    "s16": np.int16,
-    "s32": np.int32,
-    "s64": np.int64,
-    "flt": np.float32,
-    "dbl": np.float64,
-}  # sample formats of FFmpeg
+# Bytes of a sample, and numpy's types of FFmpeg's sample formats.
+BYTES = {"PCM_U8": 1, "PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8, "ULAW": 1, "ALAW": 1}
+SAMPLES = {"u8": "u1", "s16": "i2", "s32": "i4", "s64": "i8", "flt": "f4", "dbl": "f8"}
 MOST = 2**30  # samples of a file, whatever their rate: 4 GiB
 UNKNOWN = 0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
 
 
-def read_wave(file: Any, max_seconds: float, corrupt: Callable[[str], Exception]) -> tuple[np.ndarray, int] | None:
+def read_wave(file: BinaryIO, max_seconds: float, corrupt: Callable[[str], Exception]) -> tuple[np.ndarray, int] | None:
     """(N,) float32 samples, mixed to mono, and their rate; None for a file of another kind.
 
     Args:
@@ -46,17 +31,17 @@ def read_wave(file: Any, max_seconds: float, corrupt: Callable[[str], Exception]
         corrupt: makes the error to raise of a reason.
     """
     try:
-        sound = soundfile.SoundFile(file)
+        wave = soundfile.SoundFile(file)
     except (soundfile.LibsndfileError, TypeError):
         return None  # FFmpeg may know it, and says better what is wrong
-    with sound:
-        if sound.format not in FORMATS:
+    with wave:
+        if wave.format not in FORMATS:
             return None
-        claimed, rate = sound.frames, sound.samplerate
-        kind, width = sound.format, sound.channels * BYTES.get(sound.subtype, 0)
+        claimed, rate = wave.frames, wave.samplerate
+        kind, width = wave.format, wave.channels * BYTES.get(wave.subtype, 0)
         parts, count = [], 0
         try:
-            while len(part := sound.read(max(BLOCK // sound.channels, 1), dtype="float32", always_2d=True)):
+            while len(part := wave.read(max(BLOCK // wave.channels, 1), dtype="float32", always_2d=True)):
                 parts.append(part.mean(axis=1))
                 count += len(part)
                 if count > max_seconds * rate:
@@ -75,7 +60,7 @@ def read_wave(file: Any, max_seconds: float, corrupt: Callable[[str], Exception]
     return (np.concatenate(parts) if parts else np.zeros(0, np.float32)), rate
 
 
-def channels_of(frame: Any) -> np.ndarray:
+def channels_of(frame: av.AudioFrame) -> np.ndarray:
     """(channels, N) float32 samples of a decoded frame.
 
     Mono is their mean and none of FFmpeg's own mixtures: those weigh channels by their speakers, and in floats give
@@ -101,7 +86,7 @@ def levels(samples: np.ndarray) -> np.ndarray:
     return ((samples.astype(np.float64) - silence) / full).astype(np.float32)
 
 
-def _data_bytes(file: Any) -> int | None:
+def _data_bytes(file: BinaryIO) -> int | None:
     """Bytes of sound that a RIFF header names; None where there is no such chunk."""
     file.seek(12)
     while len(head := file.read(8)) == 8:
@@ -112,11 +97,10 @@ def _data_bytes(file: Any) -> int | None:
     return None
 
 
-def resampler_to(rate: int) -> Any:
+def resampler_to(rate: int) -> av.AudioResampler:
     """A resampler of any sound to mono float32 of a rate."""
-    wanted: dict[str, Any] = {"format": "flt", "layout": "mono", "rate": rate}
     try:
         # One thread: handing each short frame to another one takes eight times as long.
-        return av.AudioResampler(**wanted, threads=1)
+        return av.AudioResampler("flt", "mono", rate, threads=1)
     except TypeError:  # PyAV before 19 has no such argument
-        return av.AudioResampler(**wanted)
+        return av.AudioResampler("flt", "mono", rate)

@@ -36,11 +36,9 @@ MAX_FRAMES = 100_000  # of a video that is a list of these
 SHOWN = 80  # characters of a reference that a message shows
 
 
-@dataclass(frozen=True)
-class Blob:
-    """A file's bytes, with a name for messages."""
+class _Named:
+    """A medium that messages call by its name."""
 
-    data: bytes = field(repr=False)
     name: str
 
     def __str__(self) -> str:
@@ -48,37 +46,36 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class AudioSamples:
+class Blob(_Named):
+    """A file's bytes, with a name for messages."""
+
+    data: bytes = field(repr=False)
+    name: str
+
+
+@dataclass(frozen=True)
+class AudioSamples(_Named):
     """Decoded sound: (N,) or (channels, N) samples, and how many there are a second."""
 
     samples: np.ndarray = field(repr=False)
     rate: int
     name: str
 
-    def __str__(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True)
-class OpenImage:
+class OpenImage(_Named):
     """An open PIL image."""
 
     image: Image = field(repr=False)
     name: str
 
-    def __str__(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True)
-class FrameList:
+class FrameList(_Named):
     """A video as its frames, which are images, in order."""
 
     images: tuple[str | Blob | OpenImage, ...]
     name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)

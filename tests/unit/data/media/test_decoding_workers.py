@@ -137,7 +137,7 @@ def test_the_media_of_a_row_share_its_time(media: Path) -> None:
     workers = DecodingWorkers(1, 30.0, 2048)
     row = Row((), source="x:1", root=media)
     workers.image("a.png", row)
-    workers._at_work.seconds = 31.0
+    workers._current.seconds = 31.0
     with pytest.raises(RowError, match="together takes longer than 30 s"):
         workers.image("b.png", row)
     workers.start(row)  # as when the same row is read in a later epoch, or the next one has no source either

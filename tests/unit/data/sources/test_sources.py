@@ -344,6 +344,13 @@ def test_a_stream_holds_a_window_of_rows(processor: Processor, folder: Path) -> 
     assert stream.next > 400 and most < 130  # type: ignore[union-attr]
 
 
+def test_a_stream_goes_back_before_its_window(processor: Processor, folder: Path) -> None:
+    stream = opened(processor, {"path": str(folder / "a.jsonl"), "stream": True}).rows.parts[0]
+    rows = [stream[index] for index in range(140)]
+    stream.forget(130)  # type: ignore[union-attr]
+    assert [stream[index] for index in (100, 3, 139)] == [rows[index] for index in (100, 3, 139)]
+
+
 def test_a_stream_to_evaluate_on_needs_a_number(processor: Processor, folder: Path) -> None:
     entry = {"path": str(folder / "a.jsonl"), "stream": True}
     assert len(opened(processor, entry, evaluation=True, max_rows=7)) == 7
