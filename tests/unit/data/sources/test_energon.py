@@ -1,14 +1,11 @@
 """Tars as Megatron-Energon prepares them: what `.nv-meta` says is read, and none of its code is run."""
 
-import io
-import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
+from support.row_files import png, write_tar
 
 from zoo.config.entries import DataEntry
 from zoo.config.schema import DataConfig
@@ -16,23 +13,6 @@ from zoo.data.sources.row_set import RowSet, open_rows
 from zoo.data.sources.rows import RowError
 from zoo.data.sources.tables import check_entry
 from zoo.errors import UserError
-
-
-def png() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "png")
-    return file.getvalue()
-
-
-def tar(path: Path, members: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name, value in members.items():
-            data = value if isinstance(value, bytes) else json.dumps(value).encode()
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-
 
 TURNS = [{"from": "human", "value": "<image>q"}, {"from": "gpt", "value": "a"}]
 
@@ -58,7 +38,7 @@ def rows(folder: Path, **entry: Any) -> RowSet:
 def vqa(folder: Path) -> None:
     for number in range(3):
         item = [{"value": f"q{number}"}, {"value": [f"a{number}"]}]
-        tar(folder / f"shards/{number}.tar", {"0.png": png(), "0.json": item, "1.png": png(), "1.json": item})
+        write_tar(folder / f"shards/{number}.tar", {"0.png": png(), "0.json": item, "1.png": png(), "1.json": item})
 
 
 def test_visual_question_answering(tmp_path: Path) -> None:
@@ -78,18 +58,20 @@ def test_visual_question_answering(tmp_path: Path) -> None:
 
 
 def test_captions_and_chatml(tmp_path: Path) -> None:
-    tar(tmp_path / "c/x.tar", {"0.png": png(), "0.txt": b"red"})
+    write_tar(tmp_path / "c/x.tar", {"0.png": png(), "0.txt": b"red"})
     fields = {"image": "png", "caption": "txt"}
     (row,) = rows(prepared(tmp_path / "c", "CaptioningSample", fields, train=["x.tar"]))
     assert row.messages[1] == ("assistant", "red")
-    tar(tmp_path / "m/x.tar", {"0.png": png(), "0.json": TURNS, "1.json": [{**one, "value": "q"} for one in TURNS]})
+    write_tar(
+        tmp_path / "m/x.tar", {"0.png": png(), "0.json": TURNS, "1.json": [{**one, "value": "q"} for one in TURNS]}
+    )
     fields = {"imgs": "png", "conversation": "json"}
     first, second = rows(prepared(tmp_path / "m", "ChatMLSample", fields, train=["x.tar"]))
     assert (len(first.images), len(second.images), first.messages[0].content) == (1, 0, "<image>q")
 
 
 def test_a_json_that_is_a_list_is_a_conversation(tmp_path: Path) -> None:
-    tar(tmp_path / "x.tar", {"0.png": png(), "0.json": TURNS})
+    write_tar(tmp_path / "x.tar", {"0.png": png(), "0.json": TURNS})
     (row,) = rows(tmp_path / "x.tar")
     assert row.messages == (("user", "<image>q"), ("assistant", "a")) and len(row.images) == 1
 
@@ -105,19 +87,19 @@ def test_a_json_that_is_a_list_is_a_conversation(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_bad_samples(fields: dict[str, str], members: dict[str, Any], words: str, tmp_path: Path) -> None:
-    tar(tmp_path / "x.tar", members)
+    write_tar(tmp_path / "x.tar", members)
     with pytest.raises(RowError) as caught:
         rows(prepared(tmp_path, "ChatMLSample", fields, train=["x.tar"]))[0]
     assert words in str(caught.value) and str(caught.value).isprintable()
 
 
 def test_code_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    tar(tmp_path / "x.tar", {"0.json": TURNS})
+    write_tar(tmp_path / "x.tar", {"0.json": TURNS})
     with pytest.raises(UserError, match="a sample_loader, which is code that zoo does not run; name how"):
         rows(prepared(tmp_path, "VQASample", None, train=["x.tar"]))
     with pytest.raises(UserError, match="the class Similarity"):
         rows(prepared(tmp_path, "Similarity", {"a": "b"}, train=["x.tar"]))
-    tar(tmp_path / "above.tar", {"0.json": TURNS})
+    write_tar(tmp_path / "above.tar", {"0.json": TURNS})
     inner = prepared(tmp_path / "inner", "VQASample", {"context": "json"}, train=["../above.tar"])
     with pytest.raises(UserError, match="which is no file of that folder"):
         rows(inner)

@@ -1,7 +1,6 @@
 """Rows of other formats and sets: what they become, and that the format is found by their keys or asked for."""
 
 import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.row_files import dialogue, png
 
 from zoo.data.sources.formats.choose import FORMATS
 from zoo.data.sources.formats.published_sets import SET_FORMATS
@@ -16,12 +16,6 @@ from zoo.data.sources.references import Access, AudioSamples, Blob, OpenImage
 from zoo.data.sources.rows import Row, RowError, make_row, read_rows
 
 ANSWERED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-def png(size: tuple[int, int] = (4, 4)) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size).save(file, "png")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -178,11 +172,6 @@ def test_weights_that_are_none(folder: Path, row: Any, message: Any, words: str)
     assert cause == "bad_row" and words in said
 
 
-def test_a_weight_of_a_question_is_refused(folder: Path) -> None:
-    item = {"messages": [{**ANSWERED[0], "weight": 1}, ANSWERED[1]]}
-    assert "only an assistant's answer carries loss" in refused(item, folder)[1]
-
-
 def test_the_format_is_asked_for_where_keys_do_not_show_it(folder: Path) -> None:
     cause, message = refused({"messages": ANSWERED, "text": "hi"}, folder)
     assert cause == "format"
@@ -211,9 +200,7 @@ def test_the_format_is_asked_for_where_keys_do_not_show_it(folder: Path) -> None
     ],
 )
 def test_images_of_every_kind(folder: Path, value: Any, kind: type) -> None:
-    (image,) = made(
-        {"messages": [{"role": "user", "content": "<image>"}, ANSWERED[1]], "images": [value]}, folder
-    ).images
+    (image,) = made(with_image(value), folder).images
     assert isinstance(image, kind)
 
 
@@ -225,7 +212,7 @@ def test_sounds_of_every_kind(folder: Path) -> None:
 
 
 def with_image(value: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "<image>"}, ANSWERED[1]], "images": [value]}
+    return dialogue("<image>", images=[value])
 
 
 def test_media_stay_under_the_root(folder: Path) -> None:
@@ -240,12 +227,6 @@ def test_media_stay_under_the_root(folder: Path) -> None:
         assert made(with_image(name), inside).images == (name,)
     for name in ("a.png", "near.png", str(inside / "a.png"), "../data/a.png"):
         assert made(with_image(name), inside, outside=False).images == (name,)
-
-
-def test_urls_are_refused_unless_allowed(folder: Path) -> None:
-    cause, message = refused(with_image("https://example.org/a.png"), folder)
-    assert cause == "url" and "set data.urls=true" in message
-    assert made(with_image("https://example.org/a.png"), folder, urls=True).images == ("https://example.org/a.png",)
 
 
 # ---------------------------------------------------------------- adapters
@@ -309,11 +290,6 @@ def test_llava_instruct_is_one_json_list(folder: Path) -> None:
     assert first.source.endswith("llava.json:1")
 
 
-def test_captions(folder: Path) -> None:
-    row = made({"image": "a.png", "caption": "A bus."}, folder, "captions")
-    assert row.messages == (("user", "<image>Describe the image."), ("assistant", "A bus."))
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -327,10 +303,3 @@ def test_captions(folder: Path) -> None:
 )
 def test_an_extra_column_names_the_format(row: dict[str, Any], words: str, folder: Path) -> None:
     assert words in refused(row, folder)[1]
-
-
-@pytest.mark.parametrize("key", ["messages", "text"])
-def test_what_the_hint_names_is_read(key: str, folder: Path) -> None:
-    row = {"messages": ANSWERED, "id": 3} if key == "messages" else {"text": "7", "id": 3}
-    assert f"format: {key}}}" in refused(row, folder)[1]
-    assert made(row, folder, key)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.row_files import dialogue, write_jsonl, write_tar
 
 from zoo.config.entries import DataEntry, parse_entry
 from zoo.data.sources.identity import DIGESTS, difference, digests_of_rows
@@ -17,16 +18,11 @@ PIXEL = b"\x89PNG one"
 
 
 def item(number: int) -> dict[str, Any]:
-    question, answer = f"What is {number}?", f"It is {number}."
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "weight": 1.0}
+    return dialogue(f"What is {number}?", f"It is {number}.", weight=1.0)
 
 
 def jsonl(folder: Path, items: list[dict[str, Any]]) -> str:
-    folder.mkdir(exist_ok=True)
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in items), encoding="utf-8")
-    return str(path)
+    return write_jsonl(folder / "rows.jsonl", items)
 
 
 def parquet(folder: Path, items: list[dict[str, Any]]) -> str:
@@ -43,17 +39,7 @@ def saved(folder: Path, items: list[dict[str, Any]]) -> str:
 
 
 def tar(folder: Path, items: list[dict[str, Any]]) -> str:
-    import io
-    import tarfile
-
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(folder / "rows.tar", "w") as file:
-        for number, one in enumerate(items):
-            data = json.dumps(one).encode()
-            info = tarfile.TarInfo(f"{number:05}.json")
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return str(folder / "rows.tar")
+    return write_tar(folder / "rows.tar", {f"{number:05}.json": item for number, item in enumerate(items)})
 
 
 KINDS = {"jsonl": jsonl, "parquet": parquet, "saved": saved, "tar": tar}
@@ -64,8 +50,8 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def opened(path: str) -> Any:
-    return open_table(parse_entry(path, ""), lambda folder: Access(folder), fail, evaluation=False, key="data.train")
+def opened(entry: Any) -> Any:
+    return open_table(parse_entry(entry, ""), Access, fail, evaluation=False, key="data.train")
 
 
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
@@ -127,20 +113,14 @@ def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path)
     )
 
     def rows(data: bytes) -> Any:
-        return opened_entry(DataEntry(rows=[{**row, "images": [{"bytes": data, "path": None}]}]))
+        return opened({"rows": [{**row, "images": [{"bytes": data, "path": None}]}]})
 
     known = digests_of_rows("rows", rows(PIXEL))
     assert difference(known, rows(PIXEL)) is None and difference(known, rows(PIXEL[:-1] + b"f")) is not None
 
 
-def opened_entry(entry: DataEntry) -> Any:
-    return open_table(entry, lambda folder: Access(folder), fail, evaluation=False, key="data.train")
-
-
 def stream(path: str) -> Any:
-    return open_stream(
-        DataEntry(path=path, stream=True), lambda folder: Access(folder), evaluation=False, key="data.train"
-    )
+    return open_stream(DataEntry(path=path, stream=True), Access, evaluation=False, key="data.train")
 
 
 @pytest.mark.parametrize("count", [10, 300])

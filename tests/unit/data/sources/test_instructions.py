@@ -97,9 +97,8 @@ def test_a_video_of_llava_video_has_its_own_placeholder(folder: Path) -> None:
 
 
 def test_text_and_answer_of_one_row_are_asked_about(folder: Path) -> None:
-    with pytest.raises(RowError, match="has both 'text' and 'instruction' with 'output'; name the one to read: "):
-        made({"instruction": "q", "output": "a", "text": "all"}, folder)
-    with pytest.raises(RowError, match=r"format: text or alpaca}"):
+    words = "has both 'text' and 'instruction' with 'output'; name the one to read: .*format: text or alpaca}"
+    with pytest.raises(RowError, match=words):
         made({"instruction": "q", "output": "a", "text": "all"}, folder)
 
 

@@ -1,6 +1,5 @@
 """Where rows may come from: files, data sets, tars, streams, objects; mixed, split and resumed."""
 
-import io
 import json
 import tarfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 from PIL import Image
+from support.row_files import dialogue, png, write_jsonl, write_tar
 
 from zoo.config.entries import DataEntry, check_entries, parse_entry
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
@@ -26,20 +26,8 @@ from zoo.errors import ConfigError, UserError
 BUDGET = 512
 
 
-def png(shade: int, size: tuple[int, int] = (32, 32)) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size, (shade, shade, shade)).save(file, "png")
-    return file.getvalue()
-
-
 def said(number: int, **more: Any) -> dict[str, Any]:
-    turns = [("user", f"Say {number}."), ("assistant", str(number))]
-    return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
+    return dialogue(f"Say {number}.", str(number), **more)
 
 
 def opened(processor: Processor, *entries: Any, data: DataConfig | None = None, **options: Any) -> SampleSource:
@@ -178,15 +166,6 @@ def test_rows_as_objects(processor: Processor) -> None:
 # ---------------------------------------------------------------- tars
 
 
-def tar(path: Path, members: dict[str, bytes]) -> str:
-    with tarfile.open(path, "w") as file:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return str(path)
-
-
 def see(number: int, **more: Any) -> bytes:
     item = said(number, **more)
     item["messages"][0]["content"] = "<image>What?"
@@ -194,11 +173,11 @@ def see(number: int, **more: Any) -> bytes:
 
 
 def test_tars_of_samples(processor: Processor, tmp_path: Path) -> None:
-    tar(
+    write_tar(
         tmp_path / "shard-000.tar",
         {"a/0001.json": see(1), "a/0001.png": png(1), "a/0002.json": see(2, image="png"), "a/0002.png": png(2)},
     )
-    tar(
+    write_tar(
         tmp_path / "shard-001.tar",
         {"0003.json": see(3, images=["0003.left.png"]), "0003.right.png": png(9), "0003.left.png": png(3)},
     )
@@ -220,7 +199,7 @@ def test_tars_of_frames_settings_and_rejected_images(processor: Processor, tmp_p
         "rejected_images": ["1.b.png"],
     }  # fmt: skip
     members = {f"1.{name}.png": png(number) for number, name in enumerate(("f0", "f1", "a", "b"))}
-    read = opened(processor, tar(tmp_path / "x.tar", {"1.json": json.dumps(row).encode(), **members})).rows.row(0)
+    read = opened(processor, write_tar(tmp_path / "x.tar", {"1.json": json.dumps(row).encode(), **members})).rows.row(0)
     assert isinstance(read.rejected, Row)
     files = [file for medium in (*read.videos, *read.images, *read.rejected.images) for file in files_of(medium)]
     assert [isinstance(file, Blob) and file.data for file in files] == [png(number) for number in range(4)]
@@ -239,7 +218,7 @@ def test_tars_of_frames_settings_and_rejected_images(processor: Processor, tmp_p
 def test_bad_samples_of_tars(
     processor: Processor, tmp_path: Path, members: dict[str, bytes], cause: str, words: str
 ) -> None:
-    path = tar(tmp_path / "x.tar", members)
+    path = write_tar(tmp_path / "x.tar", members)
     source = opened(processor, path, data=DataConfig(on_error="skip"), bad_rows=tmp_path / "bad.jsonl")
     assert source.sample(0) is None and source.counts == {cause: 1}
     listed = json.loads((tmp_path / "bad.jsonl").read_text())
@@ -247,7 +226,7 @@ def test_bad_samples_of_tars(
 
 
 def test_captions_of_tars_and_tars_that_are_none(processor: Processor, tmp_path: Path) -> None:
-    path = tar(tmp_path / "x.tar", {"1.png": png(1), "1.txt": b"A bus."})
+    path = write_tar(tmp_path / "x.tar", {"1.png": png(1), "1.txt": b"A bus."})
     assert answers(opened(processor, {"path": path, "format": "captions"})) == ["A bus."]
     with tarfile.open(tmp_path / "y.tar", "w:gz"):
         pass
@@ -259,13 +238,13 @@ def test_captions_of_tars_and_tars_that_are_none(processor: Processor, tmp_path:
 
 
 def test_rows_held_out_are_the_others(processor: Processor, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [said(number) for number in range(400)])
+    path = write_jsonl(tmp_path / "x.jsonl", [said(number) for number in range(400)])
     entry = {"path": path, "held_out": 0.1}
     train, held = opened(processor, entry), opened(processor, entry, evaluation=True)
     assert sorted(answers(train) + answers(held), key=int) == [str(number) for number in range(400)]
     assert 25 < len(held) < 60
     assert answers(opened(processor, {**entry, "seed": 1}, evaluation=True)) != answers(held)
-    longer = write(tmp_path / "y.jsonl", [said(number) for number in range(500)])
+    longer = write_jsonl(tmp_path / "y.jsonl", [said(number) for number in range(500)])
     more = answers(opened(processor, {**entry, "path": longer}, evaluation=True))
     assert more[: len(held)] == answers(held)
 
@@ -303,9 +282,9 @@ MIXTURES: dict[str, Callable[[Path], list[Any]]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
-    write(folder / "a.jsonl", [said(number) for number in range(50)])
-    write(folder / "b.jsonl", [said(number) for number in range(100, 300)])
-    write(folder / "t.jsonl", [{"text": f"Once {number}.", "id": number} for number in range(30)])
+    write_jsonl(folder / "a.jsonl", [said(number) for number in range(50)])
+    write_jsonl(folder / "b.jsonl", [said(number) for number in range(100, 300)])
+    write_jsonl(folder / "t.jsonl", [{"text": f"Once {number}.", "id": number} for number in range(30)])
     datasets.Dataset.from_list([said(number) for number in range(40)]).to_parquet(folder / "p.parquet")
     return folder
 
@@ -362,11 +341,11 @@ def test_a_stream_of_bad_rows_ends_with_a_sentence(
     processor: Processor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zoo.data.loading.sample_source.BAD_IN_A_ROW", 50)
-    path = write(tmp_path / "x.jsonl", [{"messages": []}])
+    path = write_jsonl(tmp_path / "x.jsonl", [{"messages": []}])
     source = opened(processor, {"path": path, "stream": True}, data=DataConfig(on_error="skip"))
     with pytest.raises(UserError, match=r"50 rows one after the other are bad, the last: .*x.jsonl:1: 'messages' is"):
         BatchLoader(source, recipe(), prefetch=False).next_step()
-    write(tmp_path / "x.jsonl", [])
+    write_jsonl(tmp_path / "x.jsonl", [])
     with pytest.raises(UserError, match="the stream has no rows"):
         BatchLoader(opened(processor, {"path": path, "stream": True}), recipe(), prefetch=False).next_step()
 
@@ -388,8 +367,8 @@ def test_epochs_of_a_stream_cannot_be_counted(processor: Processor, folder: Path
         ({}, "an entry has neither; exactly one of path and hub"),
         ({"path": "x", "hub": "a/b"}, "an entry has path and hub"),
         ({"path": 3}, "path=3: wanted a text"),
-        ({"path": "x", "weight": "1"}, "weight='1': wanted a number"),
-        ({"path": "x", "weight": True}, "weight=True: wanted a number"),
+        ({"path": "x", "weight": "1"}, "weight=1: wanted a number"),
+        ({"path": "x", "weight": True}, "weight=true: wanted a number"),
         ({"path": "x", "weight": 0}, "weight=0 of x: wanted a number above 0"),
         ({"path": "x", "epochs": -1}, "epochs=-1 of x"),
         ({"path": "x", "held_out": 1.5}, "held_out=1.5 of x: wanted a number above 0, below 1"),

@@ -1,13 +1,12 @@
 """Roles by their many names, tool calls and tools: what they become in a row."""
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from support.row_files import write_tar
 
 from zoo.config.entries import DataEntry
 from zoo.data.sources.identity import digest_of
@@ -90,11 +89,6 @@ def test_further_names_of_roles_and_losses() -> None:
     assert row.answer_weights == [0.0, 1.0]
 
 
-def test_an_answer_of_nothing_but_calls_is_no_empty_answer() -> None:
-    with pytest.raises(RowError, match="empty assistant answer"):
-        made({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})
-
-
 OBJECTS = {"ref": ["sheep"], "bbox": [[0, 0.5, 0.25, 1.2]], "bbox_type": "norm1"}
 BOXED = [{"role": "user", "content": "Find the <ref-object>."}, {"role": "assistant", "content": "Here: <bbox>"}]
 
@@ -153,12 +147,7 @@ def _written(source: str, dataset: Any, filled: list[dict[str, Any]], folder: Pa
         path = folder / "x.rows.arrow"
         write_objects(filled, path, "rows")
     else:
-        with tarfile.open(path, "w") as file:
-            for number, row in enumerate(filled):
-                data = json.dumps(row).encode()
-                member = tarfile.TarInfo(f"{number}.json")
-                member.size = len(data)
-                file.addfile(member, io.BytesIO(data))
+        write_tar(path, {f"{number}.json": row for number, row in enumerate(filled)})
     return DataEntry(path=str(path), stream=source == "stream")
 
 
@@ -243,9 +232,5 @@ def test_names_and_further_weights_of_a_message() -> None:
 
 
 def test_an_empty_answer_among_others_is_kept() -> None:
-    assert [one.content for one in made({"messages": [USER, says(""), USER, says("x")]}).messages] == [
-        "q",
-        "",
-        "q",
-        "x",
-    ]
+    row = made({"messages": [USER, says(""), USER, says("x")]})
+    assert [message.content for message in row.messages] == ["q", "", "q", "x"]
