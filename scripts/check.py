@@ -64,9 +64,9 @@ def mirror(name: str) -> str:
 def distances(files: Iterable[str], texts: Mapping[str, str]) -> dict[str, int]:
     """How far each file of tests is from a change of `files`, given the texts of all programs; without those out of reach.
 
-    0: changed itself. 1: called after a changed file or its family, or names a file that is no module of zoo. 2: imports
-    it. 3: stands in the folder of its unit tests. n + 2: reaches it by n imports, of which one is from a family's tests to
-    its files, whose names stand in recipes alone.
+    0: changed itself. 1: called after a changed file, its folder or its family, or names a file that is no module of
+    zoo. 2: imports it. 3: stands in the folder of its unit tests. n + 2: reaches it by n imports, of which one is from a
+    family's tests to its files, whose names stand in recipes alone.
     """
     files = list(files)
     tests = [name for name in texts if Path(name).name.startswith("test_")]
@@ -77,11 +77,11 @@ def distances(files: Iterable[str], texts: Mapping[str, str]) -> dict[str, int]:
             reached.setdefault(name, distance)
 
     def called(name: str) -> set[str]:
-        """Tests that are called after a source file, or after the family that it belongs to."""
+        """Tests that are called after a source file, or after the folder or family that it belongs to."""
         if name.startswith(FAMILIES):
             words, folder = [part.partition(".")[0] for part in Path(name).parts[1:]], "tests/"
         else:
-            words, folder = [Path(name).stem], mirror(name)
+            words, folder = [Path(name).stem, Path(name).parent.name], mirror(name)
         starts = tuple(f"test_{word}" for word in words)
         return {test for test in tests if test.startswith(folder) and Path(test).name.startswith(starts)}
 

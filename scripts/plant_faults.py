@@ -22,41 +22,41 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, which stands once in the file, becomes `new`."""
+    """`old`, which stands once in the source, becomes `new`."""
 
-    file: str
     old: str
     new: str
 
-    def planted(self, root: Path) -> str:
-        """The file's text with the fault; raises ValueError where `old` does not stand in it once."""
-        text = (root / self.file).read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.file} has {text.count(self.old)} times {self.old!r}, wanted 1: update this script")
-        return text.replace(self.old, self.new)
+    def path(self, root: Path) -> Path:
+        """The file of zoo that holds `old`; raises ValueError where it does not stand there once."""
+        texts = {path: path.read_text(encoding="utf-8") for path in (root / "zoo").rglob("*.py")}
+        paths = [path for path, text in texts.items() for _ in range(text.count(self.old))]
+        if len(paths) != 1:
+            raise ValueError(
+                f"zoo has {len(paths)} times {self.old!r}, wanted 1: bring scripts/plant_faults.py up to date"
+            )
+        return paths[0]
 
 
 FAULTS = {
-    "zigzag-split": Fault("zoo/packing/context.py", "offset + (2 * size - 1 - rank) * chunk", "offset + (size + rank) * chunk"),
-    "label-mask": Fault("zoo/data/processors/labels.py", "found[start:end] = weight", "found[start + 1 : end] = weight"),
-    "mtp-padding": Fault("zoo/steps/shard.py", "exists = (parts.token_index >= depth) & ~parts.padding_mask", "exists = parts.token_index >= 0"),
+    "zigzag-split": Fault("offset + (2 * size - 1 - rank) * chunk", "offset + (size + rank) * chunk"),
+    "label-mask": Fault("[start:end] = weight", "[start + 1 : end] = weight"),
+    "mtp-padding": Fault("exists = (parts.token_index >= depth) & ~parts.padding_mask", "exists = parts.token_index >= 0"),
     "qkv-axis": Fault(
-        "zoo/bridge/mapping/transforms.py",
         "grouped = tensor.reshape(dims.kv_heads, ratio + 2, dims.head_dim, *tail)",
         "grouped = tensor.reshape(ratio + 2, dims.kv_heads, dims.head_dim, *tail).transpose(0, 1)",
     ),
-    "retention": Fault("zoo/checkpoint/selection.py", "[: len(found) - keep]", "[: len(found) - keep + 1]"),
-    "loss-scale": Fault("zoo/training/step_metrics.py", "return world.dp_size * self.batches / (known", "return self.batches / (known"),
-    "planner-bytes": Fault("zoo/planner/memory.py", "else float(FP32)),", "else 2.0),"),
-    "key-default": Fault("zoo/config/schema/train.py", "keep: int = number(2, ", "keep: int = number(3, "),
+    "retention": Fault(" - keep]", " - keep + 1]"),
+    "loss-scale": Fault("return world.dp_size * self.batches / (known", "return self.batches / (known"),
+    "planner-bytes": Fault("else float(FP32)),", "else 2.0),"),
+    "key-default": Fault("keep: int = number(2, ", "keep: int = number(3, "),
     "mrope-reset": Fault(
-        "zoo/steps/vision.py",
         "positions = _sample(segment[:length], left)",
         "positions = _sample(segment[:length], left) + sum(piece.shape[1] for piece in pieces)",
     ),
-    "bin-over-budget": Fault("zoo/packing/binning.py", "left = self.budget - opening[0]", "left = self.budget"),
-    "tied-export": Fault("zoo/bridge/mapping/rules.py", "return self.tied_to is None or not dims.tied", "return True"),
-    "clip-norm": Fault("zoo/optim/adamw.py", "most / (norm + 1e-6)", "most / (2 * norm + 1e-6)"),
+    "bin-over-budget": Fault("left = self.budget - opening[0]", "left = self.budget"),
+    "tied-export": Fault("return self.tied_to is None or not dims.tied", "return True"),
+    "clip-norm": Fault("most / (norm + 1e-6)", "most / (2 * norm + 1e-6)"),
 }  # fmt: skip
 
 
@@ -80,9 +80,9 @@ def copy(folder: Path) -> None:
 
 def check(fault: Fault, folder: Path, *arguments: str) -> tuple[float, list[str], str]:
     """Seconds that the check of a copy with the fault takes, the tests that fail, and what it writes."""
-    path = folder / fault.file
-    right, planted = path.read_text(encoding="utf-8"), fault.planted(folder)
-    path.write_text(planted, encoding="utf-8")
+    path = fault.path(folder)
+    right = path.read_text(encoding="utf-8")
+    path.write_text(right.replace(fault.old, fault.new), encoding="utf-8")
     began = time.monotonic()
     try:
         done = subprocess.run(

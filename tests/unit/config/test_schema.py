@@ -1,13 +1,17 @@
 """The schema is the documentation: every key has a sentence, and the choices it names are keys."""
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import zoo
 from zoo.config.layers.keys import keys
 from zoo.config.schema import Recipe, TrainConfig
+
+DEFAULTS = Path(__file__).parents[2] / "golden" / "defaults.json"
 
 
 def test_every_key_has_its_docstring() -> None:
@@ -36,6 +40,11 @@ def test_choices_are_literals_and_help_says_each_field() -> None:
         cls = get_type_hints(Recipe)[section] if section else Recipe
         assert key.doc in " ".join((cls.__doc__ or "").split())
     assert "log (LogConfig): Where metrics go, besides train.jsonl." in (Recipe.__doc__ or "")
+
+
+def test_a_default_changes_on_purpose_alone() -> None:
+    """Defaults are public: a change goes into CHANGELOG.md, and then into the file."""
+    assert {name: key.default for name, key in keys(Recipe).items()} == json.loads(DEFAULTS.read_text())
 
 
 def test_repr_is_what_differs_from_the_defaults() -> None:
