@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 # What the system says of a file system that is gone, by its name in `errno`: not every system has all of them.
-LOST = (
+LOST = [
     "EIO",
     "ESTALE",
     "ENOTCONN",
@@ -22,7 +22,7 @@ LOST = (
     "ENODEV",
     "ENXIO",
     "ESHUTDOWN",
-)
+]
 
 LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
 SEVERAL = 6000  # characters of one that tells several mistakes, a line each
@@ -42,7 +42,9 @@ def printable(text: str, most: int | None = None) -> str:
     text = _short(text, most)
     if text.isprintable():
         return text
-    escapes = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    escapes = (
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
     return _short("".join(escapes), most)
 
 
@@ -57,14 +59,14 @@ def _short(text: str, most: int | None) -> str:
     return f"{text[: most * 2 // 3]}...{text[3 + most * 2 // 3 - most :]}"
 
 
-def file_error(error: OSError, place: str | Path | None = None, hint: str = "") -> UserError | None:
+def file_error(error: OSError, path: str | Path | None = None, hint: str = "") -> UserError | None:
     """What the operating system refuses about a file, as a mistake that the user can fix.
 
     Args:
-        place: the file or folder, where the error names none. With neither there is nothing to say: None.
+        path: the file or folder, where the error names none. With neither there is nothing to say: None.
         hint: what else would help where there is no space.
     """
-    name = error.filename if error.filename is not None else place
+    name = error.filename if error.filename is not None else path
     if name is None:
         return None
     code = errno.errorcode.get(error.errno or 0, "")
@@ -82,36 +84,38 @@ def file_error(error: OSError, place: str | Path | None = None, hint: str = "") 
             f"written whole is still good once it is back"
         )
     if code in ("EMFILE", "ENFILE"):
-        return UserError(f"{name}: can't be opened: {_files()}")
+        return UserError(
+            f"{name}: can't be opened: this process may have {_limit('RLIMIT_NOFILE')} files open (ulimit -n); raise that"
+        )
     return UserError(f"{name}: {error.strerror}")
 
 
 def _no_space(code: str, path: Path) -> str:
     if code == "EFBIG":
         return f"files may have {_limit('RLIMIT_FSIZE')} bytes here (ulimit -f); raise that"
-    what = "the quota is used up" if code == "EDQUOT" else "no space left on the disk"
-    found = disk(path)
-    if found is None:
-        return f"{what}; free some, or give a place on another disk"
-    free, total, nodes = found
+    reason = "the quota is used up" if code == "EDQUOT" else "no space left on the disk"
+    free_total = disk(path)
+    if free_total is None:
+        return f"{reason}; free some, or give a place on another disk"
+    free, total, nodes = free_total
     if code == "ENOSPC" and not nodes:
         return "no more files fit on the disk (its inodes are used up); delete some, or give a place on another disk"
-    return f"{what} ({size(free)} of {size(total)} are free); free some, or give a place on another disk"
+    return f"{reason} ({size(free)} of {size(total)} are free); free some, or give a place on another disk"
 
 
 def disk(path: Path) -> tuple[int, int, bool] | None:
     """(bytes free, bytes in all, whether more files fit) of the disk that a file lies on or would; None if it is lost."""
     for folder in (path, *path.absolute().parents):
         try:
-            found = os.statvfs(folder)
+            stats = os.statvfs(folder)
         except FileNotFoundError:
             continue
         except OSError:
             return None
         return (
-            found.f_bavail * found.f_frsize,
-            found.f_blocks * found.f_frsize,
-            found.f_favail > 0 or not found.f_files,
+            stats.f_bavail * stats.f_frsize,
+            stats.f_blocks * stats.f_frsize,
+            stats.f_favail > 0 or not stats.f_files,
         )
     return None
 
@@ -129,10 +133,6 @@ def part_of(part: float, whole: float) -> str:
     number, unit = size(whole).split()
     scale = whole / float(number) if float(number) else 1.0
     return f"{part / scale:.3g} of {number} {unit}"
-
-
-def _files() -> str:
-    return f"this process may have {_limit('RLIMIT_NOFILE')} files open (ulimit -n); raise that"
 
 
 def _limit(name: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zoo.errors import UserError, file_error, printable
+from zoo.types import JsonObject
 
 BLOCK = 4096  # bytes; direct writes begin, end and lie in memory at multiples
 JSON_BYTES = 2**24  # of a config, a tokenizer's settings, an index: published ones have 4 MB at most
@@ -207,7 +208,7 @@ def unheld(path: Path) -> Iterator[bool]:
         yield True
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Plain values with None in the place of numbers that JSON does not have (nan, inf)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -306,7 +307,7 @@ def parse_json(
     raise error(_too_deep(name, deepest))
 
 
-def read_object(path: str | Path, *, error: type[UserError] = UserError, **limits: Any) -> dict[str, Any]:
+def read_object(path: str | Path, *, error: type[UserError] = UserError, **limits: Any) -> JsonObject:
     """`read_json` of a file that must hold an object."""
     value = read_json(path, error=error, **limits)
     if not isinstance(value, dict):
@@ -323,21 +324,21 @@ def _too_deep(name: str | Path, deepest: int) -> str:
     return f"{name}: its JSON is nested too deeply; at most {deepest} levels are read"
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
+    mapping: JsonObject = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"{key[:200]!r} is there twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
-def _within(value: Any) -> Iterable[Any]:
+def _within(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
     return names.get(type(value), "null")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from zoo.errors import printable
+from zoo.types import JsonMapping
 
 # Letters that mean something to a renderer of Markdown: those that a backslash makes plain everywhere, and further ones.
 _MARKS = re.compile(r"[\\`*{}\[\]#]|(?<![^\W_])_|_(?![^\W_])|^[-+=]")
@@ -47,7 +46,7 @@ def _markdown(package: str) -> Environment:
     return environment
 
 
-def render(package: str, template: str, **values: Any) -> Markup:
+def render(package: str, template: str, **values: object) -> Markup:
     """The HTML template of that name in a package's folder, filled with `values`.
 
     Every value is escaped, in attributes too, so a template must quote its attributes. What this returns is `Markup`:
@@ -56,7 +55,7 @@ def render(package: str, template: str, **values: Any) -> Markup:
     return Markup(_html(package).get_template(template).render(**values))
 
 
-def render_markdown(package: str, template: str, **values: Any) -> Markdown:
+def render_markdown(package: str, template: str, **values: object) -> Markdown:
     """The Markdown template of that name, filled with `values`: each becomes text of one line, also in a table or a heading.
 
     Its filters write what is no plain text: `front_matter` (a mapping), `fenced` (lines of code) and `code` (a few words of it).
@@ -72,7 +71,7 @@ def escape_markdown(value: object) -> Markdown:
     return Markdown(_FURTHER.sub(lambda match: f"&#{ord(match[0])};", str(escape(marked))))
 
 
-def front_matter(values: Mapping[str, Any]) -> Markdown:
+def front_matter(values: JsonMapping) -> Markdown:
     """The YAML at the top of a page, which says what the page is about."""
     return Markdown(f"---\n{yaml.safe_dump(dict(values), sort_keys=False)}---")
 

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from zoo.errors import UserError, printable
 from zoo.files import read_object
+from zoo.types import JsonObject
 
 type Check = Callable[[Any], bool]
 
@@ -25,7 +26,7 @@ def read_record(
     hint: str,
     error: type[UserError] = UserError,
     **limits: Any,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The object that a file of JSON holds, whose fields `conforms` has checked.
 
     Args:
@@ -47,7 +48,7 @@ def read_record(
     return record
 
 
-def line_of_json(line: str | bytes) -> dict[str, Any] | None:
+def line_of_json(line: str | bytes) -> JsonObject | None:
     """The object that a line holds; None where it holds none, such as a line that was not written to its end."""
     try:
         value = json.loads(line.decode("utf-8", errors="replace") if isinstance(line, bytes) else line)
@@ -68,7 +69,7 @@ def reading_back(name: str | Path, hint: str) -> Iterator[None]:
         raise UserError(f"{name} is not what zoo writes there ({said}); {hint}") from error
 
 
-def conforms(record: Any, fields: Mapping[str, Check], required: tuple[str, ...] = ()) -> TypeGuard[dict[str, Any]]:
+def conforms(record: object, fields: Mapping[str, Check], required: tuple[str, ...] = ()) -> TypeGuard[JsonObject]:
     """Whether it is a mapping that has the `required` keys, and whose `fields` are what their checks want, where they are there."""
     return (
         isinstance(record, dict)
@@ -77,47 +78,47 @@ def conforms(record: Any, fields: Mapping[str, Check], required: tuple[str, ...]
     )
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """A whole number of 0 to 10^15: steps, bytes, rows."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 10**15
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """A finite number of no absurd size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
 
 
-def is_measure(value: Any) -> bool:
+def is_measure(value: object) -> bool:
     """A number, or null, which JSON has for one that is not finite."""
     return value is None or is_number(value)
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: object) -> bool:
     """Seconds since 1970."""
     return is_number(value) and 0 <= value <= 2**32
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """A text."""
     return isinstance(value, str)
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     """A mapping."""
     return isinstance(value, dict)
 
 
-def are_numbers(value: Any) -> bool:
+def are_numbers(value: object) -> bool:
     """A list of numbers."""
     return isinstance(value, list) and all(map(is_number, value))
 
 
-def are_texts(value: Any) -> bool:
+def are_texts(value: object) -> bool:
     """A list of texts."""
     return isinstance(value, list) and all(map(is_text, value))
 
 
-def is_texts_by_name(value: Any) -> bool:
+def is_texts_by_name(value: object) -> bool:
     """A mapping to texts."""
     return isinstance(value, dict) and all(map(is_text, value.values()))
 
@@ -127,12 +128,12 @@ def list_of(fields: Mapping[str, Check], required: tuple[str, ...] = ()) -> Chec
     return lambda value: isinstance(value, list) and all(conforms(entry, fields, required) for entry in value)
 
 
-def are_counts(value: Any) -> bool:
+def are_counts(value: object) -> bool:
     """A mapping to counts."""
     return isinstance(value, dict) and all(map(is_count, value.values()))
 
 
-def are_scores(value: Any) -> bool:
+def are_scores(value: object) -> bool:
     """A mapping to mappings to measures: the scores by kind of row."""
     return isinstance(value, dict) and all(
         isinstance(scores, dict) and all(map(is_measure, scores.values())) for scores in value.values()

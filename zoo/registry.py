@@ -80,14 +80,14 @@ class UnknownFamilyError(UserError):
 
 def families() -> dict[str, ModelFamily]:
     """All families: those of `zoo.models` and those of installed packages, by name."""
-    found: dict[str, ModelFamily] = {}
+    by_name: dict[str, ModelFamily] = {}
     for info in pkgutil.iter_modules(importlib.import_module("zoo.models").__path__):
         family = importlib.import_module(f"zoo.models.{info.name}").FAMILY
-        found[family.name] = family
+        by_name[family.name] = family
     for entry in entry_points(group="zoo.families"):
         family = entry.load()
-        found[family.name] = family
-    return found
+        by_name[family.name] = family
+    return by_name
 
 
 def get_family(name: str) -> ModelFamily:
@@ -116,9 +116,9 @@ def imported(name: str, key: str) -> Any:
         sys.path.insert(0, folder)
     try:
         with calling(f"{key}={printable(name, 100)}"):
-            found: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
+            value: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except Exception as error:  # of the user's module, whatever it raises
         reason = printable(f"{type(error).__name__}: {error}", 300)
         raise UserError(
@@ -127,7 +127,7 @@ def imported(name: str, key: str) -> Any:
     finally:
         if not there and folder in sys.path:
             sys.path.remove(folder)
-    return found
+    return value
 
 
 def _of_file(name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from zoo.errors import ConfigError, UserError
+from zoo.errors import ConfigError, UserError, printable
 
 _OPTION = re.compile(r"--\w[\w.\-\[\]]*")
 _FILE_OPTIONS = ("config", "config_file", "config_path", "yaml")  # how other trainers name their file
@@ -21,13 +21,13 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
     Raises:
         UserError: an option that is neither one of `flags` nor has a value.
     """
-    given, rest = set(), []
+    given_flags, rest = set(), []
     pending = list(arguments)
     foreign = any(_OPTION.fullmatch(argument) and _is_foreign(argument) for argument in arguments)
     while pending:
         argument = pending.pop(0)
         if argument in flags:
-            given.add(argument)
+            given_flags.add(argument)
         elif not argument.startswith("-") or "=" in argument:
             rest.append(argument)
         elif pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags):
@@ -41,7 +41,7 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
             rest.append(f"{argument.removeprefix('--')}=true")
         else:
             raise UserError(f"{argument}: {_hint(argument, flags)}")
-    return given, rest
+    return given_flags, rest
 
 
 def is_entry(text: str) -> bool:
@@ -83,22 +83,22 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
         ConfigError: no recipe is named, or an argument is no override.
     """
     _refuse_spaces(arguments)
-    given, overrides = [], []
+    recipes, overrides = [], []
     for argument in arguments:
         if argument.removeprefix("--").startswith("recipe="):
-            given.append(argument.partition("=")[2])
+            recipes.append(argument.partition("=")[2])
         else:
             overrides.append(argument)
-    if len(given) > 1:
-        raise ConfigError(f"recipe is given {len(given)} times ({', '.join(given)}); give one")
-    if given and given[0]:
-        return given[0], overrides
+    if len(recipes) > 1:
+        raise ConfigError(f"recipe is given {len(recipes)} times ({', '.join(recipes)}); give one")
+    if recipes and recipes[0]:
+        return recipes[0], overrides
     from zoo.config.files import root_recipes
     from zoo.config.layers.keys import keys
     from zoo.config.schema import Recipe
 
     places = [argument for argument in overrides if "=" not in argument and argument not in keys(Recipe)]
-    if places and not given:
+    if places and not recipes:
         overrides.remove(places[0])
         return places[0], overrides
     for argument in overrides:
@@ -150,9 +150,9 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
     from zoo.config.schema import Recipe
 
     known = keys(Recipe)
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         key, equals, value = argument.removeprefix("--").partition("=")
-        after = list(arguments[place + 1 :])
+        after = list(arguments[index + 1 :])
         if key in known and not equals and after[:1] == ["="] and len(after) > 1:
             raise ConfigError(f"{key} = {after[1]}: write it without spaces: {key}={after[1]}")
         if key in known and not equals and after and not _OVERRIDE.match(after[0]):
@@ -164,7 +164,7 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
             if whole is not None:
                 raise ConfigError(f"{argument}: the shell has cut it at its spaces; quote it: '{whole}'")
         several = argument.split()
-        if len(several) > 1 and all(one.partition("=")[0] in known and "=" in one for one in several):
+        if len(several) > 1 and all(text.partition("=")[0] in known and "=" in text for text in several):
             raise ConfigError(f"{argument}: {len(several)} overrides in one pair of quotes; quote each by itself")
 
 
@@ -205,6 +205,26 @@ def split_values(
         problem = f"{' and '.join(missing)} missing" if missing else f"{places[len(wanted)]} is one too many"
         raise UserError(f"{problem}: {usage}")
     return places, values
+
+
+def split_own_keys(arguments: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of a subcommand's own keys (`key=value`, `--key=value`), and the other arguments."""
+    values: dict[str, str] = {}
+    others = []
+    for argument in arguments:
+        key, _, value = argument.removeprefix("--").partition("=")
+        if key in keys:
+            values[key] = value
+        else:
+            others.append(argument)
+    return values, others
+
+
+def whole_number(key: str, text: str) -> int:
+    """A whole number from 1, which `key=text` gives."""
+    if not text.isdecimal() or len(text) > 9 or not int(text):
+        raise UserError(f"{key}={printable(text, 200)}: wanted a whole number above 0")
+    return int(text)
 
 
 def _hint(argument: str, flags: Sequence[str]) -> str:

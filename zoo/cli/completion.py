@@ -80,37 +80,37 @@ def answers(line: str) -> list[str]:
     if verb not in VERBS:
         return []
     usage, known = _usage(VERBS[verb][0]), schema()
-    given, option = before[2:], "--" if word.startswith("--") else ""
-    last = given[-1] if given else ""
+    words, option = before[2:], "--" if word.startswith("--") else ""
+    last = words[-1] if words else ""
     key, equals, value = word.removeprefix(option).partition("=")
     if equals:
-        return [f"{option}{key}={text}" for text in _values(key, value, given)]
+        return [f"{option}{key}={text}" for text in _values(key, value, words)]
     if last.startswith("--") and last.removeprefix("--") in known:  # --key VALUE
-        return _values(last.removeprefix("--"), word, given)
+        return _values(last.removeprefix("--"), word, words)
     names = [f"{name}=" for name in _own_keys(usage)]
-    if _takes_recipe(usage):
+    if "recipe=NAME" in usage or "key of the recipe" in usage:
         names += _key_parts(key, known)
-    found = _starting(word, [*([] if given else _second_words(usage, verb)), *(option + name for name in names)])
+    completions = _starting(word, [*([] if words else _second_words(usage, verb)), *(option + name for name in names)])
     if word.startswith("-"):
-        found += _starting(word, [*_flags(usage), "--help"])
-    if word and "recipe=NAME" in usage and not _recipe_of(given):
-        found += _starting(word, recipe_names())
-    return list(dict.fromkeys(found))
+        completions += _starting(word, [*_flags(usage), "--help"])
+    if word and "recipe=NAME" in usage and not _recipe_of(words):
+        completions += _starting(word, recipe_names())
+    return list(dict.fromkeys(completions))
 
 
-def as_typed(found: Iterable[str], line: str, breaks: str = "") -> list[str]:
+def as_typed(candidates: Iterable[str], line: str, breaks: str = "") -> list[str]:
     """Answers in the form that a shell takes.
 
     Args:
-        found: what the line's last word may become.
+        candidates: what the line's last word may become.
         line: the command up to the cursor.
         breaks: bash's COMP_WORDBREAKS. It takes what stands behind the last of them, quoted; zsh, "", takes whole words.
     """
     if not breaks:
-        return list(found)
+        return list(candidates)
     typed = words_of(line)[-1]
     cut = max(typed.rfind(sign) + 1 if sign in breaks else 0 for sign in "=:")
-    return [re.sub(r"([^\w@%+=:,./~-])", r"\\\1", text[cut:]) for text in found]
+    return [re.sub(r"([^\w@%+=:,./~-])", r"\\\1", text[cut:]) for text in candidates]
 
 
 def words_of(line: str) -> list[str]:
@@ -154,15 +154,15 @@ def _keys_of(
             continue
         if node.target.id.startswith("_"):  # no key
             continue
-        key, kinds = (f"{prefix}{node.target.id}", {getattr(one, "id", "") for one in ast.walk(node.annotation)})
+        key, kinds = (f"{prefix}{node.target.id}", {getattr(part, "id", "") for part in ast.walk(node.annotation)})
         section = kinds & classes.keys()
         if section:
             yield from _keys_of(section.pop(), f"{key}.", classes, literals)
             continue
         named = [literals[kind] for kind in kinds if kind in literals]
-        choices = [one for one in (*ast.walk(node.annotation), *named) if _is_literal(one)]
+        choices = [part for part in (*ast.walk(node.annotation), *named) if _is_literal(part)]
         values = [ast.literal_eval(choice.slice) for choice in choices if isinstance(choice, ast.Subscript)]
-        listed = tuple(one for value in values for one in (value if isinstance(value, tuple) else (value,)))
+        listed = tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
         yield key, SchemaKey("bool" in kinds, listed)
 
 
@@ -173,7 +173,7 @@ def _key_parts(typed: str, known: Mapping[str, SchemaKey]) -> list[str]:
     return list(dict.fromkeys(f"{section}{name}{'.' if dot else '='}" for name, dot, _ in parts))
 
 
-def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
+def _values(key: str, typed: str, words: Sequence[str]) -> list[str]:
     """Values of a key that start as `typed` does."""
     known = schema().get(key)
     if key == "recipe":
@@ -182,7 +182,7 @@ def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
         kinds = {"task": "tasks", "adapter": "adapters", "family": "families"}
         return _starting(typed, names_in(kinds[key]))
     if key == "size":
-        return _or_files(_starting(typed, _sizes(_recipe_of(given), given)), typed)
+        return _or_files(_starting(typed, _sizes(_recipe_of(words), words)), typed)
     if key == "hardware":
         from zoo.config.gpus import GPUS
 
@@ -194,9 +194,9 @@ def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
     return _starting(typed, known.choices or (("true", "false") if known.boolean else ()))
 
 
-def _sizes(recipe: str, given: Sequence[str]) -> list[str]:
+def _sizes(recipe: str, words: Sequence[str]) -> list[str]:
     """Sizes of the family of a recipe: a name, or the path of a file."""
-    named = [text.partition("=")[2] for text in given if text.removeprefix("--").startswith("model.family=")]
+    named = [text.partition("=")[2] for text in words if text.removeprefix("--").startswith("model.family=")]
     recipes = folder()
     family_file = recipes / "families" / f"{matrix()[recipe].family if recipe in matrix() else ''}.yaml"
     for path in (family_file, recipes / f"{recipe}.yaml", Path(recipe).expanduser()):
@@ -207,9 +207,9 @@ def _sizes(recipe: str, given: Sequence[str]) -> list[str]:
     return sorted({path.stem for path in recipes.glob(f"sizes/{family}/*.yaml")}, key=size_order)
 
 
-def _recipe_of(given: Sequence[str]) -> str:
+def _recipe_of(words: Sequence[str]) -> str:
     """The recipe that the words before name, by `recipe=`, by `--recipe` or by itself; empty for none."""
-    for before, text in zip(("", *given), given, strict=False):
+    for before, text in zip(("", *words), words, strict=False):
         if text.removeprefix("--").startswith("recipe="):
             return text.partition("=")[2]
         if before == "--recipe" or (not before.startswith("--") and "=" not in text and not text.startswith("-")):
@@ -220,11 +220,11 @@ def _recipe_of(given: Sequence[str]) -> str:
 def _or_files(names: list[str], typed: str) -> list[str]:
     """Names, and YAML files; folders to look further in where there is no such name."""
     folder = typed[: typed.rfind("/") + 1]
-    place = Path(folder).expanduser()
-    if not place.is_dir():
+    directory = Path(folder).expanduser()
+    if not directory.is_dir():
         return names
-    found = sorted(path for path in place.iterdir() if not path.name.startswith("."))
-    files = [f"{folder}{path.name}{'/' if path.is_dir() else ''}" for path in found]
+    paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    files = [f"{folder}{path.name}{'/' if path.is_dir() else ''}" for path in paths]
     ends = (".yaml", ".yml") if names else (".yaml", ".yml", "/")
     return names + _starting(typed, [file for file in files if file.endswith(ends)])
 
@@ -243,10 +243,6 @@ def _own_keys(usage: str) -> list[str]:
 
 def _flags(usage: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"(?<![\w`-])\[?(--[a-z][a-z-]*)(?![\w.=-])", usage)))
-
-
-def _takes_recipe(usage: str) -> bool:
-    return "recipe=NAME" in usage or "key of the recipe" in usage
 
 
 def _second_words(usage: str, verb: str) -> list[str]:

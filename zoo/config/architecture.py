@@ -8,9 +8,9 @@ count: transformers keeps it and nothing reads it. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from zoo.errors import ConfigError, printable
+from zoo.types import JsonMapping, JsonObject
 
 WIDTH, HEADS, LAYERS, SIDE = 2**17, 2**12, 2**10, 2**14
 EXPERTS_OF_ALL_LAYERS = 2**18  # each has names of its own; 30,000 are published
@@ -117,33 +117,33 @@ WHOLES: dict[str, tuple[int, int]] = {
 EITHER = {"vision_feature_layer", "image_size", "patch_size", "eos_token_id"}  # one number, or a list of them
 LISTS = {*WHOLES, "layer_types", "image_grid_pinpoints", "architectures"}
 # What transformers takes and few decoders or towers here have: another architecture where it is anything else than this.
-ONLY: dict[str, Any] = {"per_layer_config": None, "is_causal": True}
+ONLY: JsonObject = {"per_layer_config": None, "is_causal": True}
 
 
-def check_arch(arch: Any, given: str = "config.json") -> None:
+def check_arch(arch: object, origin: str = "config.json") -> None:
     """ConfigError, one sentence, where an architecture has a value of another type or out of bounds.
 
     Args:
         arch: the dict of a config.json.
-        given: where it is from, for messages.
+        origin: where it is from, for messages.
     """
     if not isinstance(arch, Mapping):
-        raise ConfigError(f"{given}: it holds {_kind(arch)}; wanted a JSON object")
+        raise ConfigError(f"{origin}: it holds {_kind(arch)}; wanted a JSON object")
     for where, key, value in _entries(arch):
         said = _wrong(key, value)
         if said:
-            raise ConfigError(f"{given}: {printable(where, 200)} is {_shown(value)}; wanted {said}")
+            raise ConfigError(f"{origin}: {printable(where, 200)} is {_shown(value)}; wanted {said}")
     for part in _parts(arch):
         layers = part.get("num_hidden_layers") or 0
         experts = max(part.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         if layers * experts > EXPERTS_OF_ALL_LAYERS:
             raise ConfigError(
-                f"{given}: {layers} layers of {experts} experts are {layers * experts:,} in all; wanted at most "
+                f"{origin}: {layers} layers of {experts} experts are {layers * experts:,} in all; wanted at most "
                 f"{EXPERTS_OF_ALL_LAYERS:,}"
             )
 
 
-def refuse_unbuilt(arch: Mapping[str, Any], built: Iterable[str] = (), given: str = "config.json") -> None:
+def refuse_unbuilt(arch: JsonMapping, built: Iterable[str] = (), origin: str = "config.json") -> None:
     """ConfigError for a key of ONLY with another value, or a tower for sound that is null, but for keys in `built`."""
     for where, key, value in _entries(arch):
         wanted = None
@@ -152,10 +152,10 @@ def refuse_unbuilt(arch: Mapping[str, Any], built: Iterable[str] = (), given: st
         elif key == "audio_config" and value is None:
             wanted = "an object"
         if wanted and key not in built:
-            raise ConfigError(f"{given}: {printable(where, 200)} is {_shown(value)}; wanted {wanted}")
+            raise ConfigError(f"{origin}: {printable(where, 200)} is {_shown(value)}; wanted {wanted}")
 
 
-def _parts(arch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(arch: JsonMapping) -> Iterator[JsonMapping]:
     """The config and the configs within it."""
     waiting = [arch]
     while waiting:
@@ -164,7 +164,7 @@ def _parts(arch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         waiting += [value for value in part.values() if isinstance(value, Mapping)]
 
 
-def _entries(arch: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _entries(arch: JsonMapping) -> Iterator[tuple[str, str, object]]:
     """(path, key, value) of every entry, however deep."""
     waiting = [("", arch)]
     while waiting:
@@ -175,7 +175,7 @@ def _entries(arch: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 waiting.append((f"{prefix}{key}.", value))
 
 
-def _wrong(key: str, value: Any) -> str | None:
+def _wrong(key: str, value: object) -> str | None:
     """What is wanted in the place of a value; None where it is right. Whether null is, transformers says of a number."""
     if key in OBJECTS and not isinstance(value, Mapping):
         return "an object"
@@ -199,14 +199,14 @@ def _wrong(key: str, value: Any) -> str | None:
     return _wrong_number(value, bounds, whole=True) if bounds else None
 
 
-def _wrong_list(key: str, value: Any) -> str | None:
+def _wrong_list(key: str, value: object) -> str | None:
     alone = key in EITHER and not isinstance(value, list | tuple)
     wrong = (_wrong_number(entry, WHOLES[key], whole=True) for entry in ([value] if alone else _items(value)))
-    said = next((one for one in wrong if one), None) if alone or isinstance(value, list | tuple) else "whole numbers"
+    said = next((text for text in wrong if text), None) if alone or isinstance(value, list | tuple) else "whole numbers"
     return said and f"a list, each of its entries {said}" if not alone else said
 
 
-def _wrong_entries(key: str, value: Any) -> str | None:
+def _wrong_entries(key: str, value: object) -> str | None:
     """What is wanted in the place of layer_types, image_grid_pinpoints or another list of no numbers; None where it is right."""
     if not isinstance(value, list | tuple):
         return "a list"
@@ -219,7 +219,7 @@ def _wrong_entries(key: str, value: Any) -> str | None:
     return "a list of pairs [height, width] in pixels"
 
 
-def _wrong_number(value: Any, bounds: tuple[float, float], *, whole: bool) -> str | None:
+def _wrong_number(value: object, bounds: tuple[float, float], *, whole: bool) -> str | None:
     kind = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return kind
@@ -228,15 +228,15 @@ def _wrong_number(value: Any, bounds: tuple[float, float], *, whole: bool) -> st
     return None
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return KINDS.get(type(value), "a number")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as JSON has it, or the kind of a long one."""
     if isinstance(value, list | tuple | Mapping):
         return f"{_kind(value)} of {len(value)} entries"
@@ -247,7 +247,7 @@ def _shown(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(arch: JsonMapping) -> JsonMapping:
     """The language model's part of a Hugging Face config: where it lies differs between families."""
     thinker = arch.get("thinker_config")
     if isinstance(thinker, Mapping):
@@ -256,7 +256,7 @@ def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else arch
 
 
-def num_experts(arch: Mapping[str, Any]) -> int:
+def num_experts(arch: JsonMapping) -> int:
     """Experts of a mixture-of-experts layer; 0 for a dense model, also where its config has such a key.
 
     transformers has a model type of its own for each decoder with experts, "moe" in its name or "_next" at its end, and
@@ -275,7 +275,7 @@ _OF_ONE_PART = {key for key in (*WHOLE, *WHOLES) if not key.endswith("_token_id"
 _SHOWN = 3
 
 
-def refuse_misplaced(arch: Any, changes: Any, origin: str) -> None:
+def refuse_misplaced(arch: object, changes: object, origin: str) -> None:
     """ConfigError for a changed key that is not in the architecture but in another part of it.
 
     Such as `text_config.hidden_size` where `hidden_size` stands at the top, or the reverse. Keys that no part has pass: what
@@ -304,14 +304,14 @@ def refuse_misplaced(arch: Any, changes: Any, origin: str) -> None:
             near = []
         if near:
             where = f"{origin}: " if origin else ""
-            hints = ", ".join(f"model.arch.{'.'.join(one)}" for one in sorted(near)[:_SHOWN])
+            hints = ", ".join(f"model.arch.{'.'.join(hint)}" for hint in sorted(near)[:_SHOWN])
             name = printable(f"model.arch.{'.'.join(path)}", 200)
             raise ConfigError(f"{where}{name}: no such key; nearest: {hints}")
 
 
-def _paths(values: Mapping[Any, Any]) -> Iterator[tuple[str, ...]]:
+def _paths(values: Mapping[object, object]) -> Iterator[tuple[str, ...]]:
     """The path of every key, those of dicts included, without empty ones."""
-    waiting: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), values)]
+    waiting: list[tuple[tuple[str, ...], Mapping[object, object]]] = [((), values)]
     while waiting:
         prefix, part = waiting.pop()
         for key, value in part.items():
@@ -326,7 +326,7 @@ def _below(there: set[tuple[str, ...]], above: tuple[str, ...], end: tuple[str, 
     return [path for path in there if path[: len(above)] == above and path[-len(end) :] == end]
 
 
-def _at(values: Any, path: tuple[str, ...]) -> Any:
+def _at(values: object, path: tuple[str, ...]) -> object:
     for key in path:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values

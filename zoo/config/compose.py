@@ -13,7 +13,7 @@ architecture is that of its config.json, and no size is chosen unless `size=` is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -38,6 +38,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import write_atomically
 from zoo.registry import get_family
+from zoo.types import JsonMapping, JsonObject
 
 __all__ = ["ConfigError", "Resolved", "about", "load_recipe", "recipe_for_weights", "resolve", "save_recipe"]
 
@@ -133,7 +134,7 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         _refuse_misspelt_arch(arch, changes, layer.origin)
         apply(tree, without_file_keys(layer))
     if "parallel.plan" not in _keys_of(own):
-        _leave_what_is_given(tree, own)
+        _unplan_set_keys(tree, own)
     for key, value in stamps.items():
         set_key(tree, key, value)
         set_key(base, key, value)
@@ -159,12 +160,12 @@ def _set_by(layers: Sequence[Layer]) -> dict[str, str]:
     return origins
 
 
-def about(name_or_path: str) -> dict[str, Any]:
+def about(name_or_path: str) -> JsonObject:
     """A recipe's description, family, published_size, tiny_size and base; its base's where it has none of its own."""
     chain = base_chain(name_or_path)
     layers = [chain.root, *chain.own]
-    found = {key: _last(layers, key) for key in ("description", "published_size", "tiny_size")}
-    return {**found, "family": _last(layers, "model.family"), "base": layers[-1].tree.get("base")}
+    texts = {key: _last(layers, key) for key in ("description", "published_size", "tiny_size")}
+    return {**texts, "family": _last(layers, "model.family"), "base": layers[-1].tree.get("base")}
 
 
 def recipe_for_weights(init: str, family: str, overrides: Overrides = (), settings: Layer | None = None) -> Recipe:
@@ -255,7 +256,7 @@ def _refuse_no_family(layers: Sequence[Layer]) -> None:
 def _last(layers: Sequence[Layer], key: str) -> Any:
     """The value of `key` in the last layer that has it, or None."""
     for layer in reversed(layers):
-        value: Any = layer.tree
+        value: object = layer.tree
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
@@ -284,24 +285,27 @@ def _overlay(layer: Layer) -> Layer:
     return without_file_keys(layer)
 
 
-def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
+def _unplan_set_keys(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
-    given = _keys_of(own)
+    set_keys = _keys_of(own)
     for key in ("plan", "planned"):
         names = tree.parallel[key]
-        left = [name for name in names if given.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))]
+        left = [name for name in names if set_keys.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))]
         set_key(tree, f"parallel.{key}", left)
 
 
-def _tree_of(layer: Layer) -> Mapping[str, Any]:
+def _tree_of(layer: Layer) -> JsonMapping:
     return without_file_keys(layer).tree
 
 
-def _weights(init: Any) -> KnownArch | None:
+def _weights(init: object) -> KnownArch | None:
     """The architecture of the weights that model.init names, here or on the hub; None where it names none."""
-    if (arch := _hf_config(init)) is not None:
-        return KnownArch(arch, "architecture of model.init")
-    if not (isinstance(init, str) and is_hub_id(init)):
+    if not isinstance(init, str):
+        return None
+    source = look(init)
+    if source is not None and (source.files / "config.json").is_file():
+        return KnownArch(read_arch(source.files, f"model.init={init}"), "architecture of model.init")
+    if not is_hub_id(init):
         return None
     hub = arch_of_hub(init, "model.init")
     return hub._replace(source=f"architecture of model.init: {hub.source}")
@@ -322,29 +326,29 @@ def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], size
         ConfigError: the run is of another family.
     """
     init = _last(own, "model.init") or tree.model.init
-    place = look(init) if isinstance(init, str) else None
-    if place is None or place.kind != "run":
+    source = look(init) if isinstance(init, str) else None
+    if source is None or source.kind != "run":
         return ""
-    _refuse_other_family(place, str(init), str(_last(own, "model.family") or tree.model.family))
-    config = place.folder.parent.parent / "config.yaml"
+    _refuse_other_family(source, str(init), str(_last(own, "model.family") or tree.model.family))
+    config = source.folder.parent.parent / "config.yaml"
     if sized or not (config.is_file() and is_saved_recipe(config)):
         return ""
     run = read_recipe(str(config))
     users = own if is_shipped(root) else [root, *own]
-    given = _keys_of(users)
+    set_keys = _keys_of(users)
     if "batch" in tree.parallel.plan:
-        given.add("train.global_batch")
+        set_keys.add("train.global_batch")
     if (_last([run], "machine.gpus") is None) != (tree.machine.gpus is None):
-        given.add("engine.precision")  # what suits a GPU suits no CPU
-    found = []
+        set_keys.add("engine.precision")  # what suits a GPU suits no CPU
+    taken = []
     for key in OF_A_RUN:
         section, _, name = key.rpartition(".")
         values = (run.tree.get(section) or {}) if section else run.tree
-        if key in given or name not in values or values[name] == OmegaConf.select(tree, key):
+        if key in set_keys or name not in values or values[name] == OmegaConf.select(tree, key):
             continue
         set_key(tree, key, values[name], f"{run.origin}: ")
-        found.append(f"{key}={shown_value(values[name])}")
-    return f"taken from the run that model.init={init} names: {', '.join(['its architecture', *found])}"
+        taken.append(f"{key}={shown_value(values[name])}")
+    return f"taken from the run that model.init={init} names: {', '.join(['its architecture', *taken])}"
 
 
 def _refuse_other_family(run: Place, init: str, family: str) -> None:
@@ -361,7 +365,7 @@ def _refuse_other_family(run: Place, init: str, family: str) -> None:
         )
 
 
-def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "model.arch.") -> None:
+def _refuse_misspelt_arch(arch: object, changes: object, origin: str, prefix: str = "model.arch.") -> None:
     """Refuse a changed key that is not in the architecture and looks like one that is.
 
     Others pass: what may stand in a Hugging Face config is not known here.
@@ -377,11 +381,3 @@ def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "m
             where = f"{origin}: " if origin else ""
             hints = ", ".join(f"{prefix}{key}" for key in near)
             raise ConfigError(f"{where}{deepest(f'{prefix}{name}', value)}: no such key; nearest: {hints}")
-
-
-def _hf_config(init: Any) -> dict[str, Any] | None:
-    """The `config.json` of weights that lie here; None when `init` is no path of any."""
-    place = look(init) if isinstance(init, str) else None
-    if place is None or not (place.files / "config.json").is_file():
-        return None
-    return read_arch(place.files, f"model.init={init}")

@@ -26,8 +26,8 @@ def random_base(recipe: Recipe) -> str:
 
 def teacher_on_disk(recipe: Recipe) -> bool:
     """Whether `distill.teacher` is a folder of a teacher's tokens, in the place of a model."""
-    place = recipe.distill.teacher
-    return place is not None and (expanded(place) / TEACHER).is_file()
+    folder = recipe.distill.teacher
+    return folder is not None and (expanded(folder) / TEACHER).is_file()
 
 
 def data_parallel(recipe: Recipe, world_size: int) -> int:
@@ -83,8 +83,8 @@ def stage_folder(recipe: Recipe) -> Path | None:
     if recipe.run.stage is None:
         return None
     run_dir = expanded(run_folder(recipe)).resolve()
-    place = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    return expanded(recipe.run.stage) / f"{run_dir.name}-{place}"
+    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    return expanded(recipe.run.stage) / f"{run_dir.name}-{digest}"
 
 
 def saves_at_once(recipe: Recipe, most: int) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.config.layers.foreign import foreign_entry_key, foreign_format
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError, printable
 from zoo.files import expanded
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from zoo.config.schema.data import DataConfig
 
 MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_pixels")
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
@@ -59,11 +63,10 @@ class MediaLimits:
     own: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, data: Any, entry: DataEntry | None = None) -> MediaLimits:
+    def from_data(cls, data: DataConfig, entry: DataEntry | None = None) -> MediaLimits:
         """Those of a recipe's data, or of one of its entries.
 
         Args:
-            data: a DataConfig.
             entry: its own values stand before the recipe's.
         """
         own = {name: value for name in MEDIA_KEYS if (value := getattr(entry, name, None)) is not None}
@@ -120,7 +123,7 @@ class DataEntry:
         return f"{self} ({', '.join(self.kinds)})" if self.kinds else str(self)
 
 
-def parse_entry(value: Any, key: str) -> DataEntry:
+def parse_entry(value: object, key: str) -> DataEntry:
     """An entry as it was written.
 
     Args:
@@ -136,7 +139,9 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     if isinstance(value, str):
         return DataEntry(path=value)
     if not isinstance(value, Mapping) and hasattr(value, "__iter__") and not isinstance(value, bytes):
-        _check_rows(value, key)
+        # a row that is none among others is a bad row, read when its turn comes
+        if isinstance(value, list | tuple) and value and not any(isinstance(row, Mapping) for row in value):
+            raise ConfigError(f"{key}: row 1 is a {type(value[0]).__name__}; a dict is wanted")
         return DataEntry(rows=value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {shown_value(value)} is no entry; a path or {{path: ..., format: ...}} is wanted")
@@ -144,14 +149,14 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     unknown = unknown_keys(value)
     if unknown:
         raise ConfigError(f"{key}: {'; '.join(unknown[:10])}")
-    for name, given in value.items():
-        _check_type(name, given, str(known[name].type), key)
+    for name, held in value.items():
+        _check_type(name, held, str(known[name].type), key)
     entry = DataEntry(**value)
     _check(entry, key)
     return entry
 
 
-def unknown_keys(names: Iterable[Any]) -> list[str]:
+def unknown_keys(names: Iterable[object]) -> list[str]:
     """What is said of each of these names that is no key of an entry."""
     known = {item.name for item in fields(DataEntry)}
     return [
@@ -187,18 +192,18 @@ def held_out_entries(train: list[DataEntry]) -> list[DataEntry]:
 
     They are those of entries with `held_out`, and where nothing but bundled sets is trained on, their held-out split.
     """
-    found: list[DataEntry] = []
+    entries: list[DataEntry] = []
     for entry in train if only_bundled(train) else [entry for entry in train if not is_bundled(entry)]:
         entry = replace(entry, weight=None, epochs=None)
         if entry.held_out is None and is_bundled(entry):
             entry = replace(entry, path=f"{str(entry.path).partition(':')[0]}:heldout")
         elif entry.held_out is None:
             continue
-        found += [] if entry in found else [entry]
-    return found
+        entries += [] if entry in entries else [entry]
+    return entries
 
 
-def entries_of(data: Any, key: str) -> list[Any]:
+def entries_of(data: object, key: str) -> list[object]:
     """The entries that a program has given: paths and mappings as they are, objects as entries with `rows`.
 
     Args:
@@ -213,63 +218,57 @@ def entries_of(data: Any, key: str) -> list[Any]:
     if isinstance(data, Mapping):  # a row stands in a list
         return [data]
     if isinstance(data, list | tuple) and not (data and all(map(is_row, data))):
-        found = []
-        for one in data:
-            entry = str(one) if isinstance(one, os.PathLike) else one
+        entries = []
+        for item in data:
+            entry = str(item) if isinstance(item, os.PathLike) else item
             plain = isinstance(entry, str) or (isinstance(entry, Mapping) and entry.get("rows") is None)
-            found.append(entry if plain else parse_entry(entry, key))
-        return found
+            entries.append(entry if plain else parse_entry(entry, key))
+        return entries
     return entries_of([data if not isinstance(data, tuple) else list(data)], key)
 
 
-def _check_rows(rows: Any, key: str) -> None:
-    """Refuse a list without any dict; a row that is none among others is a bad row, read when its turn comes."""
-    if isinstance(rows, list | tuple) and rows and not any(isinstance(row, Mapping) for row in rows):
-        raise ConfigError(f"{key}: row 1 is a {type(rows[0]).__name__}; a dict is wanted")
-
-
-def is_row(value: Any) -> bool:
+def is_row(value: object) -> bool:
     """Whether a mapping is a row, rather than an entry."""
     names = {item.name for item in fields(DataEntry)}
     return isinstance(value, Mapping) and not set(value) <= names
 
 
-def has_objects(entries: Any) -> bool:
+def has_objects(entries: Iterable[object]) -> bool:
     """Whether some of a recipe's entries are rows as objects."""
     return any(isinstance(entry, DataEntry) and entry.rows is not None for entry in entries)
 
 
-def split_objects(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def split_objects(changes: JsonMapping) -> tuple[JsonObject, dict[str, list[object]]]:
     """Changes of a recipe without those of data.train and data.eval that are objects, and these as entries by name."""
     plain, objects = dict(changes), {}
     for name in ("train", "eval"):
-        places: list[tuple[dict[str, Any], str]] = [(plain, f"data.{name}")]
+        places: list[tuple[JsonObject, str]] = [(plain, f"data.{name}")]
         if isinstance(plain.get("data"), Mapping):
             plain["data"] = dict(plain["data"])
             places.append((plain["data"], name))
         for held, key in places:
-            found = object_entries(held.get(key), f"data.{name}")
-            if found:
-                objects[name] = found
+            entries = object_entries(held.get(key), f"data.{name}")
+            if entries:
+                objects[name] = entries
                 del held[key]
         if is_dataclass(plain.get("data")):
             section: Any = plain["data"]
-            found = object_entries(getattr(section, name), f"data.{name}")
-            if found:
-                objects[name] = found
+            entries = object_entries(getattr(section, name), f"data.{name}")
+            if entries:
+                objects[name] = entries
                 plain["data"] = replace(section, **{name: []})
     return plain, objects
 
 
-def object_entries(value: Any, key: str) -> list[Any]:
+def object_entries(value: object, key: str) -> list[object]:
     """The entries that a value stands for, where some of them are rows as objects; else none."""
     if value is None or isinstance(value, str):
         return []
-    found = entries_of(value, key)
-    return found if has_objects(found) else []
+    entries = entries_of(value, key)
+    return entries if has_objects(entries) else []
 
 
-def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
+def _check_type(name: str, value: object, wanted: str, key: str) -> None:
     if value is None and "None" in wanted:
         return
     kinds: dict[str, tuple[type, ...]] = {
@@ -287,15 +286,18 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
 
 
 def _check(entry: DataEntry, key: str) -> None:
-    given = [name for name in ("path", "hub", "rows") if getattr(entry, name) is not None]
-    if len(given) != 1:
-        seen = " and ".join(given) or "neither"
+    sources = [name for name in ("path", "hub", "rows") if getattr(entry, name) is not None]
+    if len(sources) != 1:
+        seen = " and ".join(sources) or "neither"
         raise ConfigError(f"{key}: an entry has {seen}; exactly one of path and hub is wanted")
     _check_columns(entry, key)
-    own = entry.format is not None and (OWN_FORM.fullmatch(entry.format) or _announced(entry.format))
-    if entry.format is not None and entry.format not in FORMS and not own:
+    form = entry.format
+    own = (
+        form is None or OWN_FORM.fullmatch(form) or form in {point.name for point in entry_points(group="zoo.formats")}
+    )
+    if form is not None and form not in FORMS and not own:
         raise ConfigError(
-            f"{key}: format={entry.format}: no such format; {_format_hint(entry.format)}there are {', '.join(FORMS)}, and module:function "
+            f"{key}: format={form}: no such format; {_format_hint(form)}there are {', '.join(FORMS)}, and module:function "
             "for one of your own"
         )
     for name, value, bounds in outside(entry):
@@ -304,7 +306,12 @@ def _check(entry: DataEntry, key: str) -> None:
         raise ConfigError(
             f"{key}: min_pixels={entry.min_pixels} of {entry} is above max_pixels={entry.max_pixels}; give a lower min_pixels"
         )
-    _check_kinds(entry, key)
+    if entry.kinds is not None and not (entry.kinds and all(isinstance(kind, str) for kind in entry.kinds)):
+        raise ConfigError(
+            f"{key}: kinds={list(entry.kinds)} of {entry}: wanted a list of kinds, such as [image, audio]"
+        )
+    if entry.kinds is not None and entry.stream:
+        raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
     if entry.prompt is not None and entry.format not in ASKED:
         raise ConfigError(
             f"{key}: prompt of {entry}: it is the question of rows of the formats {', '.join(ASKED)}; name one of these, or leave it out"
@@ -322,21 +329,6 @@ def _format_hint(name: str) -> str:
     return f"nearest: {near[0]}; " if near else ""
 
 
-def _check_kinds(entry: DataEntry, key: str) -> None:
-    kinds = entry.kinds
-    if kinds is None:
-        return
-    if not kinds or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]")
-    if entry.stream:
-        raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
-
-
-def _announced(name: str) -> bool:
-    """Whether an installed package announces a format of that name."""
-    return any(entry.name == name for entry in entry_points(group="zoo.formats"))
-
-
 def _check_columns(entry: DataEntry, key: str) -> None:
     for name, column in (entry.columns or {}).items():
         plain = column is None or (isinstance(column, str) and column)
@@ -346,20 +338,21 @@ def _check_columns(entry: DataEntry, key: str) -> None:
             )
 
 
-def check_entries(train: list[Any], evals: list[Any]) -> None:
+def check_entries(train: Sequence[object], evals: Sequence[object]) -> None:
     """What must agree between the entries of a recipe.
 
     Raises:
         ConfigError: an entry that is none; weights for some entries only; rows held out for evaluation and trained on.
     """
-    given = [value for value in evals if value != AUTO]
-    entries = {key: [parse_entry(value, key) for value in values] for key, values in _named(train, given)}
-    for key, found in entries.items():
-        some = [entry.weight is not None for entry in found]
+    listed = [value for value in evals if value != AUTO]
+    both = {"data.train": train, "data.eval": listed}
+    entries = {key: [parse_entry(value, key) for value in values] for key, values in both.items()}
+    for key, parsed in entries.items():
+        some = [entry.weight is not None for entry in parsed]
         if any(some) and not all(some):
-            lacking = next(entry for entry in found if entry.weight is None)
+            lacking = next(entry for entry in parsed if entry.weight is None)
             raise ConfigError(f"{key}: {lacking} has no weight, and others have; give all a weight or none")
-        if len(found) > 1 and not all(some) and any(entry.stream for entry in found):
+        if len(parsed) > 1 and not all(some) and any(entry.stream for entry in parsed):
             raise ConfigError(f"{key}: a stream beside others needs weights; give each entry a weight")
     for entry in entries["data.eval"]:
         if entry.weight is not None or entry.epochs is not None:
@@ -373,7 +366,3 @@ def check_entries(train: list[Any], evals: list[Any]) -> None:
                     f"data.eval holds out {entry.held_out:g} of {entry} (seed {entry.seed}), data.train "
                     f"{other.held_out or 0:g} (seed {other.seed}): rows would be trained on and evaluated; give both the same"
                 )
-
-
-def _named(train: list[Any], evals: list[Any]) -> list[tuple[str, list[Any]]]:
-    return [("data.train", train), ("data.eval", evals)]

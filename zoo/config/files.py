@@ -30,7 +30,9 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}(?:\[\d+\][\w.]*)?", re.ASCII)
 
 def size_names(family: str) -> list[str]:
     """Sizes of `family`, from the smallest; empty when there are none."""
-    return sorted(_names(files("zoo.recipes") / "sizes" / family), key=size_order)
+    folder = files("zoo.recipes") / "sizes" / family
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted((name.removesuffix(".yaml") for name in names if name.endswith(".yaml")), key=size_order)
 
 
 def root_recipes() -> list[str]:
@@ -38,8 +40,8 @@ def root_recipes() -> list[str]:
     return [RecipeParts(family).name for family in names_in("families")]
 
 
-def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
-    """The recipe file of that name or path; `beside` is a folder that a relative path may start from."""
+def read_recipe(name_or_path: str, folder: Path | None = None) -> Layer:
+    """The recipe file of that name or path; `folder` is one that a relative path may start from."""
     path = as_path(name_or_path)
     if ROWS_FILE.fullmatch(name_or_path) and not name_or_path.endswith(".json"):
         raise ConfigError(
@@ -50,11 +52,11 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
         if name_or_path not in names_in():
             raise ConfigError(f"recipe={name_or_path}: {_unknown('recipe', name_or_path, recipe_names())}")
         return _read(files("zoo.recipes") / f"{name_or_path}.yaml")
-    if not path.is_absolute() and beside is not None and (beside / path).exists():
-        path = beside / path
+    if not path.is_absolute() and folder is not None and (folder / path).exists():
+        path = folder / path
     if not path.exists():
-        hint = nearest(path.stem, recipe_names())
-        raise ConfigError(f"recipe={name_or_path}: no such file; recipes by name: {', '.join(hint) or 'zoo list'}")
+        near = nearest(path.stem, recipe_names())
+        raise ConfigError(f"recipe={name_or_path}: no such file; recipes by name: {', '.join(near) or 'zoo list'}")
     if path.is_dir():
         hint = f"rows are named as data.train={name_or_path}"
         if (path / "config.yaml").is_file():
@@ -114,13 +116,13 @@ def hardware_layers(name: str) -> list[Layer]:
     if not gpus:
         return [read_hardware(CPU)]
     known = gpu_of_device(gpu_name())
-    here = {
+    machine = {
         "gpu": known.name if known else None,
         "gpus": gpus,
         "nodes": nodes(),
         "memory_gb": round(gpu_memory() / 1e9, 1),
     }
-    return [_read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"), Layer("the GPUs here", {"machine": here})]
+    return [_read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"), Layer("the GPUs here", {"machine": machine})]
 
 
 def nodes() -> int:
@@ -132,12 +134,6 @@ def nodes() -> int:
         except ValueError:
             raise ConfigError(f"{all_ranks}={os.environ[all_ranks]}: wanted a whole number") from None
     return 1
-
-
-def _names(folder: Traversable) -> list[str]:
-    if not folder.is_dir():
-        return []
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def as_path(name: str) -> Path | None:
@@ -169,22 +165,16 @@ def _read(file: Traversable) -> Layer:
         parsed = read_yaml(read_text(file) if isinstance(file, Path) else as_text(file.read_bytes()))
     except UnreadableError as error:
         where = f"{file}:{error.line}: no valid YAML" if error.line else str(file)
-        raise ConfigError(f"{where}: {error}{_tab_hint(file, error.line)}") from None
+        near = file.read_bytes().splitlines()[max(0, error.line - 2) : error.line] if error.line else []
+        tab = any(b"\t" in text[: len(text) - len(text.lstrip())] for text in near)
+        hint = "; the line begins with a tab: indent by spaces" if tab else ""
+        raise ConfigError(f"{where}: {error}{hint}") from None
     if not isinstance(parsed, dict | None):
         rows = f" (rows are named as data.train={file})" if str(file).endswith(".json") else ""
         kind = f"a list{rows}" if isinstance(parsed, list) else "one value"
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found {kind}")
-    found = parsed or {}
-    odd = [key for key in found if not isinstance(key, str) or not _NAME.fullmatch(key)]
+    tree = parsed or {}
+    odd = [key for key in tree if not isinstance(key, str) or not _NAME.fullmatch(key)]
     if odd:  # and its text may be anybody's
-        raise ConfigError(f"{file}: {len(odd)} of its {len(found)} keys can be none of a recipe; is it one?")
-    return Layer(str(file), {key: filled(value, key, f"{file}: ") for key, value in found.items()})
-
-
-def _tab_hint(file: Traversable, line: int | None) -> str:
-    """What to do where the line is indented by a tab, which YAML does not take."""
-    lines = file.read_bytes().splitlines() if line else []
-    near = lines[max(0, (line or 1) - 2) : line]
-    if any(b"\t" in text[: len(text) - len(text.lstrip())] for text in near):
-        return "; the line begins with a tab: indent by spaces"
-    return ""
+        raise ConfigError(f"{file}: {len(odd)} of its {len(tree)} keys can be none of a recipe; is it one?")
+    return Layer(str(file), {key: filled(value, key, f"{file}: ") for key, value in tree.items()})

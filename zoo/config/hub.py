@@ -56,29 +56,29 @@ def _unreachable(endpoint: str) -> str | None:
     return None
 
 
-def check_on_hub(name: str, kind: str, given: str) -> None:
+def check_on_hub(name: str, kind: str, named: str) -> None:
     """UserError where the hub has no model or data set of that id, or can't be reached and no copy of it is in the cache.
 
     Args:
         kind: model or dataset.
-        given: what the user wrote, for messages.
+        named: what the user wrote, for messages.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    what = "data set" if kind == "dataset" else kind
+    noun = "data set" if kind == "dataset" else kind
     with asking_the_hub() as unreachable:
         if _is_cached(name, kind):
             return
         if unreachable is not None:
             raise UserError(
-                f"{given}: the hub is out of reach ({unreachable}), and no copy of the {what} is in the cache; give files, or a connection"
+                f"{named}: the hub is out of reach ({unreachable}), and no copy of the {noun} is in the cache; give files, or a connection"
             )
         try:
             HfApi().repo_info(name, repo_type=kind, timeout=_SECONDS)
         except RepositoryNotFoundError:
             raise UserError(
-                f"{given}: no {what} that the hub gives out; check the name, and the token of a private one"
+                f"{named}: no {noun} that the hub gives out; check the name, and the token of a private one"
             ) from None
         except Exception:  # of many kinds, also of the network: whoever loads it says more
             return
@@ -88,10 +88,10 @@ def _is_cached(name: str, kind: str) -> bool:
     """Whether something of it is in the caches of huggingface_hub or datasets."""
     from huggingface_hub import constants
 
-    found = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
+    folders = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
     if kind == "dataset":
         datasets = sys.modules.get("datasets.config")
         home = getattr(datasets, "HF_DATASETS_CACHE", None) or os.environ.get("HF_DATASETS_CACHE")
-        found.append(Path(home or Path(constants.HF_HOME) / "datasets") / name.replace("/", "___"))
-        found.append(found[-1].with_name(found[-1].name.lower()))
-    return any(folder.exists() for folder in found)
+        folders.append(Path(home or Path(constants.HF_HOME) / "datasets") / name.replace("/", "___"))
+        folders.append(folders[-1].with_name(folders[-1].name.lower()))
+    return any(folder.exists() for folder in folders)

@@ -22,6 +22,7 @@ from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import Hold, expanded, read_object
 from zoo.records import Check, are_texts, conforms, is_count, is_number, is_object, is_text, read_record
+from zoo.types import JsonObject
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 TEMPLATES = "additional_chat_templates"  # folder of a Hugging Face folder
@@ -73,13 +74,13 @@ class Place:
         return self.folder / WEIGHTS_PART if self.kind == "zoo" else self.folder
 
 
-def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
-    """The config.json of a folder; `given` is how the user named it, for messages.
+def read_arch(folder: Path, origin: str = "") -> JsonObject:
+    """The config.json of a folder; `origin` is how the user named it, for messages.
 
     Raises:
         ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.architecture`).
     """
-    path, where = folder / "config.json", f"{given}: " if given else ""
+    path, where = folder / "config.json", f"{origin}: " if origin else ""
     if not path.is_file():
         raise ConfigError(f"{where}{path}: no such file; wanted a Hugging Face checkpoint folder")
     try:
@@ -90,20 +91,20 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
     return arch
 
 
-def quantisation(arch: Any) -> list[Any]:
+def quantisation(arch: object) -> list[Any]:
     """What a config.json says of how its weights are quantised, at its top or in any of its parts; empty for a plain one."""
-    found, left = [], [arch]
+    statements, left = [], [arch]
     while left:
         part = left.pop()
         if isinstance(part, dict):
-            found += [part[key] for key in _QUANTISED if part.get(key) is not None]
+            statements += [part[key] for key in _QUANTISED if part.get(key) is not None]
             left += [value for key, value in part.items() if key not in _QUANTISED]
         elif isinstance(part, list):
             left += part
-    return found
+    return statements
 
 
-def unquantised(arch: dict[str, Any]) -> dict[str, Any]:
+def unquantised(arch: JsonObject) -> JsonObject:
     """The config.json of the same weights in bf16; the given one where it says nothing of being quantised."""
     if not quantisation(arch):
         return arch
@@ -111,7 +112,7 @@ def unquantised(arch: dict[str, Any]) -> dict[str, Any]:
     return plain if "torch_dtype" in plain else {"dtype": "bfloat16", **plain}
 
 
-def _without_statements(part: Any) -> Any:
+def _without_statements(part: object) -> Any:
     if isinstance(part, list):
         return [_without_statements(value) for value in part]
     if isinstance(part, dict):
@@ -153,9 +154,9 @@ def refuse_links_outside(folder: Path) -> None:
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """Whole checkpoints of a run folder, oldest first by the step that each holds, whatever its folder's number."""
     folder = Path(run_dir) / "checkpoints"
-    found = [p for p in folder.glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / STATE).is_file()]
-    steps = {path: step_of(path) for path in found}
-    return sorted(found, key=lambda p: (steps[p], p.name == f"iter_{steps[p]}", p.name))
+    folders = [p for p in folder.glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / STATE).is_file()]
+    steps = {path: step_of(path) for path in folders}
+    return sorted(folders, key=lambda p: (steps[p], p.name == f"iter_{steps[p]}", p.name))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -169,7 +170,7 @@ def step_of(checkpoint: Path) -> int:
     return step_in_name(checkpoint.name) or 0
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> JsonObject:
     """`state.json` of a checkpoint.
 
     Raises:
@@ -179,7 +180,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_record(checkpoint / STATE, _STATE_FIELDS, ("step", "model"), hint=hint, most=LONGEST_STATE)
 
 
-def read_origin(checkpoint: Path) -> dict[str, Any]:
+def read_origin(checkpoint: Path) -> JsonObject:
     """What a checkpoint's `state.json` says of its weights: where those come from that are not in it, and what was built.
 
     Raises:
@@ -221,17 +222,17 @@ def look(text: str) -> Place | None:
         return Place("hf", folder, folder)
     gone: list[str] = []
     for _ in range(_TRIES):
-        found = checkpoints(folder)
-        for checkpoint in reversed(found):
-            if (place := _held(checkpoint)) is not None:
+        listed = checkpoints(folder)
+        for checkpoint in reversed(listed):
+            if (source := _held(checkpoint)) is not None:
                 if gone:
                     print(
                         f"zoo: {folder}: {gone[0]} has just been removed by its run; {checkpoint.name} is read",
                         file=sys.stderr,
                     )
-                return place
+                return source
             gone.append(checkpoint.name)
-        if not found:
+        if not listed:
             break
     return None
 
@@ -257,29 +258,29 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
     Raises:
         UserError: nothing is there, or nothing that is known.
     """
-    given = f"{key}={text}" if key else text
-    place = look(text)
-    if place is not None:
+    named = f"{key}={text}" if key else text
+    source = look(text)
+    if source is not None:
         if revision is not None:
             raise UserError(f"revision={revision}: {text} is a folder here, which has none; leave it out")
-        return place
+        return source
     if (expanded(text) / "adapter_config.json").is_file():
         raise UserError(
-            f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or train "
+            f"{named}: an adapter, without the weights it belongs to; name its run, which stands for both, or train "
             "it further with lora.init"
         )
     if expanded(text).exists():
         raise UserError(
-            f"{given}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "
+            f"{named}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "
             "or a run's folder or checkpoint"
         )
     if not is_hub_id(text):
-        raise UserError(f"{given}: no such folder; wanted a checkpoint folder or a hub id")
-    folder = _downloaded(text, revision, given)
+        raise UserError(f"{named}: no such folder; wanted a checkpoint folder or a hub id")
+    folder = _downloaded(text, revision, named)
     return Place("hf", folder, folder)
 
 
-def _downloaded(text: str, revision: str | None, given: str) -> Path:
+def _downloaded(text: str, revision: str | None, named: str) -> Path:
     """The folder of a hub id's files; UserError where the hub does not give them out."""
     from huggingface_hub import snapshot_download
 
@@ -292,4 +293,4 @@ def _downloaded(text: str, revision: str | None, given: str) -> Path:
                 if unreachable
                 else f"no model that the hub gives out ({type(error).__name__}); check the name and the token"
             )
-            raise UserError(f"{given}: no folder here, and {why}") from error
+            raise UserError(f"{named}: no folder here, and {why}") from error

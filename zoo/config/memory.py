@@ -28,8 +28,8 @@ class Limit:
 
 def limits() -> list[Limit]:
     """All bounds there are, the tightest first; none where the system reports none."""
-    found = [*_machine(), *_cgroup(), *_address_space()]
-    return sorted(found, key=lambda limit: limit.left)
+    bounds = [*_machine(), *_cgroup(), *_address_space()]
+    return sorted(bounds, key=lambda limit: limit.left)
 
 
 def host_memory(ranks: int = 1, process: int = 0) -> int:
@@ -42,8 +42,8 @@ def host_memory(ranks: int = 1, process: int = 0) -> int:
 
 def kernel_kills() -> int:
     """How many processes of this machine (or container) the kernel has ended for want of memory, since it started."""
-    found = [_read(PROC / "vmstat"), *(_read(group / "memory.events") for group, _ in _groups())]
-    return sum(int(count) for text in found for count in re.findall(r"^oom_kill (\d+)", text, re.MULTILINE))
+    texts = [_read(PROC / "vmstat"), *(_read(group / "memory.events") for group, _ in _groups())]
+    return sum(int(count) for text in texts for count in re.findall(r"^oom_kill (\d+)", text, re.MULTILINE))
 
 
 def killed_for_memory(before: int) -> str:
@@ -79,7 +79,10 @@ def _cgroup() -> Iterator[Limit]:
     for group, names in _groups():
         most, used = (_read(group / name).strip() for name in names)
         if most.isdecimal() and used.isdecimal() and int(most) < 1 << 60:
-            left = max(int(most) - int(used) + _file_cache(group), 0)
+            cache = re.search(
+                r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE
+            )  # given back if needed
+            left = max(int(most) - int(used) + (int(cache[1]) if cache else 0), 0)
             yield Limit(int(most), left, "the memory limit of its control group (of a container or a job)")
 
 
@@ -96,12 +99,6 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str]]]:
             yield group, older if controllers else ("memory.max", "memory.current")
             if group == root:
                 break
-
-
-def _file_cache(group: Path) -> int:
-    """Bytes that count as used and are given back when they are needed."""
-    found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-    return int(found[1]) if found else 0
 
 
 def _address_space() -> Iterator[Limit]:

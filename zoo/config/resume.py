@@ -18,6 +18,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import expanded
 from zoo.records import reading_back
+from zoo.types import JsonMapping, JsonObject
 
 # Keys that may change freely, by topic.
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
@@ -86,8 +87,8 @@ class Change:
     """A key whose value differs from the checkpoint's recipe; a `free` one needs no consent, but is reported."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
     free: bool = False
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Change:
         return self.free or any(key == name or key.startswith(f"{name}.") for name in recipe.run.accept_changes)
 
 
-def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
+def changes(saved: JsonMapping, recipe: Recipe) -> list[Change]:
     """The keys that may not change, or are of how state is held, and whose values differ from the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
@@ -108,7 +109,7 @@ def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
     Args:
         saved: config.yaml of the checkpoint, as nested dicts; {} where it is lost.
     """
-    found: list[Change] = []
+    differing: list[Change] = []
     now = asdict(recipe)
     for key in FIXED:
         if key == "model.arch" or not _has(saved, key):
@@ -117,26 +118,26 @@ def changes(saved: Mapping[str, Any], recipe: Recipe) -> list[Change]:
             continue
         old, new = _value(saved, key), _value(now, key)
         if key in ("data.train", "data.eval"):
-            found += _of_entries(key, old or [], new)
+            differing += _changed_entries(key, old or [], new)
         elif not _same(key, old, new):
             planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
-            found.append(Change(key, old, new, free=planned))
+            differing.append(Change(key, old, new, free=planned))
     for key in HELD:
         if _has(saved, key) and (old := _value(saved, key)) != (new := _value(now, key)):
-            found.append(Change(key, old, new, free=True))
-    return found
+            differing.append(Change(key, old, new, free=True))
+    return differing
 
 
-def refuse_unwanted(folder: Path, found: Sequence[Path], recipe: Recipe) -> None:
+def refuse_unwanted(folder: Path, checkpoints: Sequence[Path], recipe: Recipe) -> None:
     """UserError where a run folder has checkpoints and run.resume=false."""
-    if found and not recipe.run.resume:
+    if checkpoints and not recipe.run.resume:
         raise UserError(
-            f"run.resume=false: {folder} holds {found[-1].name} of an earlier run; "
+            f"run.resume=false: {folder} holds {checkpoints[-1].name} of an earlier run; "
             "give another run.dir, or move that folder away"
         )
 
 
-def changes_from(checkpoint: Path, recipe: Recipe) -> tuple[Mapping[str, Any], list[Change]]:
+def changes_from(checkpoint: Path, recipe: Recipe) -> tuple[JsonMapping, list[Change]]:
     """The recipe that a checkpoint was saved with, {} where it has none, and how this one differs (`changes`).
 
     Raises:
@@ -148,13 +149,13 @@ def changes_from(checkpoint: Path, recipe: Recipe) -> tuple[Mapping[str, Any], l
         return saved, changes(saved, recipe)
 
 
-def refuse(where: str, found: Sequence[Change], recipe: Recipe, saved_recipe: str | None = None) -> None:
+def refuse(where: str, changed: Sequence[Change], recipe: Recipe, saved_recipe: str | None = None) -> None:
     """ConfigError for changes that the recipe does not allow.
 
     Args:
         saved_recipe: name of the recipe that the checkpoint was saved under, where it is known.
     """
-    wrong = [change for change in found if not change.accepted(recipe)]
+    wrong = [change for change in changed if not change.accepted(recipe)]
     if not wrong:
         return
     keys_changed = list(dict.fromkeys(change.key.partition("[")[0] for change in wrong))
@@ -183,24 +184,24 @@ def _named(saved: str | None, recipe: Recipe) -> str:
     )
 
 
-def _of_entries(key: str, old: list[Any], new: list[Any]) -> Iterator[Change]:
+def _changed_entries(key: str, old: list[object], new: list[object]) -> Iterator[Change]:
     """Entries of data, without where their rows lie: which rows they are is known by their digests."""
     before, after = ([_plain(entry, key) for entry in entries] for entries in (old, new))
     weighted = any("weight" in entry for entry in (*before, *after))
     if len(after) < len(before) or (len(after) > len(before) and weighted):
         yield Change(key, old, new)
         return
-    for number, (one, other) in enumerate(zip(before, after, strict=False)):
-        for name in sorted({*one, *other}):
-            if one.get(name) != other.get(name):
-                yield Change(f"{key}[{number}].{name}", one.get(name), other.get(name))
+    for number, (old_values, new_values) in enumerate(zip(before, after, strict=False)):
+        for name in sorted({*old_values, *new_values}):
+            if old_values.get(name) != new_values.get(name):
+                yield Change(f"{key}[{number}].{name}", old_values.get(name), new_values.get(name))
 
 
-def _plain(entry: Any, key: str) -> dict[str, Any]:
+def _plain(entry: object, key: str) -> JsonObject:
     """What an entry says but for its place, defaults left out."""
-    default, given = parse_entry("", key), parse_entry(entry, key)
-    names = [name for name in vars(given) if name != "rows" and name not in _PLACES]
-    return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    default, parsed = parse_entry("", key), parse_entry(entry, key)
+    names = [name for name in vars(parsed) if name != "rows" and name not in _PLACES]
+    return {name: getattr(parsed, name) for name in names if getattr(parsed, name) != getattr(default, name)}
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
@@ -211,7 +212,7 @@ def _same(key: str, old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _has(tree: Mapping[str, Any], key: str) -> bool:
+def _has(tree: JsonMapping, key: str) -> bool:
     *sections, last = key.split(".")
     for name in sections:
         inner = tree.get(name)
@@ -221,7 +222,7 @@ def _has(tree: Mapping[str, Any], key: str) -> bool:
     return last in tree
 
 
-def _value(tree: Mapping[str, Any], key: str) -> Any:
+def _value(tree: JsonMapping, key: str) -> Any:
     value: Any = tree
     for name in key.split("."):
         value = value[name]

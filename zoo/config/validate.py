@@ -7,7 +7,6 @@ what would work. :func:`validate` may be called again on its own result.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from zoo.config.architecture import check_arch
 from zoo.config.checks.engine import check_engine, check_gpus, check_packages
@@ -22,6 +21,7 @@ from zoo.config.layers.keys import keys, nearest, nearest_keys, sections
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
+from zoo.types import JsonObject
 
 # What parallel.plan may name.
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
@@ -100,10 +100,10 @@ def _check_accepted(recipe: Recipe) -> None:
             raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
 
 
-def _derived(recipe: Recipe) -> dict[str, Any]:
+def _derived(recipe: Recipe) -> JsonObject:
     """Values of the keys left open that follow from other keys or from the machine."""
     sp = sequence_parallel(recipe)
-    changes: dict[str, Any] = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
+    changes: JsonObject = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
     if recipe.train.preference or recipe.distill.teacher is not None:
         changes["train.mtp_loss"] = 0.0  # multi-token prediction learns single answers
     if recipe.train.preference and not recipe.lora.keep_dropout:

@@ -58,7 +58,7 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
     last = Message("assistant", STAND_IN if reference is None else reference)
     calls = (*row.calls, "") if row.calls and reference is None else row.calls
     whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
-    limits = row.limits or MediaLimits.of(data)
+    limits = row.limits or MediaLimits.from_data(data)
     sample = processor.encode(
         whole,
         video_fps=limits.video_fps,

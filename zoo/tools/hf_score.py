@@ -81,7 +81,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
     for row in read_rows(str(rows), form=Form(literal_tags=literal)):
         if foreign_media(row, processor.modalities):
             continue
-        limits = MediaLimits.of(recipe.data)
+        limits = MediaLimits.from_data(recipe.data)
         sample, inputs = processor.encode_both(
             row,
             video_fps=limits.video_fps,

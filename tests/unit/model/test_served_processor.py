@@ -60,7 +60,7 @@ def by_zoo(processor: Any, recipe: Any, folder: Path, kind: str) -> tuple[list[i
     turns = [{"role": "user", "content": f"<{kind}>what?"}, {"role": "assistant", "content": "x"}]
     name = "a.png" if kind == "image" else "a.mp4"
     row = make_row({"messages": turns, f"{kind}s": [name]}, "x:1", Access(folder))
-    limits = MediaLimits.of(recipe.data)
+    limits = MediaLimits.from_data(recipe.data)
     _, features = processor.encode_both(
         row, video_fps=limits.video_fps, max_frames=limits.max_frames, pixels=limits.pixels
     )

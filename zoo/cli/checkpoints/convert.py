@@ -16,9 +16,9 @@ Face folder that from_pretrained loads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from zoo.cli.arguments import split_flags, split_values
+from zoo.types import JsonObject
 
 KEYS = ("dtype", "shard_size", "allow", "revision", "overwrite", "push_to")
 
@@ -26,8 +26,8 @@ KEYS = ("dtype", "shard_size", "allow", "revision", "overwrite", "push_to")
 def run(arguments: Sequence[str]) -> int:
     """Convert, and say where the result is."""
     flags, rest = split_flags(arguments, ("--quiet",))
-    (source, target), given = split_values(rest, KEYS, "zoo convert SOURCE TARGET", ("SOURCE", "TARGET"))
-    options: dict[str, Any] = dict(given)
+    (source, target), values = split_values(rest, KEYS, "zoo convert SOURCE TARGET", ("SOURCE", "TARGET"))
+    options: JsonObject = dict(values)
 
     from zoo.tools.convert import convert
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import is_entry, split_flags
 from zoo.errors import UserError
+from zoo.types import JsonObject
 
 if TYPE_CHECKING:
     from zoo.tools.evaluate import Evaluation
@@ -42,30 +43,35 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.tools.evaluate import evaluate
 
-    found = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
+    evaluation = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
     if as_json:
-        plain = {"rows": found.rows, "loss": found.loss, "scores": found.scores, "by_kind": found.by_kind}
+        plain = {
+            "rows": evaluation.rows,
+            "loss": evaluation.loss,
+            "scores": evaluation.scores,
+            "by_kind": evaluation.by_kind,
+        }
         print(json.dumps(plain))
         return 0
-    print(table(found))
-    for line in wrong(found):
+    print(table(evaluation))
+    for line in wrong(evaluation):
         print(line)
     if out is not None:
-        print(f"{found.rows} rows written to {out}")
+        print(f"{evaluation.rows} rows written to {out}")
     return 0
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any], bool]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str], JsonObject, bool]:
     """Arguments in their places, overrides of the recipe, options by name, and whether JSON is wanted."""
     flags, rest = split_flags(arguments, ("--json",))
     places: list[str] = []
     overrides: list[str] = []
-    values: dict[str, Any] = {}
-    for given in rest:
-        argument = given.removeprefix("--")
+    values: JsonObject = {}
+    for text in rest:
+        argument = text.removeprefix("--")
         key, equal, value = argument.partition("=")
-        if not equal or is_entry(given) or Path(given).exists():
-            places.append(given)
+        if not equal or is_entry(text) or Path(text).exists():
+            places.append(text)
         elif key == "rows":
             places.append(value)
         elif key in WHOLE:
@@ -81,12 +87,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any
     return places, overrides, values, bool(flags)
 
 
-def table(found: Evaluation) -> str:
+def table(evaluation: Evaluation) -> str:
     """A line for each kind of row and one for all; a kind without a score has none there."""
-    names = list(found.scores)
+    names = list(evaluation.scores)
     lines = [["kind", "rows", "loss", *(NAMES.get(name, name) for name in names)]]
-    whole = {"rows": found.rows, "loss": found.loss, **found.scores}
-    for kind, values in [*found.by_kind.items(), ("all", whole)]:
+    whole = {"rows": evaluation.rows, "loss": evaluation.loss, **evaluation.scores}
+    for kind, values in [*evaluation.by_kind.items(), ("all", whole)]:
         cells = [f"{values[name]:.1%}" if name in values else "" for name in names]
         lines.append([kind, f"{values['rows']:,}", f"{values['loss']:.4f}", *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -95,9 +101,9 @@ def table(found: Evaluation) -> str:
     )
 
 
-def wrong(found: Evaluation) -> list[str]:
+def wrong(evaluation: Evaluation) -> list[str]:
     """The first rows whose answer is not exactly right, a line each."""
-    missed = [row for row in found.predictions if row["scores"].get("exact_match") == 0.0]
+    missed = [row for row in evaluation.predictions if row["scores"].get("exact_match") == 0.0]
     lines = [f"  {row['source']}: {_short(row['prediction'])}, wanted {_short(row['answer'])}" for row in missed]
     return [f"{len(missed)} answers are not exactly right; the first:", *lines[:_WRONG]] if missed else []
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.cli.arguments import split_flags
 from zoo.errors import UserError, printable_lines
+from zoo.types import JsonMapping, JsonObject
 
 USAGE = 'zoo generate CHECKPOINT "PROMPT" [image=FILE ...], or zoo generate CHECKPOINT rows=FILE'
 FILES = ("image", "audio", "video")
@@ -41,8 +41,8 @@ _ALIKE = {
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]]*=")
 
 
-def _number(kind: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+def _number[T](kind: Callable[[str], T], wanted: str) -> Callable[[str], T]:
+    def read(text: str) -> T:
         try:
             return kind(text)
         except ValueError:
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError(f"{len(places)} of CHECKPOINT and PROMPT given: {USAGE}")
     path, prompt = places[0], places[1] if len(places) == 2 else None
     rows, out = values.pop("rows", None), values.pop("out", None)
-    files = {kind: [_there(kind, file) for file in given] for kind, given in files.items()}
+    files = {kind: [_there(kind, file) for file in paths] for kind, paths in files.items()}
     if rows is None and prompt is None:
         if not sys.stdin.isatty():
             raise UserError(f"no prompt and no rows, and standard input is no terminal to chat on: {USAGE}")
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.tools.generate import generate
     from zoo.tools.out_file import line_of
 
-    options: dict[str, Any] = {**files, **values}
+    options: JsonObject = {**files, **values}
     answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
     if rows is None:
         print(_for_terminal(answers[0]["text"]), flush=True)
@@ -97,14 +97,14 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any], dict[str, list[str]]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str], JsonObject, dict[str, list[str]]]:
     """Arguments in their places, overrides of the recipe, options by name, and files by kind."""
     places: list[str] = []
     overrides: list[str] = []
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     files: dict[str, list[str]] = {kind: [] for kind in FILES}
-    for given in arguments:
-        argument = given.removeprefix("--") if _KEY.match(given.removeprefix("--")) else given
+    for text in arguments:
+        argument = text.removeprefix("--") if _KEY.match(text.removeprefix("--")) else text
         key, _, value = argument.partition("=")
         if (kind := _ALIKE.get(key.lower())) is not None and _KEY.match(argument):
             raise UserError(f"{argument}: no such key; a file that the prompt is about is given as {kind}={value}")
@@ -120,7 +120,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any
         elif _KEY.match(argument) and " " not in argument and not Path(argument).exists():
             overrides.append(argument)
         else:
-            places.append(given)
+            places.append(text)
     return places, overrides, values, files
 
 
@@ -149,7 +149,7 @@ def _for_terminal(answer: str) -> str:
     return printable_lines(answer) if sys.stdout.isatty() else answer
 
 
-def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int:
+def _chat(path: str, overrides: Sequence[str], values: JsonMapping) -> int:
     """Questions from the terminal until an empty line, the end of input or Ctrl-C."""
     from zoo.generation.sampling import Sampling
     from zoo.tools.generate import chat

@@ -23,7 +23,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.cli.arguments import is_entry, split_flags
 from zoo.errors import UserError
@@ -35,10 +34,10 @@ def run(arguments: Sequence[str]) -> int:
     """Score, and write a line a row, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
     rest = [argument.removeprefix("--") for argument in rest]
-    places = [one for one in rest if "=" not in one or is_entry(one) or Path(one).exists()]
-    given = [argument.partition("=") for argument in rest if argument not in places]
-    own = {key: value for key, _, value in given if key in OWN}
-    overrides = [f"{key}={value}" for key, _, value in given if key not in OWN]
+    places = [text for text in rest if "=" not in text or is_entry(text) or Path(text).exists()]
+    pairs = [argument.partition("=") for argument in rest if argument not in places]
+    own = {key: value for key, _, value in pairs if key in OWN}
+    overrides = [f"{key}={value}" for key, _, value in pairs if key not in OWN]
     places += [own.pop("rows")] if "rows" in own else []
     if len(places) not in (1, 2) or ("top_k" in own and len(places) != 2):
         raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]")
@@ -54,11 +53,11 @@ def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: l
     if "temperature" in own:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
     most = _number(own, "max_rows", int) if "max_rows" in own else None
-    found = score(path, rows, overrides, max_rows=most, out=own.get("out"), here=True)
+    scores = score(path, rows, overrides, max_rows=most, out=own.get("out"), here=True)
     if "out" in own:
-        print(f"{len(found)} rows written to {own['out']}")
+        print(f"{len(scores)} rows written to {own['out']}")
     else:
-        sys.stdout.write("".join(f"{line_of(row)}\n" for row in found))
+        sys.stdout.write("".join(f"{line_of(row)}\n" for row in scores))
     return 0
 
 
@@ -69,13 +68,13 @@ def _write_tokens(path: str, rows: str | None, own: dict[str, str], overrides: l
         raise UserError("top_k= without out=: wanted out=FOLDER, which distill.teacher can name")
     if "max_rows" in own:
         raise UserError("max_rows= with top_k=: a teacher's tokens are of all rows; leave it out")
-    top_k, temperature = (_number(own, key, kind) for key, kind in (("top_k", int), ("temperature", float)))
+    top_k, temperature = _number(own, "top_k", int), _number(own, "temperature", float)
     done = top_tokens(path, rows, own["out"], overrides, top_k=top_k, temperature=temperature, here=True)
     print(f"{done['rows']:,} rows, {done['labels']:,} labels in {own['out']} ({done['files']} files written now)")
     return 0
 
 
-def _number(own: dict[str, str], key: str, kind: Any) -> Any:
+def _number[T: (int, float)](own: dict[str, str], key: str, kind: type[T]) -> T:
     text = own.get(key, "1")
     try:
         return kind(text)

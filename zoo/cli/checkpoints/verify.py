@@ -35,18 +35,18 @@ def run(arguments: Sequence[str]) -> int:
     places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
-    given = [argument.removeprefix("--") for argument in rest if argument not in places]
-    own = {key: value for key, _, value in (text.partition("=") for text in given) if key in ("rows", "tolerance")}
-    overrides = [text for text in given if text.partition("=")[0] not in own]
+    options = [argument.removeprefix("--") for argument in rest if argument not in places]
+    own = {key: value for key, _, value in (text.partition("=") for text in options) if key in ("rows", "tolerance")}
+    overrides = [text for text in options if text.partition("=")[0] not in own]
 
     from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
     tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS
     rows = own.get("rows")
-    found = verify(a, b, rows=rows, overrides=overrides, tolerance=tolerance, here=True, quiet=False)
-    print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
-    return 0 if found.equal else 1
+    verification = verify(a, b, rows=rows, overrides=overrides, tolerance=tolerance, here=True, quiet=False)
+    print(json.dumps(verification.as_dict(), indent=2) if "--json" in flags else table(verification))
+    return 0 if verification.equal else 1
 
 
 def _number(text: str) -> float:
@@ -56,9 +56,9 @@ def _number(text: str) -> float:
         raise UserError(f"tolerance={printable(text, 200)}: wanted a number from 0, such as 1e-3") from None
 
 
-def table(found: Verification) -> str:
+def table(verification: Verification) -> str:
     """The differences, and how many there are."""
-    bad = [tensor for tensor in found.tensors if tensor.status != "equal"]
+    bad = [tensor for tensor in verification.tensors if tensor.status != "equal"]
     lines = []
     if bad:
         width = max(len(tensor.name) for tensor in bad[:_SHOWN])
@@ -70,18 +70,18 @@ def table(found: Verification) -> str:
         lines.append(f"{tensor.name:<{width}}  {tensor.status:<12}  {difference:>14}  {shown}".rstrip())
     if len(bad) > _SHOWN:
         lines.append(f"... and {len(bad) - _SHOWN} more")
-    counts = ", ".join(f"{count} {status}" for status, count in sorted(found.counts.items()))
-    lines.append(f"{len(found.tensors)} tensors: {counts}")
-    casts = sum(len(set(tensor.dtypes)) > 1 for tensor in found.tensors)
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(verification.counts.items()))
+    lines.append(f"{len(verification.tensors)} tensors: {counts}")
+    casts = sum(len(set(tensor.dtypes)) > 1 for tensor in verification.tensors)
     if casts:
         lines.append(f"{casts} of them in two dtypes, of the same values where they are equal")
-    if found.rows:
-        labels = sum(row["labels"] for row in found.compared_rows)
-        reasons = Counter(row["skipped"] for row in found.rows if row["skipped"])
+    if verification.rows:
+        labels = sum(row["labels"] for row in verification.compared_rows)
+        reasons = Counter(row["skipped"] for row in verification.rows if row["skipped"])
         lines += [f"{count} rows are not compared: {reason}" for reason, count in reasons.items()]
         lines.append(
-            f"{len(found.compared_rows)} rows, {labels} log-probabilities: largest difference {found.largest_difference:.3e} "
-            f"(tolerance {found.tolerance:g})"
+            f"{len(verification.compared_rows)} rows, {labels} log-probabilities: largest difference {verification.largest_difference:.3e} "
+            f"(tolerance {verification.tolerance:g})"
         )
-    lines.append("equal" if found.equal else "DIFFERENT")
+    lines.append("equal" if verification.equal else "DIFFERENT")
     return "\n".join(lines)

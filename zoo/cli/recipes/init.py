@@ -31,23 +31,23 @@ _TUNE = ("all", "adapters")
 def run(arguments: Sequence[str]) -> int:
     """Ask what is not given, write the recipe and say how it is used."""
     _, rest = split_flags(arguments, ())
-    _, given = split_values(rest, KEYS, "zoo init [data=FILE] [model=FOLDER] [out=my_recipe.yaml]", ())
-    asks = sys.stdin.isatty() and sys.stdout.isatty()
-    if not asks and "data" not in given:
+    _, values = split_values(rest, KEYS, "zoo init [data=FILE] [model=FOLDER] [out=my_recipe.yaml]", ())
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if not interactive and "data" not in values:
         raise UserError("zoo init: no terminal to ask on; give data=FILE, and model=FOLDER for weights of yours")
-    if (force := given.get("force", "false")) not in ("true", "false"):
+    if (force := values.get("force", "false")) not in ("true", "false"):
         raise UserError(f"force={force}: wanted true or false")
 
     def wanted[T](key: str, question: str, default: str, look: Callable[[str], T]) -> T:
-        if key in given or not asks:
-            return look(given.get(key, default))
+        if key in values or not interactive:
+            return look(values.get(key, default))
         return _asked(question, default, look)
 
     def free(text: str) -> Path:
         return _free(text, force == "true")
 
-    if "out" in given or not asks:
-        free(given.get("out", _OUT))  # before the seconds that data and model take
+    if "out" in values or not interactive:
+        free(values.get("out", _OUT))  # before the seconds that data and model take
     from zoo.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters
 
     data = wanted("data", "rows to train on: a file, a folder, a hub id", "digits", look_at_data)
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     if model.adapters is not None:
         default = _TUNE[prefers_adapters(model)]
         adapters = wanted("tune", "train all weights, or adapters", default, _tune) == "adapters"
-    elif "tune" in given and _tune(given["tune"]) == "adapters":
+    elif "tune" in values and _tune(values["tune"]) == "adapters":
         raise UserError("tune=adapters: adapters are for weights that know something; name some with model=")
     out = wanted("out", "file to write", _OUT, free)
     write_atomically(out, draft(data, model, adapters, out))

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags
-from zoo.config.recipes.matrix import RecipeParts, matrix, names_in
+from zoo.config.recipes.matrix import matrix, names_in
 from zoo.errors import UserError
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from zoo.config.gpus import Gpu
 
 SECTIONS = ("families", "recipes", "hardware")
 _WIDTH = 118
@@ -35,27 +39,27 @@ def run(arguments: Sequence[str]) -> int:
         return _runs(rest[1] if len(rest) == 2 else "runs", "--json" in flags)
     if len(rest) > 1:
         raise UserError(f"{rest[1]}: zoo list takes one name, or runs and a folder")
-    found = catalogue()
+    listed = catalogue()
     if rest:
-        found = _section(found, rest[0])
-        print(json.dumps(found, indent=2) if "--json" in flags else _details(found))
+        listed = _section(listed, rest[0])
+        print(json.dumps(listed, indent=2) if "--json" in flags else _details(listed))
         return 0
-    print(json.dumps(found, indent=2) if "--json" in flags else _overview(found))
+    print(json.dumps(listed, indent=2) if "--json" in flags else _overview(listed))
     return 0
 
 
 def _runs(folder: str, as_json: bool) -> int:
     from zoo.tools.runs.listing import find_runs, table
 
-    found = find_runs(folder)
+    runs = find_runs(folder)
     if as_json:
-        print(json.dumps([run.to_json() for run in found], indent=2))
+        print(json.dumps([run.to_json() for run in runs], indent=2))
     else:
-        print(table(found) if found else f"no runs in {folder}")
+        print(table(runs) if runs else f"no runs in {folder}")
     return 0
 
 
-def catalogue() -> dict[str, Any]:
+def catalogue() -> JsonObject:
     """Families, recipes and hardware by name."""
     from zoo.config.compose import about
     from zoo.config.files import CPU, size_names
@@ -80,7 +84,7 @@ def catalogue() -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Any) -> dict[str, Any]:
+def _gpu(gpu: Gpu) -> JsonObject:
     return {
         "memory_gb": gpu.memory_gb,
         "tflops": gpu.tflops,
@@ -92,69 +96,65 @@ def _gpu(gpu: Any) -> dict[str, Any]:
     }
 
 
-def _section(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section(listed: JsonMapping, name: str) -> JsonObject:
     """The part of the catalogue that a name stands for: a section, or an entry of one; a family with its recipes."""
     if name in SECTIONS:
-        return {name: found[name]}
-    part: dict[str, Any] = {section: {name: found[section][name]} for section in SECTIONS if name in found[section]}
+        return {name: listed[name]}
+    part: JsonObject = {section: {name: listed[section][name]} for section in SECTIONS if name in listed[section]}
     if not part:
         from zoo.config.layers.keys import nearest
 
-        near = nearest(name[:100], [*SECTIONS, *(known for section in SECTIONS for known in found[section])])
+        near = nearest(name[:100], [*SECTIONS, *(known for section in SECTIONS for known in listed[section])])
         hint = f"nearest: {', '.join(near)}" if near else "zoo list shows the names"
         raise UserError(f"{name}: no such family, recipe or GPU; {hint}")
     if "families" in part:
-        part["recipes"] = {key: recipe for key, recipe in found["recipes"].items() if recipe["family"] == name}
+        part["recipes"] = {key: recipe for key, recipe in listed["recipes"].items() if recipe["family"] == name}
     return part
 
 
-def _overview(found: Mapping[str, Any]) -> str:
+def _overview(listed: JsonMapping) -> str:
     """Everything by name, on a screen."""
     lines = ["families (zoo list NAME shows one)"]
-    width = max(map(len, found["families"]), default=0)
-    for name, family in found["families"].items():
+    width = max(map(len, listed["families"]), default=0)
+    for name, family in listed["families"].items():
         reads = ", ".join(family["modalities"])
         lines += _wrapped(f"  {name:<{width}}  {reads:<25}  ", ", ".join(family["sizes"]) or "-")
     lines.append(
         "recipes: FAMILY_TASK, as in recipe=qwen3_vl_dpo_lora; or family=qwen3_vl task=dpo adapter=lora (zoo list recipes)"
     )
     parts = matrix()
-    for head, names in (("FAMILY", names_in("families")), ("TASK", _tasks(parts.values()))):
+    tasks = list(dict.fromkeys(recipe.name.removeprefix(f"{recipe.family}_") for recipe in parts.values()))
+    for head, names in (("FAMILY", names_in("families")), ("TASK", tasks)):
         lines += _wrapped(f"  {head:<{width}}  ", " ".join(names))
-    for name in (name for name in found["recipes"] if name not in parts):
-        lines += _wrapped(f"  {name:<{width}}  ", found["recipes"][name]["description"] or "-")
+    for name in (name for name in listed["recipes"] if name not in parts):
+        lines += _wrapped(f"  {name:<{width}}  ", listed["recipes"][name]["description"] or "-")
     lines.append("hardware, as in hardware=8xh200 (zoo list hardware)")
-    lines += _wrapped("  ", " ".join(found["hardware"]))
+    lines += _wrapped("  ", " ".join(listed["hardware"]))
     return "\n".join(lines)
-
-
-def _tasks(recipes: Iterable[RecipeParts]) -> list[str]:
-    """What stands behind a family in the names of recipes."""
-    return list(dict.fromkeys(parts.name.removeprefix(f"{parts.family}_") for parts in recipes))
 
 
 def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _details(found: Mapping[str, Any]) -> str:
+def _details(listed: JsonMapping) -> str:
     """All that is known of some entries."""
     lines = []
-    for name, family in found.get("families", {}).items():
+    for name, family in listed.get("families", {}).items():
         lines.append(f"{name:<18} {family['title']}: {', '.join(family['modalities'])}")
         lines.append(f"{'':<18} size={' | '.join(family['sizes']) or '-'}")
         inner = [f"{part} (of {outer})" for part, outer in family["inner_parts"].items()]
         lines.append(f"{'':<18} parts: {', '.join([*family['parts'], *inner])}")
         proved = " ".join(family["proved_parallelism"]) or "none"
         lines.append(f"{'':<18} parallelism with the gradients of one rank, by test: {proved}")
-    width = max(18, *map(len, found.get("recipes", {"": 0})))
-    lines += [f"{name:<{width}} {recipe['description'] or ''}" for name, recipe in found.get("recipes", {}).items()]
-    if len(lines) == 1 and "recipes" in found:
-        (name,) = found["recipes"]
+    width = max(18, *map(len, listed.get("recipes", {"": 0})))
+    lines += [f"{name:<{width}} {recipe['description'] or ''}" for name, recipe in listed.get("recipes", {}).items()]
+    if len(lines) == 1 and "recipes" in listed:
+        (name,) = listed["recipes"]
         lines.append(f"{'':<{width}} zoo show recipe={name}")
-    if len(found.get("hardware", {})) > 1:
+    if len(listed.get("hardware", {})) > 1:
         lines.append(_ON_HARDWARE)
     lines += [
-        f"{name:<18} {gpu.get('about', 'a machine without a GPU')}" for name, gpu in found.get("hardware", {}).items()
+        f"{name:<18} {gpu.get('about', 'a machine without a GPU')}" for name, gpu in listed.get("hardware", {}).items()
     ]
     return "\n".join(lines)

@@ -23,11 +23,11 @@ KEYS = ("out",)
 def run(arguments: Sequence[str]) -> int:
     """Write the files, list them, and say what to run next."""
     flags, rest = split_flags(arguments, ("--package", "--vision"))
-    (name,), given = split_values(rest, KEYS, "zoo new-family NAME [--package] [out=FOLDER]", ("NAME",))
+    (name,), values = split_values(rest, KEYS, "zoo new-family NAME [--package] [out=FOLDER]", ("NAME",))
     from zoo.tools.new_family import checkout, lay_out
 
     package = "--package" in flags
-    root = expanded(given["out"]) if "out" in given else expanded(name) if package else checkout()
+    root = expanded(values["out"]) if "out" in values else expanded(name) if package else checkout()
     for path in lay_out(name, root, package=package, vision="--vision" in flags):
         print(f"wrote {path}")
     test = f"tests/test_{name}.py" if package else f"tests/parity/test_{name}.py"

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from zoo.cli.arguments import split_flags, split_recipe
+from zoo.cli.arguments import split_flags, split_own_keys, split_recipe, whole_number
 from zoo.errors import UserError, printable
+from zoo.types import JsonObject
 
 KEYS = ("ranks", "labels", "media")
 
@@ -30,13 +30,11 @@ KEYS = ("ranks", "labels", "media")
 def run(arguments: Sequence[str]) -> int:
     """Print the plan; 1 where the model does not fit."""
     flags, rest = split_flags(arguments, ("--json", "--table"))
-    own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
-    given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
-    shares: dict[str, Any] = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
-    overrides = [text for text in rest if text not in own]
+    values, overrides = split_own_keys(rest, KEYS)
+    shares: JsonObject = {key: _share(key, values[key]) for key in ("labels", "media") if key in values}
     if "--table" in flags:
-        if "ranks" in given:
-            raise UserError(f"ranks={printable(given['ranks'], 200)}: --table has 1 to 16 GPUs; leave it out")
+        if "ranks" in values:
+            raise UserError(f"ranks={printable(values['ranks'], 200)}: --table has 1 to 16 GPUs; leave it out")
         return _print_table(overrides, shares, as_json="--json" in flags)
     name, overrides = split_recipe(overrides, "zoo plan recipe=NAME")
 
@@ -45,10 +43,10 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
-    ranks = _ranks(given["ranks"]) if "ranks" in given else None
-    found = plan(recipe, ranks, **shares)
-    print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
-    return 1 if found.fits is False else 0
+    ranks = whole_number("ranks", values["ranks"]) if "ranks" in values else None
+    result = plan(recipe, ranks, **shares)
+    print(json.dumps(result.as_dict(), indent=2) if "--json" in flags else table(result))
+    return 1 if result.fits is False else 0
 
 
 def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_json: bool) -> int:
@@ -58,16 +56,9 @@ def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_js
     recipe, rest = None, list(arguments)
     if any("=" not in text or text.removeprefix("--").startswith(("recipe=", "family=")) for text in rest):
         recipe, rest = split_recipe(rest, "zoo plan --table recipe=NAME")
-    given: dict[str, str] = {}
-    overrides = []
-    for argument in rest:
-        key, _, value = argument.removeprefix("--").partition("=")
-        if key in ("size", "hardware"):
-            given[key] = value
-        else:
-            overrides.append(argument)
-    kinds = [fit_table.find_kind(given["hardware"])] if "hardware" in given else fit_table.KINDS
-    sizes = fit_table.sizes_of(recipe, given.get("size"))
+    values, overrides = split_own_keys(rest, ("size", "hardware"))
+    kinds = [fit_table.find_kind(values["hardware"])] if "hardware" in values else fit_table.KINDS
+    sizes = fit_table.sizes_of(recipe, values.get("size"))
     lines = (fit_table.line(name, size, kind, overrides, shares) for kind in kinds for name, size in sizes)
     if as_json:
         print(json.dumps([cell.as_dict() for cells in lines for cell in cells], indent=2))
@@ -76,12 +67,6 @@ def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_js
     for text in fit_table.text_lines(lines):
         print(text, flush=True)
     return 0
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or not int(text):
-        raise UserError(f"ranks={printable(text, 200)}: wanted a whole number above 0")
-    return int(text)
 
 
 def _share(key: str, text: str) -> float:

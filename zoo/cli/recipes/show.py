@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags, split_recipe
 from zoo.errors import UserError
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from zoo.config.schema import Recipe
 
 _COLUMN = 44  # where the meanings of keys begin
 
@@ -34,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
             raise UserError(f"{rest[0]}: zoo show --schema takes --json and nothing else")
         print(json.dumps(_schema_entries(), indent=2) if "--json" in flags else _schema())
         return 0
-    if len(rest) == 1 and ("=" not in rest[0] or Path(rest[0]).is_dir()) and _may_be_a_folder(rest[0]):
+    if len(rest) == 1 and (Path(rest[0]).is_dir() or not _names_recipe(rest[0])):
         from zoo.tools.runs.status import describe, read_status
 
         status = read_status(rest[0])
@@ -47,32 +51,35 @@ def run(arguments: Sequence[str]) -> int:
 
     resolved = resolve(name, overrides)
     values = asdict(resolved.recipe)
+    changed, differing = _changed(values, asdict(resolved.base)), _differing(resolved.recipe)
     if "--json" in flags:
-        found = {
+        shown = {
             "recipe": values,
             "size_why": resolved.size_why,
             "taken": resolved.taken,
-            "changed": _changed(values, asdict(resolved.base)),
-            "differs_from_defaults": _differing(values),
+            "changed": changed,
+            "differs_from_defaults": differing,
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(shown, indent=2))
         return 0
     print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")
     for line in filter(None, (resolved.taken, random_base(resolved.recipe))):
         print(f"# {line}")
-    print("\n".join([*_changes(values, asdict(resolved.base), resolved.base_name), *_differences(values)]))
+    if changed:
+        print("\n".join(_comments(f"changed against {resolved.base_name}", changed, "base", "was")))
+    print("\n".join(_comments("differs from the defaults", differing, "default", "default")))
     print(_documented(values))
     return 0
 
 
-def _may_be_a_folder(text: str) -> bool:
-    """Whether a lone argument is meant as a run folder, and not as a recipe's name that lacks its `recipe=`."""
+def _names_recipe(argument: str) -> bool:
+    """Whether a lone argument that is no folder is meant as a recipe, with `recipe=` or without."""
     from zoo.config.recipes.matrix import recipe_names
 
-    return Path(text).is_dir() or not (text in recipe_names() or text.endswith((".yaml", ".yml")))
+    return "=" in argument or argument in recipe_names() or argument.endswith((".yaml", ".yml"))
 
 
-def _schema_entries() -> list[dict[str, Any]]:
+def _schema_entries() -> list[JsonObject]:
     from zoo.config.layers.keys import keys
     from zoo.config.schema import Recipe
 
@@ -104,77 +111,43 @@ def _schema() -> str:
     return "\n".join([f"{'key':<22} {'type':<16} {'default':<20} meaning", *lines])
 
 
-def _get(values: dict[str, Any], key: str) -> Any:
-    value: Any = values
-    for name in key.split("."):
-        value = value[name]
-    return value
-
-
-def _changed(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Key -> its value and that of the base, where they differ; the architecture key by key."""
-    from zoo.config.layers.keys import keys
-    from zoo.config.schema import Recipe
-
-    found: dict[str, Any] = {}
-    for entry in keys(Recipe).values():
-        if entry.key == "recipe":
-            continue
-        new, old = _get(values, entry.key), _get(base, entry.key)
+def _changed(values: JsonMapping, base: JsonMapping, prefix: str = "") -> dict[str, JsonObject]:
+    """Key -> its value and that of the base, where they differ; mappings such as the architecture key by key."""
+    changed: dict[str, JsonObject] = {}
+    for name in {**base, **values}:
+        new, old = values.get(name), base.get(name)
         if isinstance(new, dict) and isinstance(old, dict):
-            found.update(_changed_within(new, old, f"{entry.key}."))
-        elif new != old:
-            found[entry.key] = {"value": new, "base": old}
-    return found
+            changed |= _changed(new, old, f"{prefix}{name}.")
+        elif new != old and (prefix or name != "recipe"):
+            changed[f"{prefix}{name}"] = {"value": new, "base": old}
+    return changed
 
 
-def _changed_within(new: dict[str, Any], old: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in {**old, **new}:
-        one, other = new.get(name), old.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found.update(_changed_within(one, other, f"{prefix}{name}."))
-        elif one != other:
-            found[f"{prefix}{name}"] = {"value": one, "base": other}
-    return found
-
-
-def _differing(values: dict[str, Any]) -> dict[str, Any]:
+def _differing(recipe: Recipe) -> dict[str, JsonObject]:
     """Key -> its value and the schema's default, where they differ."""
     from zoo.config.layers.keys import keys
+    from zoo.config.layers.tree import values_of
     from zoo.config.schema import Recipe
 
+    values = values_of(recipe)
     return {
-        entry.key: {"value": value, "default": entry.default}
-        for entry in keys(Recipe).values()
-        if (value := _get(values, entry.key)) != entry.default and entry.key != "model.arch"
+        key.key: {"value": values[key.key], "default": key.default}
+        for key in keys(Recipe).values()
+        if values[key.key] != key.default and key.key != "model.arch"
     }
 
 
-def _changes(values: dict[str, Any], base: dict[str, Any], name: str) -> list[str]:
-    """Comment lines with the keys whose value is not that of the recipe with its overlays alone."""
+def _comments(head: str, pairs: Mapping[str, JsonMapping], other: str, words: str) -> list[str]:
+    """Comment lines with keys, their values, and what stands under the name `other` beside them."""
     from zoo.config.layers.keys import show_value
 
-    changed = _changed(values, base)
-    if not changed:
-        return []
-    lines = [f"# changed against {name}:"]
-    for key, pair in changed.items():
-        lines.append(f"#   {key}: {show_value(pair['value'])} (was {show_value(pair['base'])})")
-    return lines
+    lines = [
+        f"#   {key}: {show_value(pair['value'])} ({words} {show_value(pair[other])})" for key, pair in pairs.items()
+    ]
+    return [f"# {head}:", *lines]
 
 
-def _differences(values: dict[str, Any]) -> list[str]:
-    """Comment lines with the keys whose value is not the schema's default."""
-    from zoo.config.layers.keys import show_value
-
-    lines = ["# differs from the defaults:"]
-    for key, pair in _differing(values).items():
-        lines.append(f"#   {key}: {show_value(pair['value'])} (default {show_value(pair['default'])})")
-    return lines
-
-
-def _documented(values: dict[str, Any]) -> str:
+def _documented(values: JsonMapping) -> str:
     """The recipe as YAML, each key followed by its meaning."""
     from omegaconf import OmegaConf
 

@@ -39,6 +39,7 @@ from typing import Any
 
 from zoo.cli.arguments import split_flags
 from zoo.errors import UserError
+from zoo.types import JsonObject
 
 MOVED = ("packing", "balance", "convert", "soak", "plot")  # scripts of benchmarks/, which only a clone has
 
@@ -75,7 +76,7 @@ def _train(arguments: Sequence[str], flags: set[str]) -> str:
 
     from zoo.bench.training import train as bench
 
-    def on_line(line: dict[str, Any]) -> None:
+    def on_line(line: JsonObject) -> None:
         print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)
 
     if "--json" not in flags:

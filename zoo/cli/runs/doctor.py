@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags, split_recipe
 from zoo.errors import UserError
@@ -47,23 +47,23 @@ def run(arguments: Sequence[str]) -> int:
 
     quiet = "--json" in flags
     if not quiet:
-        print(_versions(machine()), flush=True)
+        print(" | ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
         print(HEAD, flush=True)
 
-    def report(name: str, result: CheckResult) -> None:
+    def on_result(name: str, result: CheckResult) -> None:
         if not quiet:
             print(_line(result, used=name != KNOWN_WRONG), flush=True)
 
-    found = check_recipes(recipes, only=only, known_wrong="--known-wrong" in flags, report=report)
+    report = check_recipes(recipes, only=only, known_wrong="--known-wrong" in flags, report=on_result)
     if quiet:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(report.as_dict(), indent=2))
     else:
-        count = len(found.results)
-        outcome = f"{len(found.wrong)} of {count} kernels wrong" if found.wrong else f"{count} kernels, all right"
-        print(f"{outcome} in {found.seconds:.0f} s")
-        for result in found.wrong:
+        count = len(report.results)
+        outcome = f"{len(report.wrong)} of {count} kernels wrong" if report.wrong else f"{count} kernels, all right"
+        print(f"{outcome} in {report.seconds:.0f} s")
+        for result in report.wrong:
             print(f"  {result.check.name}: {_why(result)}; fix: {result.check.fix}")
-    return 0 if found.right else 1
+    return 0 if report.right else 1
 
 
 def _recipes(arguments: list[str]) -> list[Recipe]:
@@ -87,8 +87,8 @@ HEAD = f"{'kernel':<17} {'runs':<22} {'worst':>9}  {'of':<17} {'bound':>7}  {'':
 def _line(result: CheckResult, used: bool = True) -> str:
     check = result.check
     if result.errors:
-        what, error = result.worst
-        numbers = f"{error:9.1e}  {what:<17}"
+        tensor, error = result.worst
+        numbers = f"{error:9.1e}  {tensor:<17}"
     else:
         numbers = f"{'-':>9}  {'-':<17}"
     outcome = "ok" if result.right else "WRONG"
@@ -103,9 +103,5 @@ def _line(result: CheckResult, used: bool = True) -> str:
 def _why(result: CheckResult) -> str:
     if result.problem is not None:
         return result.problem.splitlines()[0]
-    what, error = result.worst
-    return f"{what} is off by {error:.1e} of its size, {result.check.bound:.0e} allowed"
-
-
-def _versions(machine: dict[str, Any]) -> str:
-    return " | ".join(f"{name} {value}" for name, value in machine.items())
+    tensor, error = result.worst
+    return f"{tensor} is off by {error:.1e} of its size, {result.check.bound:.0e} allowed"

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.cli.arguments import split_flags, split_recipe
-from zoo.errors import UserError, printable
+from zoo.cli.arguments import split_flags, split_own_keys, split_recipe, whole_number
+from zoo.errors import UserError
 
 if TYPE_CHECKING:
     from zoo.tools.inspection.lengths import Lengths
@@ -36,11 +36,9 @@ KEYS = ("out", "rows", "samples", "budgets")
 def run(arguments: Sequence[str]) -> int:
     """Write picture and page, and print the statistics."""
     flags, rest = split_flags(arguments, ("--json",))
-    own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
-    others = [text for text in rest if text not in own]
-    given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
-    count, most = (_number(key, given.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000")))
-    budgets = tuple(_number("budgets", text) for text in given.get("budgets", "").split(",") if text)
+    values, others = split_own_keys(rest, KEYS)
+    count, most = (whole_number(key, values.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000")))
+    budgets = tuple(whole_number("budgets", text) for text in values.get("budgets", "").split(",") if text)
     step = _step(others)
     if step is None:
         name, overrides = split_recipe(others, "zoo inspect recipe=NAME, or zoo inspect RUN step=N")
@@ -70,19 +68,19 @@ def run(arguments: Sequence[str]) -> int:
     if step is None:
         rows = packed_rows(recipe, assembly, count)
         title = f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
-        folder = Path(given.get("out", f"{recipe.run.dir}/inspect"))
+        folder = Path(values.get("out", f"{recipe.run.dir}/inspect"))
     else:
         rows, title = replayed(step, recipe, assembly), step.title
-        folder = Path(given.get("out", step.run_dir / "inspect" / f"step_{step.number}"))
-    picture = draw(rows, lengths, title, folder / "rows.png")
-    page = write_page(rows, lengths, title, picture.name, folder / "rows.html")
+        folder = Path(values.get("out", step.run_dir / "inspect" / f"step_{step.number}"))
+    drawing = draw(rows, lengths, title, folder / "rows.png")
+    page = write_page(rows, lengths, title, drawing.name, folder / "rows.html")
     if "--json" in flags:
-        found = {"picture": str(picture), "page": str(page), **lengths.as_dict()}
+        statistics = {"picture": str(drawing), "page": str(page), **lengths.as_dict()}
         if step is not None:
-            found["step"] = {key: value for key, value in step.record.items() if key != "data"}
-        print(json.dumps(found, indent=2))
+            statistics["step"] = {key: value for key, value in step.record.items() if key != "data"}
+        print(json.dumps(statistics, indent=2))
     else:
-        print(f"{table(lengths) if step is None else table_of_step(step)}\n{picture}\n{page}")
+        print(f"{table(lengths) if step is None else table_of_step(step)}\n{drawing}\n{page}")
     return 0
 
 
@@ -99,13 +97,7 @@ def _step(arguments: Sequence[str]) -> Step | None:
     from zoo.tools.inspection.replay import Step
 
     path = Path(places[0])
-    return Step.read(path, None if number is None else _number("step", number.partition("=")[2]))
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or not int(text):
-        raise UserError(f"{key}={printable(text, 200)}: wanted a whole number above 0")
-    return int(text)
+    return Step.read(path, None if number is None else whole_number("step", number.partition("=")[2]))
 
 
 def table(lengths: Lengths) -> str:

@@ -21,7 +21,7 @@ def refuse_without_effect(recipe: Recipe, origins: Mapping[str, str] | None = No
     for key, origin in (origins or dict.fromkeys(recipe.set_by_user, "")).items():
         value = attrgetter(key)(recipe)
         lacking = next((when for when in known[key].when or () if not when.holds(recipe)), None)
-        if lacking is not None and known[key].asks(value):
+        if lacking is not None and known[key].has_request(value):
             where = f"{origin}: " if origin else ""
             problems.append(f"{where}{key}={shown_value(value)}: {_why(recipe, lacking)}, or leave {key} out")
     if problems:

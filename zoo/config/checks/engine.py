@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
 
 from zoo.config.architecture import text_config
 from zoo.config.checks.layout import all_sparse
@@ -14,6 +12,7 @@ from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.packages import installed_version
+from zoo.types import JsonMapping
 
 TE_IN_FP32 = (
     "engine.backend=te with engine.precision=fp32: Transformer Engine rounds fp32 to TF32 (10 bits) in its products; use "
@@ -166,27 +165,27 @@ def _check_fp8_widths(recipe: Recipe) -> None:
             )
 
 
-def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def _fp8_widths(recipe: Recipe, text: JsonMapping) -> dict[str, tuple[int, int]]:
     """(width, ranks that it is cut over) of what the decoder's linears take and give; 0 where the config leaves it open."""
 
-    def of(key: str) -> int:
+    def width_of(key: str) -> int:
         return int(text.get(key) or 0)
 
-    tp, heads = recipe.parallel.tp, of("num_attention_heads")
-    groups = of("num_key_value_heads") or heads
-    head = of("head_dim") or (of("hidden_size") // heads if heads else 0)
-    found = {"hidden_size": (of("hidden_size"), 1)}
+    tp, heads = recipe.parallel.tp, width_of("num_attention_heads")
+    groups = width_of("num_key_value_heads") or heads
+    head = width_of("head_dim") or (width_of("hidden_size") // heads if heads else 0)
+    widths = {"hidden_size": (width_of("hidden_size"), 1)}
     if not all_sparse(recipe, text):
-        found["intermediate_size"] = (of("intermediate_size"), tp)
-    found["shared_expert_intermediate_size"] = (of("shared_expert_intermediate_size"), tp)
-    found["num_attention_heads * head_dim"] = (heads * head, tp)
-    found["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
-    wide, full = of("global_head_dim"), of("num_global_key_value_heads")
-    found["num_attention_heads * global_head_dim"] = (heads * wide, tp)
-    found["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = ((heads + full) * wide, tp)
+        widths["intermediate_size"] = (width_of("intermediate_size"), tp)
+    widths["shared_expert_intermediate_size"] = (width_of("shared_expert_intermediate_size"), tp)
+    widths["num_attention_heads * head_dim"] = (heads * head, tp)
+    widths["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
+    wide, full = width_of("global_head_dim"), width_of("num_global_key_value_heads")
+    widths["num_attention_heads * global_head_dim"] = (heads * wide, tp)
+    widths["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = ((heads + full) * wide, tp)
     if "linear_attention" in (text.get("layer_types") or ()) and recipe.engine.fp8_recipe == "tensorwise":
-        keys = of("linear_num_key_heads") * of("linear_key_head_dim")
-        values = of("linear_num_value_heads") * of("linear_value_head_dim")
-        found["linear_num_value_heads * linear_value_head_dim"] = (values, tp)
-        found["linear attention's projection"] = (2 * (keys + values + of("linear_num_value_heads")), tp)
-    return found
+        keys = width_of("linear_num_key_heads") * width_of("linear_key_head_dim")
+        values = width_of("linear_num_value_heads") * width_of("linear_value_head_dim")
+        widths["linear_num_value_heads * linear_value_head_dim"] = (values, tp)
+        widths["linear attention's projection"] = (2 * (keys + values + width_of("linear_num_value_heads")), tp)
+    return widths

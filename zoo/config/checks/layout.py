@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import isqrt
-from typing import Any
 
 from zoo.config.architecture import num_experts, text_config
 from zoo.config.derived import alignment, data_parallel
 from zoo.config.layers.keys import show_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
@@ -73,11 +72,11 @@ def _check_sizes(recipe: Recipe) -> None:
 
 def _check_stages(recipe: Recipe, layers: int | None) -> None:
     """Each pipeline stage, and each of its chunks, has layers."""
-    parallel, given = recipe.parallel, recipe.parallel.stage_layers
+    parallel, cut = recipe.parallel, recipe.parallel.stage_layers
     stages = parallel.pp * parallel.vpp
-    if given and len(given) != stages:
+    if cut and len(cut) != stages:
         raise ConfigError(
-            f"parallel.stage_layers={show_value(given)}: wanted {stages} numbers (parallel.pp={parallel.pp} * "
+            f"parallel.stage_layers={show_value(cut)}: wanted {stages} numbers (parallel.pp={parallel.pp} * "
             f"vpp={parallel.vpp}); parallel.stage_layers=[] derives them"
         )
     if layers and layers < stages:
@@ -85,20 +84,20 @@ def _check_stages(recipe: Recipe, layers: int | None) -> None:
             f"parallel.pp={parallel.pp} * vpp={parallel.vpp} = {stages} stages for the {layers} layers of the model: "
             f"each needs one at least; lower parallel.pp or vpp"
         )
-    if layers and given and sum(given) != layers:
+    if layers and cut and sum(cut) != layers:
         raise ConfigError(
-            f"parallel.stage_layers={show_value(given)} are {sum(given)} layers and the model has {layers}; "
+            f"parallel.stage_layers={show_value(cut)} are {sum(cut)} layers and the model has {layers}; "
             f"parallel.stage_layers=[] derives them"
         )
 
 
-def all_sparse(recipe: Recipe, text: Mapping[str, Any]) -> bool:
+def all_sparse(recipe: Recipe, text: JsonMapping) -> bool:
     """Whether every layer has experts, so that `intermediate_size` is nobody's."""
     some = bool(num_experts(recipe.model.arch))
     return some and not text.get("mlp_only_layers") and text.get("decoder_sparse_step", 1) == 1
 
 
-def _check_linear_attention(recipe: Recipe, text: Mapping[str, Any]) -> None:
+def _check_linear_attention(recipe: Recipe, text: JsonMapping) -> None:
     """Gated DeltaNet gives every tensor and context parallel rank heads of its own."""
     parallel = recipe.parallel
     for key in ("linear_num_key_heads", "linear_num_value_heads"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zoo.errors import ConfigError
 
 MOST_EDGE = 2**13  # pixels of a side; published ones have up to 4096
@@ -27,7 +25,7 @@ MOST = {
 TOGETHER = ("longest_edge", "max_pixels")  # a least size beside one of these counts pixels, else it is a side
 
 
-def check_media_sizes(settings: Any, where: str) -> None:
+def check_media_sizes(settings: object, where: str) -> None:
     """Refuse settings of a processor that ask for sizes that no published one has.
 
     Raises:
@@ -47,7 +45,7 @@ def check_media_sizes(settings: Any, where: str) -> None:
             _check(name, value, MOST[name], where)
 
 
-def _check(name: str, value: Any, most: int, where: str) -> None:
+def _check(name: str, value: object, most: int, where: str) -> None:
     """ConfigError for a number over its bound, or none that is one (`nan`)."""
     if isinstance(value, int | float) and not value <= most:
         said = str(value) if isinstance(value, float) or value < 10**18 else "a number of over 18 digits"

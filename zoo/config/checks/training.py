@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.config.schema.conditions import REFERENCED
 from zoo.errors import ConfigError, UserError, printable
+from zoo.types import JsonMapping, JsonObject
 
 
 def check_preference(recipe: Recipe) -> None:
@@ -44,7 +42,7 @@ def check_preference(recipe: Recipe) -> None:
         if value not in fitting:
             raise ConfigError(
                 f"{key}={value} with train.loss={train.loss}: a loss of preferences goes with "
-                f"{' or '.join(f'{key}={one}' for one in fitting)}"
+                f"{' or '.join(f'{key}={choice}' for choice in fitting)}"
             )
 
 
@@ -115,7 +113,7 @@ def parse_metric(text: str, key: str) -> tuple[str, float]:
     if name and direction in signs:
         return name, signs[direction]
     for sign, known in ((-1.0, SMALLER), (1.0, LARGER)):
-        if not direction and any(name == one or name.startswith(f"{one}_") for one in known):
+        if not direction and any(name == prefix or name.startswith(f"{prefix}_") for prefix in known):
             return name, sign
     raise ConfigError(
         f"{key}={printable(text, 100)}: whether more or less of it is better is not known; known are "
@@ -123,15 +121,15 @@ def parse_metric(text: str, key: str) -> tuple[str, float]:
     )
 
 
-def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def flat(metrics: JsonMapping) -> JsonObject:
     """An evaluation's numbers by name, those of `by_kind` under `NAME_KIND`."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    for kind, found in (metrics.get("by_kind") or {}).items():
-        numbers |= {f"{name}_{kind}": value for name, value in found.items()}
+    for kind, scores in (metrics.get("by_kind") or {}).items():
+        numbers |= {f"{name}_{kind}": value for name, value in scores.items()}
     return numbers
 
 
-def refuse_missing(name: str, metrics: Mapping[str, Any], key: str) -> None:
+def refuse_missing(name: str, metrics: JsonMapping, key: str) -> None:
     """UserError where an evaluation's flat metrics lack one that a recipe names."""
     if name not in metrics:
         raise UserError(f"{key}={name}: the evaluation gives no such metric; it gives {', '.join(sorted(metrics))}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zoo.config.layers.layer import ROWS_FILE
 from zoo.config.layers.reader import UnreadableError, read_text, read_yaml
 from zoo.config.locate import is_hub_id
 from zoo.files import expanded
+from zoo.types import JsonMapping, JsonObject
 
 # Names of forms of rows: zoo's format, "" where it is recognised by the rows' keys.
 FORMS = {
@@ -29,28 +30,28 @@ _SAMPLED = re.compile(r"#\d+$")  # ms-swift: so many rows of it
 class Sets(NamedTuple):
     """What a file's data sets come to."""
 
-    entries: list[Any]  # of data.train
+    entries: list[str | JsonObject]  # of data.train
     unknown: list[str]  # names that say nothing of where their rows are
     unread: list[str]  # what is said of sets and has no counterpart
 
 
-def read_sets(given: Any, folder: Any = None) -> Sets:
+def read_sets(sources: object, folder: object = None) -> Sets:
     """Entries for what a file says of its data sets.
 
     Args:
-        given: a text, with commas between several; a mapping; or a list of these.
+        sources: a text, with commas between several; a mapping; or a list of these.
         folder: where a `dataset_info.json` tells which files the names stand for; default: data.
     """
     sets = Sets([], [], [])
     listed = _listed(str(folder or "data"))
-    for one in given if isinstance(given, list) else [given]:
-        parts = one.replace(",", " ").split() if isinstance(one, str) else [one]
+    for source in sources if isinstance(sources, list) else [sources]:
+        parts = source.replace(",", " ").split() if isinstance(source, str) else [source]
         for part in parts:
             name = part.get("path") or part.get("name") if isinstance(part, Mapping) else part
             if isinstance(part, Mapping):
-                entry, unread = _of_mapping(part)
+                entry, unread = _entry_from_mapping(part)
             else:
-                entry, unread = _of_name(str(part), listed), []
+                entry, unread = _entry_from_name(str(part), listed), []
             if entry is None:
                 sets.unknown.append(str(name))
             else:
@@ -60,7 +61,7 @@ def read_sets(given: Any, folder: Any = None) -> Sets:
     return sets
 
 
-def _of_name(name: str, listed: Mapping[str, Any]) -> Any:
+def _entry_from_name(name: str, listed: JsonMapping) -> str | JsonObject | None:
     name = _SAMPLED.sub("", name)
     name = name.removeprefix("hf::").removeprefix("ms::").removeprefix("HF::").removeprefix("MS::")
     if ROWS_FILE.fullmatch(name) or expanded(name).exists():
@@ -73,13 +74,13 @@ def _of_name(name: str, listed: Mapping[str, Any]) -> Any:
     return {"hub": name, **({"name": subset} if subset else {})}
 
 
-def _of_mapping(one: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def _entry_from_mapping(mapping: JsonMapping) -> tuple[str | JsonObject | None, list[str]]:
     """The entry of a mapping of axolotl's, and what of it is not read."""
-    left = {key: value for key, value in one.items() if value not in (None, False, "", [], {})}
+    left = {key: value for key, value in mapping.items() if value not in (None, False, "", [], {})}
     name = left.pop("path", None) or left.get("data_files") or left.get("name")
     files = left.pop("data_files", None)
     name = files if name in ("json", "csv", "parquet", "text") and isinstance(files, str) else name
-    entry = _of_name(name, {}) if isinstance(name, str) else None
+    entry = _entry_from_name(name, {}) if isinstance(name, str) else None
     if entry is None:
         return None, []
     entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
@@ -95,13 +96,13 @@ def _of_mapping(one: Mapping[str, Any]) -> tuple[Any, list[str]]:
     return (entry["path"] if set(entry) == {"path"} else entry), unread
 
 
-def _listed(folder: str) -> dict[str, Any]:
+def _listed(folder: str) -> JsonObject:
     """The entries that names of a `dataset_info.json` stand for."""
     try:
         known = read_yaml(read_text(Path(expanded(folder)) / "dataset_info.json").replace("\t", " "))
     except (OSError, UnreadableError):
         return {}
-    found: dict[str, Any] = {}
+    entries: JsonObject = {}
     for name, about in (known if isinstance(known, dict) else {}).items():
         if not isinstance(about, dict):
             continue
@@ -109,12 +110,12 @@ def _listed(folder: str) -> dict[str, Any]:
         more = {"format": form} if form and not _names_roles(about) else {}
         if isinstance(about.get("file_name"), str):
             path = f"{folder}/{about['file_name']}"
-            found[name] = {"path": path, **more} if more else path
+            entries[name] = {"path": path, **more} if more else path
         elif isinstance(about.get("hf_hub_url"), str):
-            found[name] = {"hub": about["hf_hub_url"], **more}
-    return found
+            entries[name] = {"hub": about["hf_hub_url"], **more}
+    return entries
 
 
-def _names_roles(about: Mapping[str, Any]) -> bool:
+def _names_roles(about: JsonMapping) -> bool:
     """Whether a set of conversations names its roles itself: its rows are recognised by their keys."""
     return "tags" in about or "messages" in (about.get("columns") or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zoo.config.files import read_part, read_size, size_names
 from zoo.config.foreign.programs import leaf
@@ -15,6 +15,7 @@ from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
 from zoo.config.recipes.published import published_size
 from zoo.errors import UserError
 from zoo.registry import ModelFamily, families
+from zoo.types import JsonObject
 
 _KINDS = (
     "finetuning_type", "train_type", "tuner_type", "sft_type", "adapter", "peft_type", "use_peft", "use_lora", "full_finetuning",
@@ -37,8 +38,8 @@ def read_model(reader: Reader) -> None:
         if not key.startswith(("dataset", "optimizer", "lr_scheduler")):
             reader.left.pop(key)
     init = reader.take_for("model.init")
-    given = (init, _template(reader), reader.take_for("model.family"), architecture)
-    names = [str(name) for name in given if name]
+    named = (init, _template(reader), reader.take_for("model.family"), architecture)
+    names = [str(name) for name in named if name]
     kind = reader.take(*_KINDS)
     method = str(kind if kind is not None else "").lower()
     adapters = _has_adapters(reader, kind, method, architecture)
@@ -65,11 +66,11 @@ def _template(reader: Reader) -> str | None:
         reader.set("data.template", template)
         return None
     if template is not None:
-        reader.found.done.append("template")
+        reader.translation.done.append("template")
     return template if isinstance(template, str) and "{" not in template else None
 
 
-def _has_adapters(reader: Reader, kind: Any, method: str, architecture: str) -> bool:
+def _has_adapters(reader: Reader, kind: object, method: str, architecture: str) -> bool:
     if "lora" in method or "lora" in architecture or kind is True or method == "true":
         return True
     named = ("lora_rank", "lora_r", "lora_alpha", "adapter_name_or_path", "lora_target")
@@ -82,7 +83,7 @@ def _has_adapters(reader: Reader, kind: Any, method: str, architecture: str) -> 
 def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapters: bool) -> None:
     trial = str(reader.take("adv_estimator") or "").lower()
     stage = str(reader.take("stage", "rlhf_type", "rl", "task_type") or trial or "sft").lower()
-    method, found = method_of(stage), reader.found
+    method, translation = method_of(stage), reader.translation
     if method is None:
         more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
         reader.decide("stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers")
@@ -102,7 +103,7 @@ def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapte
             fitting = recipe_of(model, None, adapters)
         elif method is not None and method.loss is not None:
             reader.set("train.loss", method.loss)
-        found.recipe = fitting or found.recipe
+        translation.recipe = fitting or translation.recipe
 
 
 def _adapters(reader: Reader, adapters: bool) -> None:
@@ -128,7 +129,7 @@ def _adapters(reader: Reader, adapters: bool) -> None:
     if isinstance(named, list) and not {"all", "all-linear", "all_linear"} & set(map(str, named)):
         reader.set("lora.targets", [_SAME_LINEARS.get(str(name).strip(), str(name).strip()) for name in named])
     elif targets is not None:
-        reader.found.done.append("lora_target")
+        reader.translation.done.append("lora_target")
 
 
 def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
@@ -179,7 +180,7 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
 
 def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> None:
     """Rates of parts, as factors of the run's."""
-    whole = number(reader.found.settings.get("train.lr"))
+    whole = number(reader.translation.settings.get("train.lr"))
     for name, ones in parts.items():
         if not any(leaf(key) == name for key in reader.left):
             continue
@@ -189,7 +190,7 @@ def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> N
             reader.decide(name, "train.lr_scale.PART, its rate / train.lr, for a part that is trained")
             continue
         for part in ones:
-            reader.found.settings[f"train.lr_scale.{part}"] = float(f"{rate / whole:.6g}")
+            reader.translation.settings[f"train.lr_scale.{part}"] = float(f"{rate / whole:.6g}")
 
 
 _EXPERTS = re.compile(r"a\d+b|moe", re.IGNORECASE)  # in names of models that have them
@@ -239,7 +240,7 @@ def model_of(names: list[str]) -> Model | None:
         last = _plain(name.rstrip("/").rpartition("/")[2])
         within = [(title, family) for title, family in plain if title in last]
         if within:
-            family = max(within, key=lambda one: len(one[0]))[1]
+            family = max(within, key=lambda match: len(match[0]))[1]
             sizes = [size for size in size_names(family.name) if last.endswith(_plain(size)) and "tiny" not in size]
             return Model(family, sizes[-1] if sizes else None, bool(_EXPERTS.search(name)))
     return None
@@ -267,15 +268,15 @@ def _published() -> list[tuple[str, str, str]]:
     return [(name, tree["model"]["family"], str(tree.get("published_size"))) for name, tree in trees.items()]
 
 
-def _arch(family: str, size: str) -> dict[str, Any]:
+def _arch(family: str, size: str) -> JsonObject:
     return (read_size(family, size).tree.get("model") or {}).get("arch") or {}
 
 
 def _model_type(name: str) -> str | None:
     """The model_type of a folder's config.json."""
     try:
-        place = look(name)
-        return None if place is None else read_arch(place.files).get("model_type")
+        source = look(name)
+        return None if source is None else read_arch(source.files).get("model_type")
     except UserError:
         return None
 

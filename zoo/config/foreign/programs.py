@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from zoo.config.layers.foreign import foreign_name
 from zoo.config.layers.keys import keys
 from zoo.config.recipes.chain import FILE_KEYS
 from zoo.config.schema import Recipe
+from zoo.types import JsonMapping
 
 # Program -> names that its files have, the more of them the surer. Of equal counts the first one is taken.
 _NAMES: dict[str, str] = {
@@ -39,7 +39,7 @@ _GENERAL = "transformers"  # whose names the others have, too
 _ENOUGH = 2  # names that a file must have
 
 
-def program_of(tree: Mapping[str, Any]) -> str | None:
+def program_of(tree: JsonMapping) -> str | None:
     """The trainer that a file was written for, by its keys; None for a recipe, and for what no trainer's names are in."""
     if "base" in tree or "resolved" in tree or not tree:
         return None
@@ -60,7 +60,7 @@ def program_of(tree: Mapping[str, Any]) -> str | None:
     return best if _SIGNS[best] & names else _GENERAL
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(tree: JsonMapping, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys and values of nested dicts."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from zoo.config.layers.reader import UnreadableError, read_yaml
 from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping, JsonObject
 
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 
@@ -27,13 +27,13 @@ class Reader:
         left: those that no topic has taken yet.
         program: the trainer, "" where it is not known.
         recipe: the recipe that the user has named, or None.
-        found: what they have come to.
+        translation: what they have come to.
     """
 
-    def __init__(self, flat: Mapping[str, Any], program: str, recipe: str | None) -> None:
+    def __init__(self, flat: JsonMapping, program: str, recipe: str | None) -> None:
         self.left = {key: _filled(value, flat) for key, value in flat.items() if value is not None}
         self.program, self.recipe = program, recipe
-        self.found = Translation(recipe or "RECIPE")
+        self.translation = Translation(recipe or "RECIPE")
 
     def take(self, *names: str) -> Any:
         """The value of the first key with one of these names; all keys of these names are taken."""
@@ -47,28 +47,28 @@ class Reader:
         values = [self.left.pop(key) for key in taken]
         return values[0] if values else None
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: object) -> None:
         """Set zoo's key, where nothing has set it."""
-        self.found.settings.setdefault(key, value)
+        self.translation.settings.setdefault(key, value)
 
-    def decide(self, what: str, text: str) -> None:
+    def decide(self, key: str, text: str) -> None:
         """Leave something to the user."""
-        self.found.open[what] = text
+        self.translation.open[key] = text
 
     def is_done(self, *names: str) -> Any:
         """As `take`, of keys that need no counterpart: they are listed as such."""
-        self.found.done += [name for name in names if any(leaf(key) == name for key in self.left)]
+        self.translation.done += [name for name in names if any(leaf(key) == name for key in self.left)]
         return self.take(*names)
 
 
-def _filled(value: Any, flat: Mapping[str, Any]) -> Any:
+def _filled(value: object, flat: JsonMapping) -> Any:
     """A text with the values of the keys that it names, as `${output_dir}/weights`."""
     if not isinstance(value, str) or "${" not in value:
         return value
-    return _NAMED.sub(lambda found: str(flat.get(found[1], found[0])), value)
+    return _NAMED.sub(lambda match: str(flat.get(match[1], match[0])), value)
 
 
-def number(value: Any) -> float | int | None:
+def number(value: object) -> float | int | None:
     """A value that is a number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -87,7 +87,7 @@ class Translation:
     """
 
     recipe: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
@@ -98,8 +98,8 @@ class Translation:
         """The command line that does so."""
         if self.instead is not None:
             return self.instead
-        given = (f"{key}={typed(value)}" for key, value in self.settings.items())
-        return " ".join(["zoo train", f"recipe={self.recipe}", *map(shlex.quote, given)])
+        settings = (f"{key}={typed(value)}" for key, value in self.settings.items())
+        return " ".join(["zoo train", f"recipe={self.recipe}", *map(shlex.quote, settings)])
 
     def __str__(self) -> str:
         lines = [f"  {self.command}"]
@@ -107,7 +107,7 @@ class Translation:
             return lines[0]
         if self.open:
             lines.append("to decide:")
-            lines += [f"  {key}: {what}" for key, what in self.open.items()]
+            lines += [f"  {key}: {text}" for key, text in self.open.items()]
         if self.done:
             lines.append(f"so by itself: {', '.join(dict.fromkeys(self.done))}")
         if self.without:
@@ -115,7 +115,7 @@ class Translation:
         return "\n".join(lines)
 
 
-def typed(value: Any) -> str:
+def typed(value: object) -> str:
     """A value as one types it behind `key=`: texts that YAML would read otherwise are quoted."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {typed(item)}' for key, item in value.items())}}}"
@@ -130,7 +130,7 @@ def typed(value: Any) -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def accepts(key: str, value: Any) -> bool:
+def accepts(key: str, value: object) -> bool:
     """Whether zoo's key takes the value."""
     tree = schema_tree(Recipe)
     try:

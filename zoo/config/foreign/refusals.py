@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from zoo.config.entries import unknown_keys
 from zoo.config.files import as_path
@@ -17,6 +16,7 @@ from zoo.config.recipes.chain import CHOICES, FILE_KEYS
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping, JsonObject
 
 
 def refuse_foreign_file(name_or_path: str, load: Load, overrides: Layer) -> None:
@@ -59,22 +59,22 @@ def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:
         where = f"{layer.origin}: " if layer.origin else ""
         tree = {key: value for key, value in layer.tree.items() if key not in FILE_KEYS}
         leaves, unknown = read_leaves(Recipe, tree)
-        problems += [f"{where}{one.problem}" for one in unknown]
-        problems += [f"{where}{problem}" for problem in _of_entries(dict(leaves), layer.edits)]
-        foreign += sum(foreign_hint(one.key) is not None for one in unknown if not layer.origin)
+        problems += [f"{where}{wrong.problem}" for wrong in unknown]
+        problems += [f"{where}{problem}" for problem in _entry_mistakes(dict(leaves), layer.edits)]
+        foreign += sum(foreign_hint(wrong.key) is not None for wrong in unknown if not layer.origin)
     if not problems:
         return
     answer = together(problems)
     if len(problems) > 1 and foreign > 1 and recipe in recipe_names():
-        answer += f"\nwhat comes to the same here:\n{translate(_given(layers[-1].tree), load, recipe=recipe)}"
+        answer += f"\nwhat comes to the same here:\n{translate(_by_key(layers[-1].tree), load, recipe=recipe)}"
     raise ConfigError(answer)
 
 
-def _of_entries(leaves: Mapping[str, Any], edits: Sequence[Edit]) -> Iterator[str]:
+def _entry_mistakes(leaves: JsonMapping, edits: Sequence[Edit]) -> Iterator[str]:
     """Mistakes in the keys of entries of data.train and data.eval."""
     for key in ("data.train", "data.eval"):
-        given = leaves.get(key)
-        entries = given if isinstance(given, list | tuple) else [given]
+        value = leaves.get(key)
+        entries = value if isinstance(value, list | tuple) else [value]
         for entry in entries:
             if isinstance(entry, Mapping):
                 yield from (f"{key}: {problem}" for problem in unknown_keys(entry))
@@ -83,7 +83,7 @@ def _of_entries(leaves: Mapping[str, Any], edits: Sequence[Edit]) -> Iterator[st
                 yield from (f"{key}[{edit.index}]: {problem}" for problem in unknown_keys(edit.rest[:1]))
 
 
-def _given(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _by_key(tree: JsonMapping) -> JsonObject:
     """Overrides by dotted key, zoo's own mappings whole."""
     leaves, unknown = read_leaves(Recipe, tree)
-    return {**dict(leaves), **{one.key: one.value for one in unknown}}
+    return {**dict(leaves), **{wrong.key: wrong.value for wrong in unknown}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zoo.config.foreign.reader import Reader, number
 from zoo.config.layers.foreign import NAMES
 
@@ -20,16 +18,18 @@ _LABELS = {"last_round": "last", "all": "all", "default": "assistant"}  # ms-swi
 def read_batch(reader: Reader) -> None:
     """Rows of an update: those of one forward pass times those accumulated, on one rank."""
     whole = reader.take("global_batch_size", "total_batch_size", "effective_batch_size", "train_batch_size")
-    one = reader.take(*_ONE_PASS)
-    times = reader.take("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "grad_accum")
+    rows = reader.take(*_ONE_PASS)
+    passes = reader.take(
+        "gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "grad_accum"
+    )
     if isinstance(whole, int):
         reader.set("train.global_batch", whole)
-        if one is not None or times is not None:
-            reader.found.done.append("micro_batch_size")
-    elif isinstance(one, int) or isinstance(times, int):
-        one, times = (value if isinstance(value, int) else 1 for value in (one, times))
-        reader.set("train.global_batch", one * times)
-        reader.decide("train.global_batch", f"{one} x {times} rows are of one rank; multiply by the number of GPUs")
+        if rows is not None or passes is not None:
+            reader.translation.done.append("micro_batch_size")
+    elif isinstance(rows, int) or isinstance(passes, int):
+        rows, passes = (value if isinstance(value, int) else 1 for value in (rows, passes))
+        reader.set("train.global_batch", rows * passes)
+        reader.decide("train.global_batch", f"{rows} x {passes} rows are of one rank; multiply by the number of GPUs")
     reader.is_done("per_device_eval_batch_size", "eval_batch_size")
 
 
@@ -44,7 +44,7 @@ def read_schedule(reader: Reader) -> None:
     rate = number(reader.take_for("train.lr") or reader.take("lr"))
     if rate is not None:
         reader.set("train.lr", rate)
-    _warm_up(reader, reader.found.settings.get("train.steps"))
+    _warm_up(reader, reader.translation.settings.get("train.steps"))
     name = str(reader.take("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_decay_style") or "").lower()
     name = name or str(reader.left.pop("lr_scheduler._component_", "")).rpartition(".")[2].lower()
     schedule = next((known for known in _SCHEDULES if known in name), None)
@@ -55,7 +55,7 @@ def read_schedule(reader: Reader) -> None:
     _least_rate(reader, schedule, name, rate)
 
 
-def _warm_up(reader: Reader, steps: Any) -> None:
+def _warm_up(reader: Reader, steps: int | None) -> None:
     ratio = number(reader.take("warmup_ratio", "lr_warmup_fraction", "lr_warmup_steps_ratio", "warmup_fraction"))
     if ratio is None:
         return
@@ -73,7 +73,7 @@ def _least_rate(reader: Reader, schedule: str | None, name: str, rate: float | N
         least = float(f"{share * rate:.6g}")
     if schedule == "constant":
         if least is not None or share is not None:
-            reader.found.done.append("min_lr")
+            reader.translation.done.append("min_lr")
     elif least is not None:
         reader.set("train.min_lr", least)
     elif share is not None:
@@ -115,7 +115,7 @@ def _precision(reader: Reader) -> None:
     elif reader.take("fp16") is True or dtype in ("fp16", "float16", "half"):
         reader.decide("engine.precision", "fp16: bf16 in its place, which a GPU has by itself")
     elif dtype:
-        reader.found.done.append("dtype")
+        reader.translation.done.append("dtype")
 
 
 def _labels(reader: Reader) -> None:
@@ -139,12 +139,12 @@ def _labels(reader: Reader) -> None:
 def _trackers(reader: Reader) -> None:
     project = reader.take("wandb_project")
     reader.take("wandb_name", "wandb_entity", "wandb_watch", "wandb_log_model", "wandb_run_id")
-    given = reader.take("report_to", "log_with")
-    tools = {str(tool).lower() for tool in (given if isinstance(given, list) else [given or "all"])}
+    named = reader.take("report_to", "log_with")
+    tools = {str(tool).lower() for tool in (named if isinstance(named, list) else [named or "all"])}
     for tool in ("wandb", "mlflow", "trackio"):
         if tool in tools or (tool == "wandb" and project):
             reader.set(f"log.{tool}", project or "zoo")
     if tools == {"none"}:
         reader.set("log.tensorboard", False)
     for other in sorted(tools - {"none", "all", "wandb", "mlflow", "trackio", "tensorboard"}):
-        reader.found.without.append(f"report_to={other}")
+        reader.translation.without.append(f"report_to={other}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from zoo.config.foreign import data_sets
 from zoo.config.foreign.model_settings import read_model, size_of
@@ -15,6 +14,7 @@ from zoo.config.layers.foreign import NAMES, foreign_name
 from zoo.config.layers.keys import keys, shown_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping
 
 type Load = Callable[[str, list[str]], object]
 
@@ -47,11 +47,7 @@ _EVAL_SETS = (
 
 
 def translate(
-    flat: Mapping[str, Any],
-    load: Load,
-    program: str = "",
-    recipe: str | None = None,
-    own: Mapping[str, Any] | None = None,
+    flat: JsonMapping, load: Load, program: str = "", recipe: str | None = None, own: JsonMapping | None = None
 ) -> Translation:
     """The settings of another trainer, by dotted key, as zoo's.
 
@@ -66,22 +62,24 @@ def translate(
     if "model.init" in own:  # which says what recipe fits
         left["model_name_or_path"] = own["model.init"]
     reader = Reader(left, program, recipe)
-    reader.found.settings |= own
+    reader.translation.settings |= own
     if recipe is None:
-        reader.found.instead = _other_verb(reader)
+        reader.translation.instead = _other_verb(reader)
     read_schedule(reader)
     read_model(reader)
     _read_data(reader)
     read_batch(reader)
     read_choices(reader)
     for key, value in list(reader.left.items()):
-        _read_other(reader.found, key, value)
-    reader.found.open = {key: text for key, text in reader.found.open.items() if key.partition("=")[0] not in own}
-    _keep_those_with_effect(reader.found, load)
-    return reader.found
+        _read_other(reader.translation, key, value)
+    reader.translation.open = {
+        key: text for key, text in reader.translation.open.items() if key.partition("=")[0] not in own
+    }
+    _keep_those_with_effect(reader.translation, load)
+    return reader.translation
 
 
-def _stands_for_one_of(own: Mapping[str, Any], key: str) -> bool:
+def _stands_for_one_of(own: JsonMapping, key: str) -> bool:
     """Whether a foreign key means nothing else than one of zoo's that the user has set."""
     meaning = NAMES.get(foreign_name(key) or "")
     stands_for = {_SAME.get(leaf(key), ""), *(meaning.keys if meaning is not None and len(meaning.keys) == 1 else ())}
@@ -119,20 +117,20 @@ def _read_data(reader: Reader) -> None:
     made_of = reader.left.pop("dataset.source", None)
     share = share if isinstance(share, float) and 0 < share < 1 else share or None
     for zoo_key, names in (("data.train", _TRAIN_SETS), ("data.eval", _EVAL_SETS)):
-        given = reader.take(*names) or (made_of if zoo_key == "data.train" else None)
-        sets = data_sets.read_sets(given, folder) if given not in (None, [], "") else data_sets.Sets([], [], [])
+        sources = reader.take(*names) or (made_of if zoo_key == "data.train" else None)
+        sets = data_sets.read_sets(sources, folder) if sources not in (None, [], "") else data_sets.Sets([], [], [])
         entries = list(sets.entries)
-        reader.found.without += sets.unread
+        reader.translation.without += sets.unread
         more = (
             {"split": splits[zoo_key], "name": subset}
-            if any(isinstance(one, dict) and "hub" in one for one in entries)
+            if any(isinstance(entry, dict) and "hub" in entry for entry in entries)
             else {}
         )
         if zoo_key == "data.train" and isinstance(share, float):
             more["held_out"], share = share, None
         more = {name: value for name, value in more.items() if value is not None}
         if more:
-            entries = [{**(one if isinstance(one, dict) else {"path": one}), **more} for one in entries]
+            entries = [{**(entry if isinstance(entry, dict) else {"path": entry}), **more} for entry in entries]
         if entries:
             reader.set(zoo_key, entries[0] if len(entries) == 1 else entries)
         unknown = [*sets.unknown, *(map(str, made) if zoo_key == "data.train" and not entries else [])]
@@ -144,13 +142,13 @@ def _read_data(reader: Reader) -> None:
         reader.decide("held out", f"{share}: held_out: SHARE in an entry of data.train, or data.eval=FILE")
 
 
-def _read_other(found: Translation, key: str, value: Any) -> None:
+def _read_other(translation: Translation, key: str, value: object) -> None:
     """A key that stands for one of zoo's, or for none."""
     last, meaning = leaf(key), NAMES.get(foreign_name(key) or "")
     if key in keys(Recipe) or key == "task":  # of the command line
-        found.settings[key] = value
+        translation.settings[key] = value
     elif last in _SAME and accepts(_SAME[last], value):
-        found.settings.setdefault(_SAME[last], value)
+        translation.settings.setdefault(_SAME[last], value)
     elif (
         last in _BY_ITSELF
         or last.startswith("liger_")
@@ -159,40 +157,40 @@ def _read_other(found: Translation, key: str, value: Any) -> None:
         or value in ("", [], {})
         or (last.endswith("_strategy") and value in ("steps", "no"))
     ):
-        found.done.append(key)
+        translation.done.append(key)
     elif meaning is not None and len(meaning.keys) == 1:
         target = meaning.keys[0]
-        if target in found.settings or target.startswith(("data.train", "parallel.plan", "run.resume")):
-            found.done.append(key)
+        if target in translation.settings or target.startswith(("data.train", "parallel.plan", "run.resume")):
+            translation.done.append(key)
         elif (not meaning.note or target in _NOTED) and accepts(target, value):
-            found.settings[target] = value
+            translation.settings[target] = value
         else:
-            found.open[key] = f"{shown_value(value)}: {meaning}"
+            translation.open[key] = f"{shown_value(value)}: {meaning}"
     elif meaning is not None:
-        found.open[key] = f"{shown_value(value)}: {meaning}"
+        translation.open[key] = f"{shown_value(value)}: {meaning}"
     else:
-        found.without.append(key)
+        translation.without.append(key)
 
 
-def _keep_those_with_effect(found: Translation, load: Load) -> None:
+def _keep_those_with_effect(translation: Translation, load: Load) -> None:
     """Leave out what the recipe would refuse, as it says itself."""
-    if found.recipe == "RECIPE":
+    if translation.recipe == "RECIPE":
         return
-    size = size_of(str(found.settings.get("model.init", "")))
+    size = size_of(str(translation.settings.get("model.init", "")))
     while True:
-        given = {key: value for key, value in found.settings.items() if key != "model.init"}
-        texts = [f"{key}={typed(value)}" for key, value in given.items()]
+        settings = {key: value for key, value in translation.settings.items() if key != "model.init"}
+        texts = [f"{key}={typed(value)}" for key, value in settings.items()]
         try:
-            load(found.recipe, [*texts, *([f"size={size}"] if size and "size" not in given else [])])
+            load(translation.recipe, [*texts, *([f"size={size}"] if size and "size" not in settings else [])])
             return
         except ConfigError as error:
             lines = str(error).split("\n")
-            refused = {key: line for key in given for line in lines if f"{key}=" in line}
+            refused = {key: line for key in settings for line in lines if f"{key}=" in line}
             if not refused:
                 return
             for key, line in refused.items():
-                del found.settings[key]
+                del translation.settings[key]
                 if "it has no effect" in line:
-                    found.done.append(f"{key} (no effect here)")
+                    translation.done.append(f"{key} (no effect here)")
                 else:
-                    found.open[key] = line.strip()
+                    translation.open[key] = line.strip()

@@ -177,7 +177,7 @@ def foreign_hint(key: str) -> str | None:
 def foreign_name(key: str) -> str | None:
     """The name in NAMES that a key ends in; None where it ends in none of them."""
     parts = key.replace("-", "_").lower().split(".")
-    ends = (".".join(parts[place:]) for place in range(len(parts)))
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((name for name in ends if name in NAMES), None)
 
 

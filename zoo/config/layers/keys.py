@@ -55,8 +55,8 @@ class Bounds:
         if self.least is not None and self.most is not None:
             return f"from {_short(self.least)} to {_short(self.most)}"
         named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
-        given = ((said, getattr(self, name)) for name, said in named)
-        return ", ".join(f"{said} {_short(bound)}" for said, bound in given if bound is not None)
+        limits = ((said, getattr(self, name)) for name, said in named)
+        return ", ".join(f"{said} {_short(bound)}" for said, bound in limits if bound is not None)
 
 
 def _short(bound: float) -> str:
@@ -77,12 +77,12 @@ ALWAYS = When(lacks="", do="", holds=lambda recipe: True)
 
 
 def number(
-    default: Any,
+    default: object,
     least: float | None = None,
     most: float | None = None,
     *,
     when: When | tuple[When, ...] | None = None,
-    off: Any = None,
+    off: object = None,
     **strict: float | None,
 ) -> Any:
     """A field that holds a number within `Bounds`; for `when` and `off` see `setting`."""
@@ -90,7 +90,9 @@ def number(
     return setting(default, when=when, off=off, bounds=bounds)
 
 
-def setting(default: Any, *, when: When | tuple[When, ...] | None = None, off: Any = None, **metadata: Any) -> Any:
+def setting(
+    default: object, *, when: When | tuple[When, ...] | None = None, off: object = None, bounds: Bounds | None = None
+) -> Any:
     """A field of a schema.
 
     Args:
@@ -98,21 +100,21 @@ def setting(default: Any, *, when: When | tuple[When, ...] | None = None, off: A
         when: when the key has an effect, all of several; every key of a recipe states it, `ALWAYS` or the fitting one of
             `zoo.config.schema.conditions`.
         off: a value, beside an empty default, that asks for nothing, and so may stand where the key has no effect.
-        metadata: `bounds`.
+        bounds: of a number, or of each in a mapping.
     """
-    known = {"when": (when,) if isinstance(when, When) else when, "off": off, **metadata}
+    known = {"when": (when,) if isinstance(when, When) else when, "off": off, "bounds": bounds}
     if callable(default):
         return field(default_factory=default, metadata=known)
     return field(default=default, metadata=known)
 
 
-def outside(held: Any) -> Iterator[tuple[str, Any, Bounds]]:
+def outside(held: Any) -> Iterator[tuple[str, float, Bounds]]:
     """Name, number and bounds of every field of a dataclass, and of a tuple's numbers, that is out of bounds; not None's."""
     for item in fields(held):
         value, bounds = getattr(held, item.name), item.metadata.get("bounds")
-        for one in value if isinstance(value, tuple) else (value,):
-            if bounds is not None and one is not None and not bounds.hold(one):
-                yield item.name, one, bounds
+        for number in value if isinstance(value, tuple) else (value,):
+            if bounds is not None and number is not None and not bounds.hold(number):
+                yield item.name, number, bounds
 
 
 class Key(NamedTuple):
@@ -120,14 +122,14 @@ class Key(NamedTuple):
 
     key: str  # dotted name
     type: str  # annotation of the field, `str` for a choice of texts
-    default: Any  # value when nothing sets it
+    default: object  # value when nothing sets it
     doc: str  # the docstring under the field
     bounds: Bounds | None = None  # of a number, or of each in a mapping to numbers
     choices: tuple[str, ...] = ()  # all texts that it takes; empty: any
     when: tuple[When, ...] | None = None  # when it has an effect; None: not stated
-    off: Any = None  # a value that asks for nothing
+    off: object = None  # a value that asks for nothing
 
-    def asks(self, value: Any) -> bool:
+    def has_request(self, value: object) -> bool:
         """Whether a value asks for something, so that it matters if the key has no effect."""
         empty = value is None or (not value and not self.default)
         return not empty and (self.off is None or value != self.off)
@@ -159,7 +161,7 @@ def sections(schema: type) -> frozenset[str]:
     return frozenset(key.rpartition(".")[0] for key in keys(schema) if "." in key)
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """A value as one would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -175,7 +177,7 @@ def show_value(value: Any) -> str:
         return f"an object of the type {type(value).__name__}"
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """`show_value` for a message: on one line, not all of it where it is long."""
     return printable(show_value(value), 200)
 
@@ -206,11 +208,11 @@ def unknown_hint(schema: type, name: str) -> str:
 def _keys_of(cls: Any, prefix: str) -> list[Key]:
     hints = get_type_hints(cls)
     docs = docs_of(cls)
-    found: list[Key] = []
+    listed: list[Key] = []
     for item in fields(cls):
         hint = hints[item.name]
         if is_dataclass(hint):
-            found += _keys_of(hint, f"{prefix}{item.name}.")
+            listed += _keys_of(hint, f"{prefix}{item.name}.")
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
             name, limits = f"{prefix}{item.name}", item.metadata
@@ -219,11 +221,11 @@ def _keys_of(cls: Any, prefix: str) -> list[Key]:
             kind = str(item.type)
             if choices:
                 kind = "str" if get_origin(hint) is Literal else "str | None"
-            found.append(Key(name, kind, default, doc, bounds, choices, when, off))
-    return found
+            listed.append(Key(name, kind, default, doc, bounds, choices, when, off))
+    return listed
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
+def choices_of(hint: object) -> tuple[str, ...]:
     """The texts of a Literal, or of a Literal or None; empty for another type."""
     if get_origin(hint) is Literal:
         return get_args(hint)

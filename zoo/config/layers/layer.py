@@ -19,8 +19,9 @@ from typing import Any
 
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.reader import MOST_DEPTH, MOST_NODES, MOST_TEXT, UnreadableError, check_size, read_yaml
-from zoo.config.layers.section import given
+from zoo.config.layers.section import given_names
 from zoo.errors import ConfigError, UserError, printable
+from zoo.types import JsonMapping, JsonObject
 from zoo.user_code import calling
 
 _REFERENCE = re.compile(r"(\\*)\$\{([^{}]*)\}?")
@@ -43,7 +44,7 @@ class Edit:
     key: str  # the list
     index: int
     rest: tuple[str, ...]  # keys within the entry
-    value: Any
+    value: object
 
     @property
     def path(self) -> str:
@@ -56,7 +57,7 @@ class Layer:
     """What one file or the command line sets: nested keys, and where they were written."""
 
     origin: str  # path of the file; empty for the command line
-    tree: dict[str, Any]
+    tree: JsonObject
     edits: tuple[Edit, ...] = ()  # of lists, after the tree
 
 
@@ -97,13 +98,13 @@ def combined(texts: Sequence[str], overrides: Overrides) -> Overrides:
     return {**{key: parse_value(key, value) for key, _, value in split}, **overrides}
 
 
-def layer_of(pairs: Iterable[tuple[str, Any]]) -> Layer:
+def layer_of(pairs: Iterable[tuple[str, object]]) -> Layer:
     """Dotted keys and values as one layer; an entry of a list is set after all that is no such entry.
 
     Raises:
         ConfigError: a key that is no text or of many parts, or a value that is deeper or larger than those of files.
     """
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     edits = []
     for key, value in pairs:
         _check(key, value)
@@ -116,7 +117,7 @@ def layer_of(pairs: Iterable[tuple[str, Any]]) -> Layer:
     return Layer("", tree, tuple(edits))
 
 
-def _check(key: str, value: Any) -> None:
+def _check(key: str, value: object) -> None:
     if not isinstance(key, str) or len(key) > _LONGEST_KEY or key.count(".") >= MOST_DEPTH:
         raise ConfigError(f"{shown_value(key)}: no such key; `zoo show --schema` lists the keys")
     try:
@@ -125,16 +126,16 @@ def _check(key: str, value: Any) -> None:
         raise ConfigError(f"{key}: the value holds {error}") from None
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
+def nested(key: str, value: object) -> JsonObject:
     """``a.b.c`` and a value as nested dicts."""
     *outer, last = key.split(".")
-    tree: dict[str, Any] = {last: value}
+    tree: JsonObject = {last: value}
     for name in reversed(outer):
         tree = {name: tree}
     return tree
 
 
-def merge_into(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+def merge_into(tree: JsonObject, other: JsonMapping) -> None:
     for name, value in other.items():
         if isinstance(value, dict) and isinstance(tree.get(name), dict):
             merge_into(tree[name], value)
@@ -180,7 +181,7 @@ def reading_objects(key: str = "a value of a recipe") -> Iterator[None]:
         raise ConfigError(f"{key}: it can't be read ({type(error).__name__}); wanted {_WANTED}") from error
 
 
-def _plain(value: Any, key: str, whole: bool) -> Any:
+def _plain(value: object, key: str, whole: bool) -> Any:
     if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, Enum):
@@ -188,7 +189,9 @@ def _plain(value: Any, key: str, whole: bool) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if is_dataclass(value) and not isinstance(value, type):
-        value = {item.name: getattr(value, item.name) for item in fields(value) if whole or item.name in given(value)}
+        value = {
+            item.name: getattr(value, item.name) for item in fields(value) if whole or item.name in given_names(value)
+        }
     if isinstance(value, Mapping):
         mapping = {}
         for name, item in value.items():
@@ -215,7 +218,7 @@ def _plain(value: Any, key: str, whole: bool) -> Any:
     )
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> Any:
     """A value in which no text is taken for a reference."""
     return _texts(value, _escaped)
 
@@ -224,7 +227,7 @@ def _escaped(text: str) -> str:
     return _DOLLAR.sub(r"\1\1\\${", text)  # backslashes before it are escapes, too
 
 
-def filled(value: Any, key: str, where: str) -> Any:
+def filled(value: object, key: str, where: str) -> Any:
     """A value with the environment's in the place of `${oc.env:NAME}`; other references are refused."""
 
     left = MOST_TEXT
@@ -255,7 +258,7 @@ def filled(value: Any, key: str, where: str) -> Any:
     return _texts(value, lambda text: _escaped(_REFERENCE.sub(fill, text)))
 
 
-def _texts(value: Any, change: Callable[[str], str]) -> Any:
+def _texts(value: object, change: Callable[[str], str]) -> Any:
     """The value with all texts in it changed."""
     if isinstance(value, str):
         return change(value)

@@ -46,8 +46,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 _OURS = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in _OURS]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OURS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
@@ -102,11 +102,11 @@ def as_text(raw: bytes) -> str:
         raise UnreadableError("no text in UTF-8, so no YAML") from None
 
 
-def check_size(value: Any) -> None:
+def check_size(value: object) -> None:
     """UnreadableError where plain values that a program made are deeper or more than those of a file may be."""
     count, level = 0, [value]
     for _ in range(MOST_DEPTH + 1):
-        inner = [item for one in level for item in _items(one)]
+        inner = [item for outer in level for item in _items(outer)]
         count += len(inner)
         if not inner:
             return
@@ -116,7 +116,7 @@ def check_size(value: Any) -> None:
     raise UnreadableError(f"over {MOST_DEPTH} mappings and lists within each other")
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple):
@@ -154,7 +154,7 @@ class _Check:
                 self._node(event, line)
                 self._bounds(line)
 
-    def _key(self, event: Any, line: int) -> None:
+    def _key(self, event: yaml.NodeEvent, line: int) -> None:
         """A mapping's keys and values take turns."""
         if not self.open or self.open[-1].keys is None:
             return
@@ -166,14 +166,14 @@ class _Check:
             mapping.keys.add(event.value)
         mapping.at_key = not mapping.at_key
 
-    def _node(self, event: Any, line: int) -> None:
+    def _node(self, event: yaml.NodeEvent, line: int) -> None:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 raise UnreadableError("an alias of nothing, or of what it stands in", line)
             nodes, characters = self.anchors[event.anchor]
             self.nodes, self.characters = self.nodes + nodes, self.characters + characters
             return
-        if event.tag is not None and event.tag not in _TAGS:
+        if getattr(event, "tag", None) not in (None, *_TAGS):
             raise UnreadableError(f"a tag; a recipe knows !!{', !!'.join(_KINDS)}", line)
         before = (self.nodes, self.characters)
         self.nodes += 1
@@ -200,7 +200,7 @@ class _Check:
             raise UnreadableError(f"over {MOST_TEXT:,} characters, aliases written out", line)
 
 
-def _is_number(event: Any) -> bool:
+def _is_number(event: yaml.ScalarEvent) -> bool:
     if event.tag is not None:
         return event.tag in (f"{_TAG}int", f"{_TAG}float")
     return event.implicit[0] and bool(_INT.match(event.value) or _FLOAT.match(event.value))

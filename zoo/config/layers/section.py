@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import textwrap
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from zoo.config.layers.keys import choices_of, docs_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _GIVEN = "_given"  # names of the arguments that an object was made with
 _WIDTH = 100  # columns of a docstring
@@ -15,12 +18,12 @@ _LISTED = 12  # entries of a list that are shown
 
 
 def section[T](cls: type[T]) -> type[T]:
-    """A dataclass whose docstring has its fields', whose repr is what differs from the defaults, and of which `given` is known."""
+    """A dataclass whose docstring has its fields', whose repr is what differs from the defaults, and of which `given_names` are known."""
     made: Any = cls
     init = made.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
+    def __init__(self: object, *args: Any, **values: Any) -> None:
         init(self, *args, **values)
         object.__setattr__(self, _GIVEN, frozenset(values))
 
@@ -28,14 +31,14 @@ def section[T](cls: type[T]) -> type[T]:
     return cls
 
 
-def given(values: Any) -> frozenset[str]:
+def given_names(values: DataclassInstance) -> frozenset[str]:
     """The fields of a section that its program has given; all of one that was composed or copied."""
     return getattr(values, _GIVEN, frozenset(item.name for item in fields(values)))
 
 
-def is_whole(values: Any) -> bool:
+def is_whole(values: DataclassInstance) -> bool:
     """Whether every field was given."""
-    return len(given(values)) == len(fields(values))
+    return len(given_names(values)) == len(fields(values))
 
 
 class _Doc:
@@ -44,13 +47,13 @@ class _Doc:
     def __init__(self, summary: str) -> None:
         self.summary, self.text = summary, ""
 
-    def __get__(self, instance: Any, owner: type) -> str:
+    def __get__(self, instance: object, owner: type) -> str:
         if not self.text:
             self.text = f"{self.summary.rstrip()}\n\nAttributes:\n" + "\n".join(_described(owner))
         return self.text
 
 
-def _described(cls: Any) -> list[str]:
+def _described(cls: type[DataclassInstance]) -> list[str]:
     docs, hints, lines = docs_of(cls), get_type_hints(cls), []
     for item in fields(cls):
         doc, part = docs.get(item.name), hints[item.name]
@@ -67,7 +70,7 @@ def _described(cls: Any) -> list[str]:
     return lines
 
 
-def _repr(self: Any) -> str:
+def _repr(self: DataclassInstance) -> str:
     shown = []
     for item in fields(self):
         value = getattr(self, item.name)
@@ -77,7 +80,7 @@ def _repr(self: Any) -> str:
     return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _differs(value: Any, default: Any) -> bool:
+def _differs(value: object, default: object) -> bool:
     if type(value) is not type(default):
         return True
     try:
@@ -86,7 +89,7 @@ def _differs(value: Any, default: Any) -> bool:
         return True
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as Python writes it, a long list cut off: rows may stand there."""
     if isinstance(value, list) and len(value) > _LISTED:
         return f"[{', '.join(map(_shown, value[:2]))}, ... {len(value) - 2} more]"

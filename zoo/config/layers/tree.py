@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.layers.foreign import foreign_hint
-from zoo.config.layers.keys import Key, choices_of, keys, sections, shown_value, unknown_hint
+from zoo.config.layers.keys import choices_of, keys, sections, shown_value, unknown_hint
 from zoo.config.layers.layer import Edit, Layer, layer_of, merge_into, nested, plain_values
 from zoo.errors import ConfigError, printable
+from zoo.types import JsonMapping, JsonObject
 
 _MOST_PROBLEMS = 60  # unknown keys that are looked at
 _SHOWN = 40  # mistakes that a message names
@@ -58,9 +59,9 @@ def _with_texts(schema: type) -> type:
 
 def schema_of(tree: DictConfig) -> type:
     """The dataclass that the tree was made from."""
-    found = OmegaConf.get_type(tree)
-    assert found is not None
-    return found
+    schema = OmegaConf.get_type(tree)
+    assert schema is not None
+    return schema
 
 
 def apply(tree: DictConfig, layer: Layer) -> None:
@@ -70,9 +71,9 @@ def apply(tree: DictConfig, layer: Layer) -> None:
     """
     where = f"{layer.origin}: " if layer.origin else ""
     leaves = dict(leaves_of(schema_of(tree), layer.tree, where))
-    for one, other in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
-        if leaves.get(one) is not None and other not in leaves:
-            OmegaConf.update(tree, other, None)
+    for key, other_key in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
+        if leaves.get(key) is not None and other_key not in leaves:
+            OmegaConf.update(tree, other_key, None)
     wrong = []
     for key, value in leaves.items():
         try:
@@ -110,21 +111,21 @@ class Unknown(NamedTuple):
     """A key that there is not."""
 
     key: str  # down to the first value, as the user typed it
-    value: Any
+    value: object
     problem: str  # what to do, in a few words
 
 
-def leaves_of(schema: type, tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(schema: type, tree: JsonMapping, where: str = "", prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted key and value of everything the nested dicts set; unknown keys are refused, all at once."""
     leaves, unknown = read_leaves(schema, tree, prefix)
     if unknown:
-        raise ConfigError(together([f"{where}{one.problem}" for one in unknown]))
+        raise ConfigError(together([f"{where}{wrong.problem}" for wrong in unknown]))
     return iter(leaves)
 
 
-def read_leaves(schema: type, tree: Mapping[str, Any], prefix: str = "") -> tuple[list[tuple[str, Any]], list[Unknown]]:
+def read_leaves(schema: type, tree: JsonMapping, prefix: str = "") -> tuple[list[tuple[str, object]], list[Unknown]]:
     """Dotted key and value of everything the nested dicts set, and the keys among them that there are not."""
-    known, leaves, unknown = keys(schema), list[tuple[str, Any]](), list[Unknown]()
+    known, leaves, unknown = keys(schema), list[tuple[str, object]](), list[Unknown]()
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in sections(schema):
@@ -156,7 +157,7 @@ def together(problems: Sequence[str]) -> str:
     return "\n".join([f"{len(shown)} mistakes:", *(f"  {line}" for line in shown[:_SHOWN]), *more])
 
 
-def _deepest(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _deepest(key: str, value: object) -> Iterator[tuple[str, object]]:
     """The dotted keys down to values, as the user typed them."""
     if isinstance(value, dict) and value:
         for name, held in value.items():
@@ -165,18 +166,20 @@ def _deepest(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def deepest(key: str, value: Any) -> str:
+def deepest(key: str, value: object) -> str:
     """The dotted key down to the first value, as the user typed it."""
     return next(_deepest(key, value))[0]
 
 
-def set_key(tree: DictConfig, key: str, value: Any, where: str = "") -> None:
+def set_key(tree: DictConfig, key: str, value: object, where: str = "") -> None:
     """Set one leaf, converted to the type of the schema."""
     known = keys(schema_of(tree))[key]
     kind = known.type
     if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
-    if key == "data.eval" and (value is None or (isinstance(value, list) and _is_none(value))):
+    if key == "data.eval" and (
+        value is None or (isinstance(value, list) and [str(entry).lower() for entry in value] == ["none"])
+    ):
         value = []
     entries = () if value is None else value
     odd = kind == "list[Any]" and not (
@@ -190,24 +193,14 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str = "") -> None:
         if loose_bool or outside or odd or nested_in:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
-        _check_bounds(known, OmegaConf.select(tree, key))
+        number = OmegaConf.select(tree, key)
+        numbers = (
+            number.values() if isinstance(number, Mapping) else number if isinstance(number, Sequence) else [number]
+        )
+        if known.bounds is not None and number is not None and not all(map(known.bounds.hold, numbers)):
+            raise ValueError
     except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError):
         raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {known.wanted}") from None
-
-
-def _check_bounds(key: Key, value: Any) -> None:
-    """ValueError where a number, or one of a mapping, is out of the key's bounds."""
-    bounds = key.bounds
-    if bounds is None or value is None:
-        return
-    ones = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
-    if not all(bounds.hold(one) for one in ones):
-        raise ValueError
-
-
-def _is_none(entries: list[Any]) -> bool:
-    """Whether a list of entries is the word that stands for none."""
-    return len(entries) == 1 and str(entries[0]).lower() == "none"
 
 
 def to_values(tree: DictConfig) -> Any:
@@ -219,7 +212,7 @@ def to_values(tree: DictConfig) -> Any:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
 
 
-def replaced[S](values: S, changes: Mapping[str, Any]) -> S:
+def replaced[S](values: S, changes: JsonMapping) -> S:
     """A copy of a dataclass with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
     tree = schema_tree(type(values))
     apply(tree, layer_of(plain_values(values, whole=True).items()))
@@ -230,19 +223,19 @@ def replaced[S](values: S, changes: Mapping[str, Any]) -> S:
     return result
 
 
-def changed_keys(values: Any, changes: Mapping[str, Any]) -> frozenset[str]:
+def changed_keys(values: object, changes: JsonMapping) -> frozenset[str]:
     """The keys that `changes`, as `replaced` takes them, name; of a whole section as a dataclass those that differ."""
-    found: set[str] = set()
+    changed: set[str] = set()
     before = values_of(values)
     for key, value in changes.items():
         layer = layer_of(plain_values({key: value}, whole=True).items())
         leaves = leaves_of(type(values), layer.tree)
-        found |= {name for name, new in leaves if not is_dataclass(value) or new != before[name]}
-        found |= {edit.key for edit in layer.edits}
-    return frozenset(found)
+        changed |= {name for name, new in leaves if not is_dataclass(value) or new != before[name]}
+        changed |= {edit.key for edit in layer.edits}
+    return frozenset(changed)
 
 
-def values_of(values: Any) -> dict[str, Any]:
+def values_of(values: object) -> JsonObject:
     """Every key of a dataclass of dataclasses with its value."""
     schema: type = type(values)
     return {key: attrgetter(key)(values) for key in keys(schema)}

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from zoo.config.files import read_part, read_recipe
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, merge_into
 from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in, task_names
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping, JsonObject
 
 # Keys about a recipe file -> why an override of them is refused.
 FILE_KEYS = {
@@ -74,9 +74,9 @@ def base_chain(name_or_path: str, typed: Layer | None = None) -> Chain:
 def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
     """The files that stand on each other, root first, and what they all stand on; None where the first one is a recipe by itself."""
     layers: list[Layer] = []
-    name, beside = name_or_path, None
+    name, folder = name_or_path, None
     while (parts := matrix().get(name)) is None:
-        layer = read_recipe(name, beside)
+        layer = read_recipe(name, folder)
         if layer.origin in [seen.origin for seen in layers]:
             raise ConfigError(f"{layers[0].origin}: base: {name} leads back to itself")
         if len(layers) == _LONGEST_CHAIN:
@@ -84,7 +84,7 @@ def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
         layers.insert(0, layer)
         if layer.tree.get("base") is None:
             break
-        name, beside = str(layer.tree["base"]), Path(layer.origin).parent
+        name, folder = str(layer.tree["base"]), Path(layer.origin).parent
     for layer in layers if parts is not None else layers[1:]:
         for key in ("resolved", "family"):
             if key in layer.tree:
@@ -94,7 +94,7 @@ def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
     return layers, parts
 
 
-def _wanted(layers: Sequence[Layer], choices: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def _wanted(layers: Sequence[Layer], choices: JsonMapping) -> dict[str, tuple[object, str]]:
     """The task and the adapter that the files and the overrides name last, each with where."""
     wanted = {}
     for key in CHOICES:
@@ -106,7 +106,7 @@ def _wanted(layers: Sequence[Layer], choices: Mapping[str, Any]) -> dict[str, tu
     return wanted
 
 
-def _checked(parts: RecipeParts, wanted: Mapping[str, tuple[Any, str]]) -> RecipeParts:
+def _checked(parts: RecipeParts, wanted: Mapping[str, tuple[object, str]]) -> RecipeParts:
     """The parts with the task and adapter that are wanted; ConfigError for names that are none."""
     if parts.family not in names_in("families"):
         raise ConfigError(
@@ -120,7 +120,7 @@ def _checked(parts: RecipeParts, wanted: Mapping[str, tuple[Any, str]]) -> Recip
     return parts
 
 
-def _known(key: str, wanted: tuple[Any, str], names: Sequence[str]) -> str:
+def _known(key: str, wanted: tuple[object, str], names: Sequence[str]) -> str:
     value, where = wanted
     if value not in names:
         raise ConfigError(f"{where}: no such {key}; there are {', '.join(names)}")
@@ -137,15 +137,15 @@ def _layers_of(parts: RecipeParts) -> tuple[Layer, list[Layer]]:
         above.append(_with(family, parts.adapter))
     if parts.task != SFT:
         above += [_without(task), _with(task, parts.adapter), _with(family, parts.task)]
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for layer in below:
         merge_into(tree, _without(layer).tree)
     tree["description"] = _description(parts)
     return Layer(family.origin, tree), [layer for layer in above if layer.tree]
 
 
-def _with(layer: Layer, beside: str | None) -> Layer:
-    return replace(layer, tree=(layer.tree.get(_WITH) or {}).get(beside) or {})
+def _with(layer: Layer, part: str | None) -> Layer:
+    return replace(layer, tree=(layer.tree.get(_WITH) or {}).get(part) or {})
 
 
 def _without(layer: Layer) -> Layer:
@@ -161,7 +161,7 @@ def _description(parts: RecipeParts) -> str:
     return f"{task} of {read_part('adapters', parts.adapter).tree['description']} for {family}"
 
 
-def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[Any, str]]) -> Chain:
+def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[object, str]]) -> Chain:
     """The chain on a file that is a recipe by itself: what the task and adapter say lies above it."""
     root, *own = layers
     for key in CHOICES:
@@ -170,7 +170,7 @@ def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[An
     return Chain(name, root, [*_named(wanted, own), *own], Path(root.origin).stem)
 
 
-def _named(wanted: Mapping[str, tuple[Any, str]], users: Sequence[Layer]) -> list[Layer]:
+def _named(wanted: Mapping[str, tuple[object, str]], users: Sequence[Layer]) -> list[Layer]:
     """What a task and an adapter say where no family is known."""
     parts = _checked(RecipeParts(names_in("families")[0]), wanted)
     if wanted.get("task", ("", ""))[0] == SFT:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 from zoo.config.entries import split_objects
 from zoo.config.layers.layer import Layer, Overrides, layer_of, override_layer, plain_values, reading_objects
@@ -13,11 +12,12 @@ from zoo.config.recipes.chain import Chain, base_chain, on_program
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.types import JsonObject
 
 BY_HAND = "zoo.Recipe(...)"  # the origin of what stands in the place of a file
 
 
-def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, list[Any]]]:
+def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, list[object]]]:
     """What a recipe built by hand says, as the last of a chain of files, and its rows as objects by key.
 
     It stands on the recipe that it names, on nothing where it names none: a name that is no recipe's is a label, if the family
@@ -36,7 +36,7 @@ def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, lis
     return replace(chain, own=[*chain.own, own]), rows
 
 
-def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[Any]]]:
+def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[object]]]:
     """Overrides as a layer, with an empty list in the place of rows as objects, and these by key."""
     if not isinstance(overrides, Mapping):
         return override_layer(overrides), {}
@@ -46,7 +46,7 @@ def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[Any]]]:
     return override_layer({**plain, **{key: [] for key in rows}}), rows
 
 
-def with_objects(recipe: Recipe, rows: Mapping[str, list[Any]]) -> Recipe:
+def with_objects(recipe: Recipe, rows: Mapping[str, list[object]]) -> Recipe:
     """The recipe with rows as objects at these keys, which are empty in it.
 
     Raises:
@@ -57,5 +57,5 @@ def with_objects(recipe: Recipe, rows: Mapping[str, list[Any]]) -> Recipe:
             raise ConfigError(
                 f"{key}: rows as objects, and an entry of their list is set beside them; set it in {{'rows': ..., ...}}"
             )
-    parts: dict[str, Any] = {key.removeprefix("data."): entries for key, entries in rows.items()}
+    parts: JsonObject = {key.removeprefix("data."): entries for key, entries in rows.items()}
     return replace(recipe, data=replace(recipe.data, **parts)) if rows else recipe

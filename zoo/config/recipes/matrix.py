@@ -56,7 +56,7 @@ def matrix() -> dict[str, RecipeParts]:
         for task in task_names()
         for adapter in (None, *names_in("adapters"))
     ]
-    return {one.name: one for one in parts}
+    return {recipe.name: recipe for recipe in parts}
 
 
 def recipe_names() -> list[str]:

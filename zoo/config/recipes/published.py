@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zoo.config.files import read_size, size_names
 from zoo.config.hub import asking_the_hub
 from zoo.config.locate import read_arch
 from zoo.registry import families
+from zoo.types import JsonObject
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]*\w")  # in the first line of a size's file
 
@@ -18,7 +19,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]*\w")  # in the first line of a size's file
 class KnownArch(NamedTuple):
     """The config of weights, None where it is not known, and where it is from, in a few words."""
 
-    arch: dict[str, Any] | None
+    arch: JsonObject | None
     source: str
 
 

@@ -5,14 +5,18 @@ A condition holds where a recipe does not tell yet: an architecture that is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.config.architecture import num_experts, text_config
-from zoo.config.entries import AUTO, held_out_entries, only_bundled, parse_entry
+from zoo.config.entries import AUTO, DataEntry, held_out_entries, only_bundled, parse_entry
 from zoo.config.layers.keys import When
 from zoo.registry import families
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from zoo.config.schema.recipe import Recipe
 
 REFERENCED = ("dpo", "ipo", "kto")  # losses that compare with a reference model
 
@@ -44,17 +48,17 @@ def _left_out(key: str, lacks: str) -> When:
     return _value(key, lambda value: value is None, lacks=lacks, do=f"leave {key} out")
 
 
-def _size(name: str, planned: str, lacks: str) -> When:
+def _size(name: str, lacks: str) -> When:
     """The condition that a parallel size is above 1, or will be planned."""
     return When(
         lacks=lacks,
         do=f"set parallel.{name}=2 or more",
         keys=(f"parallel.{name}",),
-        holds=lambda recipe: getattr(recipe.parallel, name) > 1 or planned in recipe.parallel.plan,
+        holds=lambda recipe: getattr(recipe.parallel, name) > 1 or name in recipe.parallel.plan,
     )
 
 
-def _takes(kind: str, of_which: str) -> When:
+def _takes_media(kind: str, of_which: str) -> When:
     """The condition that the family takes a kind of media."""
     return When(
         lacks=f"in a family that takes no {of_which}",
@@ -64,44 +68,44 @@ def _takes(kind: str, of_which: str) -> When:
     )
 
 
-def _modalities(recipe: Any) -> tuple[str, ...]:
+def _modalities(recipe: Recipe) -> tuple[str, ...]:
     family = families().get(recipe.model.family)
     return ("text", "image", "video", "audio") if family is None else family.modalities
 
 
-def _text(recipe: Any) -> Mapping[str, Any]:
+def _text(recipe: Recipe) -> JsonMapping:
     return text_config(recipe.model.arch)
 
 
-def _has_experts(recipe: Any) -> bool:
+def _has_experts(recipe: Recipe) -> bool:
     return not recipe.model.arch or num_experts(recipe.model.arch) > 0
 
 
-def _exchanges_tokens(recipe: Any) -> bool:
+def _exchanges_tokens(recipe: Recipe) -> bool:
     parallel = recipe.parallel
     return _has_experts(recipe) and (parallel.ep * parallel.etp > 1 or "ep" in parallel.plan)
 
 
-def _has_mtp(recipe: Any) -> bool:
+def _has_mtp(recipe: Recipe) -> bool:
     family = families().get(recipe.model.family)
     return family is None or not recipe.model.arch or bool(_text(recipe).get(*family.mtp))
 
 
-def _has_linear_attention(recipe: Any) -> bool:
+def _has_linear_attention(recipe: Recipe) -> bool:
     text = _text(recipe)
     heads = "linear_num_value_heads" in text  # configs of some models leave out layer_types
     return not recipe.model.arch or heads or "linear_attention" in (text.get("layer_types") or ())
 
 
-def _train_entries(recipe: Any) -> list[Any]:
+def _train_entries(recipe: Recipe) -> list[DataEntry]:
     return [parse_entry(spec, "data.train") for spec in recipe.data.train]
 
 
-def _has_held_out(recipe: Any) -> bool:
+def _has_held_out(recipe: Recipe) -> bool:
     return any(spec != AUTO or held_out_entries(_train_entries(recipe)) for spec in recipe.data.eval)
 
 
-def _augments(recipe: Any) -> bool:
+def _augments(recipe: Recipe) -> bool:
     data = recipe.data
     bundled = data.bundled.get("augment") if only_bundled(_train_entries(recipe)) else 0
     return bool(bundled if data.augment is None else data.augment)
@@ -183,8 +187,8 @@ MEDIA = When(
     keys=("model.family",),
     holds=lambda recipe: _modalities(recipe) != ("text",),
 )
-IMAGES = _takes("image", "images")
-VIDEOS = _takes("video", "videos")
+IMAGES = _takes_media("image", "images")
+VIDEOS = _takes_media("video", "videos")
 WORKERS = _value(
     "data.workers",
     lambda value: value != 0,
@@ -207,9 +211,9 @@ ONLY_BUNDLED = When(
     holds=lambda recipe: only_bundled(_train_entries(recipe)),
 )
 
-TENSOR_PARALLEL = _size("tp", "tp", "without tensor parallelism")
-PIPELINE = _size("pp", "pp", "without pipeline stages")
-CONTEXT_PARALLEL = _size("cp", "cp", "without context parallelism")
+TENSOR_PARALLEL = _size("tp", "without tensor parallelism")
+PIPELINE = _size("pp", "without pipeline stages")
+CONTEXT_PARALLEL = _size("cp", "without context parallelism")
 FP8 = _value("engine.fp8", bool, lacks="without FP8", do="set engine.fp8=true")
 NO_GRAPHS = _value(
     "engine.cuda_graphs", lambda value: not value, lacks="under CUDA graphs", do="set engine.cuda_graphs=false"

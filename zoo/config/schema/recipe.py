@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from zoo.config.entries import object_entries, split_objects
 from zoo.config.layers.keys import ALWAYS, number, setting, shown_value, unknown_hint
 from zoo.config.layers.layer import reading_objects
-from zoo.config.layers.section import given as given_names
-from zoo.config.layers.section import is_whole, section
+from zoo.config.layers.section import given_names, is_whole, section
 from zoo.config.layers.tree import changed_keys, replaced
 from zoo.config.schema import conditions
 from zoo.config.schema.data import DataConfig, PackingConfig
@@ -19,6 +18,7 @@ from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
 from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
 from zoo.config.schema.train import TrainConfig
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping, JsonObject
 
 # A key and its default with the bounds of a number stay on one line.
 # fmt: off
@@ -82,7 +82,7 @@ class Recipe:
         names = () if is_whole(self) else given_names(self)  # a copy by dataclasses.replace names all
         for item in fields(self):
             value = getattr(self, item.name)
-            if is_dataclass(value):
+            if is_dataclass(value) and not isinstance(value, type):
                 yield from (f"{item.name}.{name}" for name in given_names(value))
             elif item.name in names or value != item.default:
                 yield item.name
@@ -99,7 +99,7 @@ class Recipe:
         lora = (*self.lora.parts, *self.lora.whole_parts) if self.lora.rank else ()
         return {*self.model.freeze, *self.train.lr_scale, *lora}
 
-    def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
+    def replace(self, changes: JsonMapping | None = None, /, **more: Any) -> Recipe:
         """A copy with other values, checked like overrides.
 
         Args:
@@ -120,8 +120,8 @@ class Recipe:
         section = plain.get("data", {})
         whole = not isinstance(section, Mapping)  # a DataConfig, which has all keys
         named = {name for name in held if f"data.{name}" in plain or whole or name in section}
-        parts: dict[str, Any] = {name: one for name, one in held.items() if name not in named} | objects
-        emptied: dict[str, Any] = {name: [] for name in held}
+        parts: JsonObject = {name: entries for name, entries in held.items() if name not in named} | objects
+        emptied: JsonObject = {name: [] for name in held}
         base = with_parts(self, data=with_parts(self.data, **emptied))
         changed = replaced(base, plain)
         changed = with_parts(changed, data=with_parts(changed.data, **parts)) if parts else changed
@@ -130,7 +130,7 @@ class Recipe:
 
 
 # fmt: on
-def _section(name: str, kind: Any, value: Any) -> Any:
+def _section(name: str, kind: Any, value: object) -> Any:
     """A section of a mapping of its keys."""
     if not isinstance(value, Mapping):
         raise ConfigError(

@@ -194,7 +194,7 @@ class RowEncoder:
     @cached_property
     def limits(self) -> MediaLimits:
         """How the media are taken of rows without limits of their own."""
-        return MediaLimits.of(self.data)
+        return MediaLimits.from_data(self.data)
 
     def _how(self, row: Row) -> dict[str, Any]:
         limits = row.limits or self.limits

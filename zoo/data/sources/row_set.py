@@ -248,7 +248,7 @@ def open_rows(
         parts,
         list(map(str, entries)),
         [SourceShare(None, entry.weight, entry.epochs) for entry in entries],
-        [MediaLimits.of(data, entry) if has_own else None for entry, has_own in zip(entries, own, strict=True)],
+        [MediaLimits.from_data(data, entry) if has_own else None for entry, has_own in zip(entries, own, strict=True)],
     )
 
 
