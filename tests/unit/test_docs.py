@@ -18,7 +18,7 @@ from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.checkpoints.eval import split as split_eval
 from zoo.cli.checkpoints.generate import split as split_generate
-from zoo.cli.main import VERBS
+from zoo.cli.main import SUBCOMMANDS
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
@@ -182,7 +182,7 @@ def check_zoo(words: list[str]) -> None:
     verb, *rest = words
     if verb in ("--help", "--version"):
         return
-    assert verb in VERBS, words
+    assert verb in SUBCOMMANDS, words
     if rest in ([], ["--help"]):
         return
     flags, rest = split_flags(rest, FLAGS.get(verb, ()))

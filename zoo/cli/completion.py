@@ -72,14 +72,14 @@ def answers(line: str) -> list[str]:
     *before, word = words_of(line)
     if not before:
         return []
-    from zoo.cli.main import VERBS
+    from zoo.cli.main import SUBCOMMANDS
 
     if len(before) == 1:
-        return _starting(word, [*VERBS, *(("--help", "--version") if word.startswith("-") else ())])
+        return _starting(word, [*SUBCOMMANDS, *(("--help", "--version") if word.startswith("-") else ())])
     verb = before[1]
-    if verb not in VERBS:
+    if verb not in SUBCOMMANDS:
         return []
-    usage, known = _usage(VERBS[verb][0]), schema()
+    usage, known = _usage(SUBCOMMANDS[verb][0]), schema()
     words, option = before[2:], "--" if word.startswith("--") else ""
     last = words[-1] if words else ""
     key, equals, value = word.removeprefix(option).partition("=")

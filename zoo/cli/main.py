@@ -1,6 +1,6 @@
-"""Entry of the command `zoo`: finds the verb, runs it, and turns a user's mistake into one line and exit code 2.
+"""Entry of the command `zoo`: finds the subcommand, runs it, and turns a user's mistake into one line and exit code 2.
 
-Nothing heavy is imported before the verb needs it, so that `zoo --help` answers at once.
+Nothing heavy is imported before the subcommand needs it, so that `zoo --help` answers at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import FrameType
 from zoo import __version__
 from zoo.errors import UserError, file_error, printable_lines
 
-# verb -> module with run(arguments) -> exit code, and what the verb does
-VERBS: dict[str, tuple[str, str]] = {
+# subcommand -> module with run(arguments) -> exit code, and what it does
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "train": ("zoo.cli.runs.train", "train a model from a recipe"),
     "init": ("zoo.cli.recipes.init", "write a recipe for your data and model, asking for both"),
     "list": ("zoo.cli.recipes.list", "show model families, recipes, sizes and hardware overlays"),
@@ -38,7 +38,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 
-# verb -> what others call it
+# subcommand -> what others call it
 _ALIKE = {
     "train": "sft finetune fine-tune pretrain pt dpo kto rlhf rm tune lora run launch fit",
     "generate": "chat infer inference predict api serve deploy ask",
@@ -113,7 +113,7 @@ def _run(arguments: list[str]) -> int:
     if verb in ("-V", "--version", "version"):
         print(f"zoo {__version__}")
         return 0
-    if verb not in VERBS:
+    if verb not in SUBCOMMANDS:
         if verb.startswith("-"):
             near = get_close_matches(verb, ("--help", "--version"), n=1) or ["--help"]
             raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
@@ -122,13 +122,13 @@ def _run(arguments: list[str]) -> int:
             from zoo.cli.arguments import refuse_foreign, split_flags
 
             refuse_foreign(split_flags(rest, ())[1])
-        near = [alike] if alike else get_close_matches(verb, VERBS, n=1) or list(VERBS)
+        near = [alike] if alike else get_close_matches(verb, SUBCOMMANDS, n=1) or list(SUBCOMMANDS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
     if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak
         from zoo.parallel.process_state import quiet
 
         quiet()
-    module = importlib.import_module(VERBS[verb][0])
+    module = importlib.import_module(SUBCOMMANDS[verb][0])
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())
         return 0
@@ -136,7 +136,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:<10} {doc}" for verb, (_, doc) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {doc}" for verb, (_, doc) in SUBCOMMANDS.items())
     return f"""\
 usage: zoo VERB [key=value ...]
 

@@ -200,10 +200,14 @@ def _wrong(key: str, value: object) -> str | None:
 
 
 def _wrong_list(key: str, value: object) -> str | None:
-    alone = key in EITHER and not isinstance(value, list | tuple)
-    wrong = (_wrong_number(entry, WHOLES[key], whole=True) for entry in ([value] if alone else _items(value)))
-    said = next((text for text in wrong if text), None) if alone or isinstance(value, list | tuple) else "whole numbers"
-    return said and f"a list, each of its entries {said}" if not alone else said
+    if not isinstance(value, list | tuple):
+        return (
+            _wrong_number(value, WHOLES[key], whole=True)
+            if key in EITHER
+            else "a list, each of its entries whole numbers"
+        )
+    text = next(filter(None, (_wrong_number(entry, WHOLES[key], whole=True) for entry in value)), None)
+    return text and f"a list, each of its entries {text}"
 
 
 def _wrong_entries(key: str, value: object) -> str | None:
@@ -226,10 +230,6 @@ def _wrong_number(value: object, bounds: tuple[float, float], *, whole: bool) ->
     if not bounds[0] <= value <= bounds[1]:  # nan is in no bounds
         return f"{kind} from {bounds[0]:,} to {bounds[1]:,}"
     return None
-
-
-def _items(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _kind(value: object) -> str:

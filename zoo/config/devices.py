@@ -50,14 +50,13 @@ def gpu_memory() -> int:
 @cache
 def gpu_name() -> str:
     """The driver's name of the first of those GPUs, "NVIDIA H200"; "" where it says none."""
-    device, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    name = ctypes.create_string_buffer(100)
     try:
-        driver = _driver()
-        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
-        failed = failed or driver.cuDeviceGetName(name, len(name), device)
+        driver, device = _device(0)
+        error = driver.cuDeviceGetName(name, len(name), device)
     except (OSError, AttributeError):
         return ""
-    return "" if failed else name.value.decode("ascii", "replace")
+    return "" if error else name.value.decode("ascii", "replace")
 
 
 @cache
@@ -108,18 +107,25 @@ def _driver_count() -> int:
     return count.value
 
 
+def _device(index: int) -> tuple[ctypes.CDLL, ctypes.c_int]:
+    """The driver, and its handle of a GPU; OSError where it does not give one."""
+    driver, device = _driver(), ctypes.c_int()
+    if error := driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+        raise OSError(f"the CUDA driver does not say what GPU {index} is: error {error}")
+    return driver, device
+
+
 def _driver_memory(index: int) -> int:
-    driver, size, device = _driver(), ctypes.c_size_t(), ctypes.c_int()
-    driver.cuDeviceGet(ctypes.byref(device), index)
+    (driver, device), size = _device(index), ctypes.c_size_t()
     driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
     return size.value
 
 
 def _driver_capability(index: int) -> tuple[int, int]:
-    driver, device, major, minor = _driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
-    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
-    if failed:
-        raise OSError(f"the CUDA driver does not say what GPU {index} is: error {failed}")
-    return major.value, minor.value
+    (driver, device), numbers = _device(index), []
+    for attribute in (_MAJOR, _MINOR):
+        number = ctypes.c_int()
+        if error := driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
+            raise OSError(f"the CUDA driver does not say what GPU {index} is: error {error}")
+        numbers.append(number.value)
+    return numbers[0], numbers[1]

@@ -68,6 +68,7 @@ FIXED: tuple[str, ...] = (
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
+_MISSING = object()  # a key that a saved recipe does not have
 _SHOWN = 6  # changes that a message names; of more, the run is another experiment
 _FEW = 4  # changes that tell what the other experiment is
 _TELLING = (
@@ -112,18 +113,17 @@ def changes(saved: JsonMapping, recipe: Recipe) -> list[Change]:
     differing: list[Change] = []
     now = asdict(recipe)
     for key in FIXED:
-        if key == "model.arch" or not _has(saved, key):
-            continue
-        if key == "engine.fp8_recipe" and not recipe.engine.fp8:
-            continue
         old, new = _value(saved, key), _value(now, key)
+        if old is _MISSING or key == "model.arch" or (key == "engine.fp8_recipe" and not recipe.engine.fp8):
+            continue
         if key in ("data.train", "data.eval"):
             differing += _changed_entries(key, old or [], new)
         elif not _same(key, old, new):
             planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
             differing.append(Change(key, old, new, free=planned))
     for key in HELD:
-        if _has(saved, key) and (old := _value(saved, key)) != (new := _value(now, key)):
+        old, new = _value(saved, key), _value(now, key)
+        if old is not _MISSING and old != new:
             differing.append(Change(key, old, new, free=True))
     return differing
 
@@ -212,18 +212,11 @@ def _same(key: str, old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _has(tree: JsonMapping, key: str) -> bool:
-    *sections, last = key.split(".")
-    for name in sections:
-        inner = tree.get(name)
-        if not isinstance(inner, Mapping):
-            return False
-        tree = inner
-    return last in tree
-
-
 def _value(tree: JsonMapping, key: str) -> Any:
+    """The value at a dotted key of nested mappings; _MISSING where there is none."""
     value: Any = tree
     for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
         value = value[name]
     return value

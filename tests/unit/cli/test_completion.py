@@ -14,7 +14,7 @@ import pytest
 
 from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.completion import SCRIPTS, SchemaKey, answers, as_typed, schema
-from zoo.cli.main import VERBS, main
+from zoo.cli.main import SUBCOMMANDS, main
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
@@ -38,7 +38,7 @@ def test_the_schema_read_as_text_is_the_schema() -> None:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("zoo ", list(VERBS)),
+        ("zoo ", list(SUBCOMMANDS)),
         ("zoo con", ["convert"]),
         ("zoo --v", ["--version"]),
         ("zoo nothing ", []),
@@ -88,12 +88,12 @@ def test_names_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert f"hardware=2x8x{next(iter(GPUS))}" in answers("zoo plan hardware=2x8x")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SUBCOMMANDS)
 def test_a_verbs_own_keys_and_options_are_offered(verb: str) -> None:
     known = {"convert": CONVERT_KEYS, "init": INIT_KEYS, "inspect": INSPECT_KEYS, "plan": PLAN_KEYS}
     own = (known | {"new-family": FAMILY_KEYS}).get(verb, ())
     assert {f"{key}=" for key in own} <= set(answers(f"zoo {verb} "))
-    source = inspect.getsource(importlib.import_module(VERBS[verb][0]))
+    source = inspect.getsource(importlib.import_module(SUBCOMMANDS[verb][0]))
     flags = re.findall(r'"(--[\w-]+)"', " ".join(re.findall(r"split_flags\(\w+, (\(.*?\))\)", source)))
     assert set(flags) <= set(answers(f"zoo {verb} --"))
 

@@ -14,7 +14,7 @@ import pytest
 
 import zoo
 from zoo.cli.checkpoints.generate import _for_terminal
-from zoo.cli.main import VERBS, main
+from zoo.cli.main import SUBCOMMANDS, main
 from zoo.config import compose, validate
 from zoo.config.checks import engine
 from zoo.config.files import root_recipes
@@ -54,7 +54,7 @@ def test_help_imports_no_torch() -> None:
 def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"zoo {zoo.__version__}\n"
-    for verb in VERBS:
+    for verb in SUBCOMMANDS:
         assert main([verb, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"usage: zoo {verb}")
 

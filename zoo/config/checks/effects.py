@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import attrgetter
 
-from zoo.config.layers.keys import When, keys, shown_value
+from zoo.config.layers.keys import keys, shown_value
 from zoo.config.layers.tree import together
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
@@ -23,11 +23,8 @@ def refuse_without_effect(recipe: Recipe, origins: Mapping[str, str] | None = No
         lacking = next((when for when in known[key].when or () if not when.holds(recipe)), None)
         if lacking is not None and known[key].has_request(value):
             where = f"{origin}: " if origin else ""
-            problems.append(f"{where}{key}={shown_value(value)}: {_why(recipe, lacking)}, or leave {key} out")
+            values = ", ".join(f"{name}={shown_value(attrgetter(name)(recipe))}" for name in lacking.keys)
+            why = f"it has no effect {lacking.lacks}{f' ({values})' if values else ''}; {lacking.do}"
+            problems.append(f"{where}{key}={shown_value(value)}: {why}, or leave {key} out")
     if problems:
         raise ConfigError(together(problems))
-
-
-def _why(recipe: Recipe, lacking: When) -> str:
-    deciding = ", ".join(f"{key}={shown_value(attrgetter(key)(recipe))}" for key in lacking.keys)
-    return f"it has no effect {lacking.lacks}{f' ({deciding})' if deciding else ''}; {lacking.do}"

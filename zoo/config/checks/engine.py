@@ -151,16 +151,11 @@ def _check_fp8(recipe: Recipe) -> None:
             "engine.fp8_recipe=blockwise with engine.backend=te: scales for blocks are of the torch backend; set engine.backend=torch, "
             "or engine.fp8_recipe=tensorwise"
         )
-    _check_fp8_widths(recipe)
-
-
-def _check_fp8_widths(recipe: Recipe) -> None:
-    """FP8 products want 16 inputs and outputs at a time, on every rank; experts are in bf16."""
-    tp, text = recipe.parallel.tp, text_config(recipe.model.arch)
-    for key, (width, ranks) in _fp8_widths(recipe, text).items():
+    # FP8 products want 16 inputs and outputs at a time, on every rank; experts are in bf16
+    for key, (width, ranks) in _fp8_widths(recipe, text_config(recipe.model.arch)).items():
         if width and width % (16 * ranks):
             raise ConfigError(
-                f"engine.fp8=true with parallel.tp={tp}: the model's {key} is {width}, and FP8 wants a multiple of "
+                f"engine.fp8=true with parallel.tp={recipe.parallel.tp}: the model's {key} is {width}, and FP8 wants a multiple of "
                 f"{16 * ranks}; leave engine.fp8 out"
             )
 

@@ -15,7 +15,6 @@ from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
 from zoo.config.recipes.published import published_size
 from zoo.errors import UserError
 from zoo.registry import ModelFamily, families
-from zoo.types import JsonObject
 
 _KINDS = (
     "finetuning_type", "train_type", "tuner_type", "sft_type", "adapter", "peft_type", "use_peft", "use_lora", "full_finetuning",
@@ -83,7 +82,7 @@ def _has_adapters(reader: Reader, kind: object, method: str, architecture: str) 
 def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapters: bool) -> None:
     trial = str(reader.take("adv_estimator") or "").lower()
     stage = str(reader.take("stage", "rlhf_type", "rl", "task_type") or trial or "sft").lower()
-    method, translation = method_of(stage), reader.translation
+    method, translation = _METHODS.get(stage), reader.translation
     if method is None:
         more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
         reader.decide("stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers")
@@ -220,11 +219,6 @@ _METHODS = {
 }
 
 
-def method_of(stage: str) -> Method | None:
-    """The method that another trainer calls so; None for one that zoo does not have."""
-    return _METHODS.get(stage)
-
-
 def model_of(names: list[str]) -> Model | None:
     """The model that hub ids, folders or templates name; None where no family's title is in them."""
     for name in names:
@@ -233,7 +227,7 @@ def model_of(names: list[str]) -> Model | None:
     for name in names:
         if (kind := _model_type(name)) is not None:
             for name_of_recipes, family_name, size in _published():
-                if _arch(family_name, size).get("model_type") == kind:
+                if read_size(family_name, size).tree.get("model", {}).get("arch", {}).get("model_type") == kind:
                     return Model(families()[family_name], size, "moe" in name_of_recipes)
     plain = [(_plain(title), family) for family in families().values() for title in (family.title, family.name)]
     for name in names:
@@ -266,10 +260,6 @@ def _published() -> list[tuple[str, str, str]]:
     """Each family of recipes, the family of its model, and its published size."""
     trees = {name: read_part("families", name).tree for name in names_in("families")}
     return [(name, tree["model"]["family"], str(tree.get("published_size"))) for name, tree in trees.items()]
-
-
-def _arch(family: str, size: str) -> JsonObject:
-    return (read_size(family, size).tree.get("model") or {}).get("arch") or {}
 
 
 def _model_type(name: str) -> str | None:

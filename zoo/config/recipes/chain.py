@@ -140,7 +140,11 @@ def _layers_of(parts: RecipeParts) -> tuple[Layer, list[Layer]]:
     tree: JsonObject = {}
     for layer in below:
         merge_into(tree, _without(layer).tree)
-    tree["description"] = _description(parts)
+    description = f"{task.tree['description']} of {family.tree['description']}"
+    if parts.adapter is not None:
+        adapter = read_part("adapters", parts.adapter).tree["description"]
+        description = f"{task.tree['description']} of {adapter} for {family.tree['description']}"
+    tree["description"] = description
     return Layer(family.origin, tree), [layer for layer in above if layer.tree]
 
 
@@ -151,14 +155,6 @@ def _with(layer: Layer, part: str | None) -> Layer:
 def _without(layer: Layer) -> Layer:
     dropped = (_WITH, "description")
     return replace(layer, tree={key: value for key, value in layer.tree.items() if key not in dropped})
-
-
-def _description(parts: RecipeParts) -> str:
-    said = [read_part("tasks", parts.task), read_part("families", parts.family)]
-    task, family = (layer.tree["description"] for layer in said)
-    if parts.adapter is None:
-        return f"{task} of {family}"
-    return f"{task} of {read_part('adapters', parts.adapter).tree['description']} for {family}"
 
 
 def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[object, str]]) -> Chain:
