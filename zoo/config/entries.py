@@ -8,16 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo.config.layers.foreign import foreign_entry_key, foreign_format
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError, printable
 from zoo.files import expanded
 from zoo.types import JsonMapping, JsonObject
-
-if TYPE_CHECKING:
-    from zoo.config.schema.data import DataConfig
 
 MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_pixels")
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
@@ -63,10 +60,11 @@ class MediaLimits:
     own: tuple[str, ...] = ()
 
     @classmethod
-    def from_data(cls, data: DataConfig, entry: DataEntry | None = None) -> MediaLimits:
+    def from_data(cls, data: object, entry: DataEntry | None = None) -> MediaLimits:
         """Those of a recipe's data, or of one of its entries.
 
         Args:
+            data: a DataConfig.
             entry: its own values stand before the recipe's.
         """
         own = {name: value for name in MEDIA_KEYS if (value := getattr(entry, name, None)) is not None}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo.config.architecture import num_experts, text_config
 from zoo.config.entries import AUTO, DataEntry, held_out_entries, only_bundled, parse_entry
@@ -15,8 +15,8 @@ from zoo.config.layers.keys import When
 from zoo.registry import families
 from zoo.types import JsonMapping
 
-if TYPE_CHECKING:
-    from zoo.config.schema.recipe import Recipe
+type Recipe = Any
+"""A zoo.Recipe, whose schema imports this module."""
 
 REFERENCED = ("dpo", "ipo", "kto")  # losses that compare with a reference model
 
