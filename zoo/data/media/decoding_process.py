@@ -1,15 +1,14 @@
-"""A decoding worker's process: `python -P -m zoo.data.media.decoding_process <seconds> <MiB>`, see `zoo.data.media.decoding_workers`.
+"""A decoding worker's process: `python -P -m zoo.data.media.decoding_process <seconds> <MiB> <socket>`.
 
-It imports Pillow, FFmpeg and numpy alone, takes one job at a time through its standard input and answers through its standard output.
+It imports Pillow, FFmpeg and numpy alone, and answers one job at a time (`zoo.data.media.decoding_workers`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
-import pickle
 import signal
-import struct
+import socket
 import sys
 import time
 from typing import Any
@@ -18,35 +17,26 @@ import numpy as np
 
 from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
+from zoo.data.media.worker_sockets import MessageSocket
 from zoo.data.memory_limits import limit_memory
 from zoo.data.sources.references import OpenedMedium
 
-HEAD = struct.Struct("<Q")  # bytes of the message that follows
 type Job = tuple[str, OpenedMedium, tuple[Any, ...]]  # kind, source, and further arguments
 
 
-def serve(seconds: float, megabytes: int) -> None:
-    """Answer jobs until the input ends."""
+def serve(channel: MessageSocket, seconds: float, megabytes: int) -> None:
+    """Answer jobs, each by its result and the seconds that it took, until the channel is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, answers = sys.stdin.buffer, os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
     limit_memory(megabytes)
-    _send(answers, "ready")
-    while len(head := requests.read(HEAD.size)) == HEAD.size:
-        job: Job = pickle.loads(requests.read(HEAD.unpack(head)[0]))
-        began = time.monotonic()
+    channel.send("ready")
+    while True:
+        job, _ = channel.receive(tuple)
+        begin = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, seconds)  # unhandled: ends the process, whatever it is doing
         result = _result(job, megabytes)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        seconds_taken = time.monotonic() - began
-        array, rate = result if isinstance(result, tuple) else (result, None)
-        if isinstance(array, np.ndarray):
-            array = np.ascontiguousarray(array)
-            _send(answers, ((array.dtype.str, array.shape, rate), seconds_taken))
-            _write(answers, memoryview(array.reshape(-1).view(np.uint8)))
-        else:
-            _send(answers, (result, seconds_taken))
-        del result, array
+        channel.send((result, time.monotonic() - begin))
+        del result
 
 
 def _result(job: Job, megabytes: int) -> Any:
@@ -68,11 +58,9 @@ def decoded(kind: str, source: OpenedMedium, how: tuple[Any, ...]) -> Any:
     """The result of a job: an array, an array with a rate, or what a header holds."""
     match kind:
         case "image header":
-            image_size = sizes.image_size(source)
-            return None if image_size is None else list(image_size)
+            return sizes.image_size(source)
         case "video header":
-            video_size = sizes.video_size(source)
-            return None if video_size is None else list(video_size)
+            return sizes.video_size(source)
         case "audio header":
             return sizes.sound_samples(source)
         case "image":
@@ -82,15 +70,7 @@ def decoded(kind: str, source: OpenedMedium, how: tuple[Any, ...]) -> Any:
     return decode.load_audio(source)
 
 
-def _send(file: int, value: object) -> None:
-    data = pickle.dumps(value, protocol=5)
-    _write(file, memoryview(HEAD.pack(len(data)) + data))
-
-
-def _write(file: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(file, view[: 2**20]) :]
-
-
 if __name__ == "__main__":
-    serve(float(sys.argv[1]), int(sys.argv[2]))
+    for end in sys.argv[3:]:
+        with contextlib.suppress(OSError, EOFError):  # the rank has ended
+            serve(MessageSocket(socket.socket(fileno=int(end))), float(sys.argv[1]), int(sys.argv[2]))

@@ -4,7 +4,7 @@ A worker is a process of `zoo.data.media.decoding_process`, which takes one job 
 its process, memory is limited by the system (RLIMIT_AS), and a decoder that crashes takes nothing else along: each is a
 RowError of the row. What is decoded is the same with any number of workers, and with none.
 
-A worker ends when its input is closed, and by an alarm of its own when a job outlives its limit: none is left behind.
+A worker ends when its channel is closed, and by an alarm of its own when a job outlives its limit: none is left behind.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
-import select
 import shlex
-import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
@@ -23,12 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder, InProcessDecoder
-from zoo.data.media.decoding_process import HEAD, Job, decoded
+from zoo.data.media.decoding_process import Job, decoded
 from zoo.data.media.sampling import how_taken
+from zoo.data.media.worker_sockets import WorkerProcess
 from zoo.data.sources.references import Medium, OpenImage, files_of, is_url, settings_of_medium, shown, without_settings
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
@@ -80,7 +76,7 @@ class DecodingWorkers(Decoder):
     def close(self) -> None:
         """End all workers; more are started when they are needed."""
         for worker in [*self._idle, *self._busy.values()]:
-            worker.kill()
+            worker.end()
         self._idle, self._busy = [], OrderedDict()
         self._queue.clear()
         self._done.clear()
@@ -207,89 +203,47 @@ class _Worker:
     def __init__(self, seconds: float, megabytes: int) -> None:
         self.seconds, self.megabytes = seconds, megabytes
         self._command = module_command("zoo.data.media.decoding_process", str(seconds + GRACE), str(megabytes))
-        self.process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the run, which ends its workers
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        self.process = WorkerProcess.start(self._command)
+        (self.channel,) = self.process.channels
         self.alive = True
         self.ready = False
-        self.since = 0.0
+        self.sent = 0.0  # when it got its job, by time.monotonic()
 
     def send(self, job: Job) -> None:
         """Hand over a job; a worker that is broken says so when it is asked for the answer."""
-        assert self.process.stdin is not None
-        self.since = time.monotonic()
-        data = pickle.dumps(job, protocol=5)
+        self.sent = time.monotonic()
         with contextlib.suppress(OSError):
-            self.process.stdin.write(HEAD.pack(len(data)) + data)
-            self.process.stdin.flush()
+            self.channel.send(job)
 
     def receive(self, name: str) -> Answer:
-        """The answer to the job, a RowError where there is none in time or the process has ended.
+        """The answer to the job, a RowError where there is none in time or the process has ended; `name`: of the medium.
 
         Raises:
             UserError: the process could not start.
         """
         try:
             if not self.ready:
-                self._message(time.monotonic() + START_SECONDS)
-                self.ready, self.since = True, max(self.since, time.monotonic())
-            head, seconds = self._message(self.since + self.seconds)
-            if not isinstance(head, tuple):
-                return Answer(head, seconds)
-            dtype, shape, rate = head
-            array = np.empty(shape, dtype)
-            self._fill(memoryview(array.reshape(-1).view(np.uint8)), time.monotonic() + self.seconds)
-            return Answer(array if rate is None else (array, rate), seconds)
+                self.channel.receive(str, time.monotonic() + START_SECONDS)
+                self.ready, self.sent = True, time.monotonic()
+            return Answer(*self.channel.receive(tuple, self.sent + self.seconds)[0])
         except TimeoutError:
-            self.kill()
+            self.end()
             return Answer(_late(name, self.seconds), self.seconds)
         except (OSError, EOFError):
-            code = self.kill()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            code = self.end()
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             if not self.ready:
                 raise UserError(
-                    f"a process that decodes media has ended at its start ({how}); run `{shlex.join(self._command)}` to see why, "
+                    f"a process that decodes media has ended at its start ({reason}); run `{shlex.join(self._command)}` to see why, "
                     "or set data.workers=0 to decode in the ranks"
                 ) from None
-            text = (
-                f"{name} has ended its decoder ({how}): it is broken, or needs over {self.megabytes} MiB (data.row_mb)."
-            )
+            text = f"{name} has ended its decoder ({reason}): it is broken, or needs over {self.megabytes} MiB (data.row_mb)."
             return Answer(RowError("", "decoder_crash", text), 0.0)
 
-    def kill(self) -> int:
+    def end(self) -> int:
         """End the process; its exit code."""
         self.alive = False
-        self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-        return self.process.wait()
-
-    def _message(self, deadline: float) -> Any:
-        head = bytearray(HEAD.size)
-        self._fill(memoryview(head), deadline)
-        data = bytearray(HEAD.unpack(head)[0])
-        self._fill(memoryview(data), max(deadline, time.monotonic() + GRACE))
-        return pickle.loads(data)
-
-    def _fill(self, view: memoryview, deadline: float) -> None:
-        """Read until `view` is full."""
-        assert self.process.stdout is not None
-        file = self.process.stdout.fileno()
-        while len(view):
-            ready, _, _ = select.select([file], [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise TimeoutError
-            count = os.readv(file, [view[: 2**20]])
-            if not count:
-                raise EOFError
-            view = view[count:]
+        return self.process.end()
 
 
 def _late(name: str, seconds: float) -> RowError:

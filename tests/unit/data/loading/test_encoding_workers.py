@@ -1,5 +1,6 @@
 """Samples that worker processes encode: the same ones, in the same order, whatever becomes of the processes."""
 
+import importlib
 import json
 import os
 import signal
@@ -17,10 +18,12 @@ from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
 from zoo.data.loading import encoding_workers, worker_processes
 from zoo.data.loading.encoding_workers import RowToEncode
 from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.row_encoder import RowEncoder
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.processors.augment import Augment
 from zoo.data.sample import MicroBatch
-from zoo.data.sources.rows import RowError
+from zoo.data.sources.references import Blob
+from zoo.data.sources.rows import Row, RowError
 
 COUNT = 2
 
@@ -63,9 +66,9 @@ def same(mine: list[MicroBatch], others: list[MicroBatch]) -> bool:
 def started(workers: encoding_workers.EncodingWorkers) -> None:
     """Wait until all processes are ready."""
     end = time.monotonic() + 120
-    while len(workers._sockets) < COUNT and time.monotonic() < end:
+    while len(workers._working) < COUNT and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(workers._sockets) == COUNT
+    assert len(workers._working) == COUNT
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def working(rows: Path, processor: Any) -> Iterator[BatchLoader]:
     (ahead,) = worker_processes._ahead
     made = loader(rows, processor, COUNT)
     assert made.next_step() and made.source.workers is not None  # encoded here: no worker is up so early
-    assert made.source.workers._process is ahead.process and not worker_processes._ahead
+    assert made.source.workers._started is ahead and not worker_processes._ahead
     started(made.source.workers)
     yield made
     made.close()
@@ -93,15 +96,15 @@ def test_steps_are_those_without_workers_and_workers_make_them(
 ) -> None:
     """To the bit, bad rows left out; steps planned ahead are resumed to the sample; and nothing stays behind."""
     workers = working.source.workers
-    assert workers is not None and workers._process is not None
-    process, here = workers._process, []
+    assert workers is not None and workers._started is not None
+    process, here = workers._started.process, []
     encode = type(working.source.encoder).encode
     monkeypatch.setattr(
         type(working.source.encoder), "encode", lambda *given: (here.append(given[1].source), encode(*given))[1]
     )
     for step in wanted[1:4]:
         end = time.monotonic() + 60
-        while (workers._queue or any(workers._sockets.values())) and time.monotonic() < end:
+        while (workers._queue or any(workers._working.values())) and time.monotonic() < end:
             time.sleep(0.02)  # else this process helps
         assert same(working.next_step(), step)
     media = {row.source for row in working.source.rows if row.media}
@@ -136,10 +139,10 @@ def _alive(group: int) -> bool:
 @pytest.mark.slow
 def test_workers_that_are_killed_change_nothing(working: BatchLoader, wanted: list[list[MicroBatch]]) -> None:
     workers = working.source.workers
-    assert workers is not None and workers._process is not None
-    os.killpg(workers._process.pid, signal.SIGKILL)
+    assert workers is not None and workers._started is not None
+    os.killpg(workers._started.process.pid, signal.SIGKILL)
     assert all(same(working.next_step(), step) for step in wanted[1:])
-    assert not workers._sockets
+    assert not workers._working
 
 
 def test_it_is_said_that_workers_can_not_start(
@@ -154,6 +157,37 @@ def test_it_is_said_that_workers_can_not_start(
             time.sleep(0.02)
     assert sum("a process that encodes rows has ended at its start" in str(one.message) for one in told) == 1
     made.close()
+
+
+PROCESSOR = """
+import torch
+from zoo.data.sample import Sample
+
+class Large:
+    def encode(self, row, **options):
+        return Sample(torch.ones(1), torch.ones(1), {"pixels": torch.full((2**23,), float(row.weight))})
+"""
+
+
+@pytest.mark.slow
+def test_large_rows_and_large_samples_pass_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that sends a row of many bytes does not wait for a worker that sends a sample of many."""
+    (tmp_path / "large_processor.py").write_text(PROCESSOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    encoder = RowEncoder(importlib.import_module("large_processor").Large(), DataConfig())
+    workers = encoding_workers.EncodingWorkers(COUNT, encoder, 1000)
+    jobs = [RowToEncode(n, Row((), (Blob(bytes(2**22), "x"),), weight=float(n)), None) for n in range(8)]
+    workers.begin(jobs[:1])
+    started(workers)
+    workers.begin(jobs)
+    end = time.monotonic() + 60
+    while len(workers._done) < len(jobs) and time.monotonic() < end:
+        time.sleep(0.05)
+    for job in jobs:
+        sample = workers.take(job.key)
+        assert sample is not None and sample.media["pixels"][-1] == job.key
+    workers.close()
 
 
 @pytest.mark.slow

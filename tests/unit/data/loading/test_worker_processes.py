@@ -13,10 +13,11 @@ import pytest
 from zoo.config.schema import DataConfig
 from zoo.data.loading import worker_processes
 from zoo.data.loading.encoding_workers import EncodingWorkers
+from zoo.data.media.worker_sockets import WorkerProcess
 from zoo.errors import UserError
 
 DATA = DataConfig(workers=3, encode_in_workers=True)
-WAITS = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+WAITS = [sys.executable, "-S", "-c", "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +30,20 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     worker_processes.end_ahead()
 
 
-def ahead(data: DataConfig = DATA) -> worker_processes.Started:
+def ahead(data: DataConfig = DATA) -> WorkerProcess:
     worker_processes.start_ahead(data)
     (found,) = worker_processes._ahead
     return found
 
 
-def has_ended(started: worker_processes.Started) -> bool:
+def has_ended(started: WorkerProcess) -> bool:
     return started.process.poll() is not None
 
 
 def test_who_wants_as_many_takes_it() -> None:
     started = ahead()
     worker_processes.start_ahead(DATA)  # a second time: nothing
-    assert worker_processes.take(3) is started and len(started.sockets) == 3 and not has_ended(started)
+    assert worker_processes.take(3) is started and len(started.channels) == 3 and not has_ended(started)
     other = worker_processes.take(3)
     assert other.process.pid != started.process.pid
     for one in (started, other):
@@ -52,7 +53,7 @@ def test_who_wants_as_many_takes_it() -> None:
 def test_for_another_number_there_is_a_new_one() -> None:
     started = ahead()
     other = worker_processes.take(2)
-    assert has_ended(started) and not has_ended(other) and len(other.sockets) == 2
+    assert has_ended(started) and not has_ended(other) and len(other.channels) == 2
     other.end()
 
 
@@ -79,17 +80,16 @@ def test_a_start_that_fails_leaves_none() -> None:
         kept.append(ahead())
         raise UserError("no such file")
 
-    kept: list[worker_processes.Started] = []
+    kept: list[WorkerProcess] = []
     with pytest.raises(UserError):
         refused()
     assert has_ended(kept[0])
 
 
 def test_it_ends_with_a_rank_that_is_killed() -> None:
-    """Its input ends, which the system closes."""
+    """The system closes the rank's end of the channel."""
     started = ahead()
-    assert started.process.stdin is not None
-    started.process.stdin.close()
+    started.channels[0].close()
     assert started.process.wait(timeout=20) == 0
 
 

@@ -150,14 +150,14 @@ def test_workers_end_when_they_are_closed_and_with_their_parent(workers: Decodin
     import sys
 
     workers.image("a.png", Row((), source="x:1", root=media))
-    pid = workers._idle[0].process.pid
+    pid = workers._idle[0].process.process.pid
     assert alive(pid)
     workers.close()
     assert not alive(pid)
     code = (
         "import os, sys; from pathlib import Path; from zoo.data.media.decoding_workers import DecodingWorkers; from zoo.data.sources.rows import Row\n"
         f"w = DecodingWorkers(1, 5.0, 2048); w.image('a.png', Row((), root=Path({str(media)!r})))\n"
-        "print(w._idle[0].process.pid, flush=True); os._exit(1)"
+        "print(w._idle[0].process.process.pid, flush=True); os._exit(1)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = int(done.stdout)
