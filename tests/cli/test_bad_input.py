@@ -8,37 +8,17 @@ from typing import Any
 import pytest
 from support.commands import Zoo, bundled, summary, text_row, write_rows
 
-from zoo.config.files import root_recipes
-
 RECIPE = "recipe=qwen3_omni_sft"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "trian: no such verb; nearest: zoo train"),
-        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {', '.join(root_recipes())}; zoo list shows all"),
         (["train", RECIPE, RECIPE], "recipe is given 2 times (qwen3_omni_sft, qwen3_omni_sft); give one"),
-        (
-            ["train", "recipe=qwen3_omi_sft"],
-            "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft, qwen25_omni_sft, qwen3_moe_sft",
-        ),
-        (
-            ["train", "recipe=my.yaml"],
-            "recipe=my.yaml: no such file; recipes by name: zoo list",
-        ),
         (["train", RECIPE, "train.stepz=3"], "train.stepz: no such key; nearest: train.steps"),
-        (["train", RECIPE, "size=tny"], "size=tny: no such size; nearest: tiny"),
-        (["train", RECIPE, "hardware=cpuu"], "hardware=cpuu: no such hardware; nearest: cpu"),
-        (["train", RECIPE, "train.steps=many"], "train.steps=many: wanted a whole number from 1 to 1,000,000,000 or null"),
-        (["train", RECIPE, "data.on_error=ignore"], "data.on_error=ignore: wanted one of raise, skip"),
         (
             ["train", RECIPE, "nproc=2", "parallel.tp=3"],
             "parallel.tp=3 * pp=1 * cp=1 = 3 does not divide the 2 ranks of the run; 1 or 2 would, or nproc=3",
-        ),
-        (
-            ["train", RECIPE, "nproc=3", "parallel.ep=3"],
-            "parallel.ep=3 does not divide the 4 experts of the model; 1, 2 or 4 would",
         ),
         (
             ["train", RECIPE, "data.train=rows.jsonl"],
@@ -148,14 +128,8 @@ def test_bad_rows_are_left_out_counted_and_listed(zoo: Zoo, tmp_path: Path) -> N
     arguments = [f"data.train={data}", "data.on_error=skip", "train.steps=4", "export=false"]
     done = zoo.train(folder, *arguments)
     assert (done.code, done.err) == (0, ""), done
-    counts = {
-        "bad_json": 1,
-        "bad_row": 1,
-        "missing_file": 1,
-        "placeholder_mismatch": 1,
-        "corrupt_media": 3,
-        "overlong": 1,
-    }
+    causes = ("bad_json", "bad_row", "missing_file", "placeholder_mismatch", "corrupt_media", "overlong")
+    counts = dict.fromkeys(causes, 1) | {"corrupt_media": 3}
     assert summary(folder)["skipped_rows"] == counts
     assert "rows left out: 1 bad_json, 1 bad_row, " in done.out
     listed = {e["source"]: e for e in map(json.loads, (folder / "bad_rows.jsonl").read_text().splitlines())}

@@ -82,4 +82,4 @@ def test_the_module_shows_its_api_alone_and_loads_it_late() -> None:
     code = f"import sys, zoo; assert not {late}, {late}; assert dir(zoo) == sorted(zoo.__all__), dir(zoo)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(hasattr(zoo, name) for name in dir(zoo))
+    assert all(hasattr(zoo, name) for name in dir(zoo)) and not hasattr(zoo, "nothing")

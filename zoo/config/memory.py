@@ -28,7 +28,11 @@ class Limit:
 
 def limits() -> list[Limit]:
     """All bounds there are, the tightest first; none where the system reports none."""
-    bounds = [*_machine(), *_cgroup(), *_address_space()]
+    text = _read(PROC / "meminfo")
+    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    bounds = [*_cgroup(), *_address_space()]
+    if "MemTotal" in sizes and "MemAvailable" in sizes:
+        bounds.append(Limit(sizes["MemTotal"], sizes["MemAvailable"], "this machine's memory"))
     return sorted(bounds, key=lambda limit: limit.left)
 
 
@@ -65,13 +69,6 @@ def ran_out(error: BaseException) -> bool:
     if not isinstance(error, Exception) or isinstance(error, ValueError):  # the latter is about what was given
         return False
     return _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def _machine() -> Iterator[Limit]:
-    text = _read(PROC / "meminfo")
-    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    if "MemTotal" in sizes and "MemAvailable" in sizes:
-        yield Limit(sizes["MemTotal"], sizes["MemAvailable"], "this machine's memory")
 
 
 def _cgroup() -> Iterator[Limit]:

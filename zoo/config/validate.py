@@ -45,7 +45,6 @@ def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
     check_preference(recipe)
     _check_length(recipe)
     check_schedule(recipe.train, recipe.train.steps)
-    _check_accepted(recipe)
     recipe = recipe.replace(_derived(recipe))
     check_layout(recipe, world_size)
     check_packing(recipe)
@@ -54,12 +53,18 @@ def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
         _check_trackers(recipe)
     check_gpus(recipe, here=here)
     check_engine(recipe)
-    _check_stage(recipe)
+    _check_run(recipe)
     _check_metrics(recipe)
     return recipe
 
 
-def _check_stage(recipe: Recipe) -> None:
+def _check_run(recipe: Recipe) -> None:
+    """Keys that a resumed run may change, and the folder that checkpoints are written to first."""
+    for name in recipe.run.accept_changes:
+        if name not in keys(Recipe) and name not in sections(Recipe) and not name.startswith("model.arch."):
+            near = ", ".join(nearest_keys(Recipe, name))
+            hint = f"nearest: {near}" if near else "`zoo show --schema` lists the keys"
+            raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
     if recipe.run.stage is None:
         return
     stage, run_dir = expanded(recipe.run.stage).resolve(), expanded(recipe.run.dir or "").resolve()
@@ -90,14 +95,6 @@ def _check_metrics(recipe: Recipe) -> None:
             f"train.early_stop={train.early_stop}: train.eval_every=0 evaluates at the end alone; give the steps between "
             "evaluations, train.eval_every=100 say"
         )
-
-
-def _check_accepted(recipe: Recipe) -> None:
-    for name in recipe.run.accept_changes:
-        if name not in keys(Recipe) and name not in sections(Recipe) and not name.startswith("model.arch."):
-            near = ", ".join(nearest_keys(Recipe, name))
-            hint = f"nearest: {near}" if near else "`zoo show --schema` lists the keys"
-            raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
 
 
 def _derived(recipe: Recipe) -> JsonObject:

@@ -212,12 +212,10 @@ def test_an_entry_of_a_list_and_a_key_of_it() -> None:
         ("data.train[1]=x", "data.train[1]: data.train has 1 entries, counted from 0; give a whole list, "),
         ("train.lr[0]=1", "train.lr[0]: train.lr is no list; lists are "),
         ("data.trian[0]=x", "data.trian[0]: data.trian is no list; lists are "),
-        (
-            "data.train[0]=3",
-            "data.train=[3]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
-        ),
+        ("data.train[0]=3",
+         "data.train=[3]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_an_entry(override: str, message: str) -> None:
     assert error_of(override).startswith(message)
 

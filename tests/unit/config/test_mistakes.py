@@ -28,19 +28,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
         ("parallel.planned=[[]]", "parallel.planned=[[]]: wanted a text or a list of texts"),
         ("lora.targets=[{a: b}]", "lora.targets=[{a: b}]: wanted a text or a list of texts"),
-        (
-            "parallel.stage_layers=[[1]]",
-            "parallel.stage_layers=[[1]]: wanted a list of whole numbers from 1 to 100,000",
-        ),
-        (
-            "train.lr_scale={vision: [1]}",
-            "train.lr_scale={vision: [1]}: wanted a mapping of names to numbers from 0 to 1,000,000",
-        ),
+        ("parallel.stage_layers=[[1]]", "parallel.stage_layers=[[1]]: wanted a list of whole numbers from 1 to 100,000"),
+        ("train.lr_scale={vision: [1]}",
+         "train.lr_scale={vision: [1]}: wanted a mapping of names to numbers from 0 to 1,000,000"),
         ("model.arch=big", "model.arch=big: wanted a mapping"),
-        (
-            "data.train=[a,null]",
-            "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
-        ),
+        ("data.train=[a,null]",
+         "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these"),
         ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
         ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
         ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
@@ -69,7 +62,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
         ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: tiny, 30b-a3b"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_in_an_override(override: str, message: str) -> None:
     assert error_of(override) == message
 

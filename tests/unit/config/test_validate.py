@@ -340,34 +340,22 @@ def test_losses_of_preferences_leave_dropout_out(loss: str) -> None:
         ({"lora.rank": 4, "train.optimizer": "muon"}, "train.optimizer=muon with lora.rank=4: Muon updates whole"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets=[]: no linear would have an adapter"),
         ({"lora.rank": 4, "lora.parts": ["visoin"]}, "lora.parts=visoin: qwen3_omni has no such part; nearest: vision"),
-        (
-            {"lora.rank": 4, "lora.parts": ["vision"], "model.freeze": ["vision"]},
-            "lora.parts=vision: model.freeze has vision too",
-        ),
-        (
-            {"lora.rank": 4, "train.lr_scale": {"audio": 0.1}},
-            "train.lr_scale.audio: neither lora.parts nor lora.whole_parts has audio",
-        ),
-        (
-            {"lora.rank": 4, "lora.whole_parts": ["mergre"]},
-            "lora.whole_parts=mergre: qwen3_omni has no such part; nearest: merger",
-        ),
-        (
-            {"lora.rank": 4, "lora.whole_parts": ["audio"], "model.freeze": ["audio"]},
-            "lora.whole_parts=audio: model.freeze has audio too",
-        ),
-        (
-            {"lora.rank": 4, "lora.parts": ["vision", "language"], "lora.whole_parts": ["vision"]},
-            "lora.whole_parts=vision: lora.parts has vision too",
-        ),
-        (
-            {"lora.rank": 4, "lora.parts": ["vision"], "lora.whole_parts": ["language"]},
-            "lora.whole_parts=language: a language model that is trained whole",
-        ),
+        ({"lora.rank": 4, "lora.parts": ["vision"], "model.freeze": ["vision"]},
+         "lora.parts=vision: model.freeze has vision too"),
+        ({"lora.rank": 4, "train.lr_scale": {"audio": 0.1}},
+         "train.lr_scale.audio: neither lora.parts nor lora.whole_parts has audio"),
+        ({"lora.rank": 4, "lora.whole_parts": ["mergre"]},
+         "lora.whole_parts=mergre: qwen3_omni has no such part; nearest: merger"),
+        ({"lora.rank": 4, "lora.whole_parts": ["audio"], "model.freeze": ["audio"]},
+         "lora.whole_parts=audio: model.freeze has audio too"),
+        ({"lora.rank": 4, "lora.parts": ["vision", "language"], "lora.whole_parts": ["vision"]},
+         "lora.whole_parts=vision: lora.parts has vision too"),
+        ({"lora.rank": 4, "lora.parts": ["vision"], "lora.whole_parts": ["language"]},
+         "lora.whole_parts=language: a language model that is trained whole"),
         ({"lora.rank": 4, "lora.init": "nowhere"}, "lora.init=nowhere: no adapter_config.json there"),
         ({"lora.init": "nowhere"}, "lora.init=nowhere with lora.rank=0: no adapter is trained"),
     ],
-)
+)  # fmt: skip
 def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) -> None:
     assert words in error_of(MOE, changes)
 

@@ -107,15 +107,11 @@ def _listed(folder: str) -> JsonObject:
         if not isinstance(about, dict):
             continue
         form = "preference" if about.get("ranking") is True else FORMS.get(str(about.get("formatting") or "alpaca"), "")
-        more = {"format": form} if form and not _names_roles(about) else {}
+        names_roles = "tags" in about or "messages" in (about.get("columns") or {})  # rows are recognised by their keys
+        more = {"format": form} if form and not names_roles else {}
         if isinstance(about.get("file_name"), str):
             path = f"{folder}/{about['file_name']}"
             entries[name] = {"path": path, **more} if more else path
         elif isinstance(about.get("hf_hub_url"), str):
             entries[name] = {"hub": about["hf_hub_url"], **more}
     return entries
-
-
-def _names_roles(about: JsonMapping) -> bool:
-    """Whether a set of conversations names its roles itself: its rows are recognised by their keys."""
-    return "tags" in about or "messages" in (about.get("columns") or {})

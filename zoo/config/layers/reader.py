@@ -152,7 +152,12 @@ class _Check:
             elif isinstance(event, yaml.NodeEvent):
                 self._key(event, line)
                 self._node(event, line)
-                self._bounds(line)
+                if len(self.open) > MOST_DEPTH:
+                    raise UnreadableError(f"over {MOST_DEPTH} mappings and lists within each other", line)
+                if self.nodes > MOST_NODES:
+                    raise UnreadableError(f"over {MOST_NODES:,} values, aliases written out", line)
+                if self.characters > MOST_TEXT:
+                    raise UnreadableError(f"over {MOST_TEXT:,} characters, aliases written out", line)
 
     def _key(self, event: yaml.NodeEvent, line: int) -> None:
         """A mapping's keys and values take turns."""
@@ -190,14 +195,6 @@ class _Check:
     def _name(self, anchor: str | None, before: tuple[int, int]) -> None:
         if anchor is not None:
             self.anchors[anchor] = (self.nodes - before[0], self.characters - before[1])
-
-    def _bounds(self, line: int) -> None:
-        if len(self.open) > MOST_DEPTH:
-            raise UnreadableError(f"over {MOST_DEPTH} mappings and lists within each other", line)
-        if self.nodes > MOST_NODES:
-            raise UnreadableError(f"over {MOST_NODES:,} values, aliases written out", line)
-        if self.characters > MOST_TEXT:
-            raise UnreadableError(f"over {MOST_TEXT:,} characters, aliases written out", line)
 
 
 def _is_number(event: yaml.ScalarEvent) -> bool:
