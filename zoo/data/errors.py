@@ -42,9 +42,9 @@ def bad_row(message: str, cause: str = "bad_row") -> RowError:
     return RowError("", cause, message)
 
 
-def corrupt_media(place: object, what: str, reason: str) -> RowError:
-    """The error of a medium that can't be used: `what` it should be, where it stands, and why."""
-    return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")
+def corrupt_media(source: object, kind: str, reason: str) -> RowError:
+    """The error of a medium that can't be used: `kind` it should be, where it stands, and why."""
+    return RowError("", "corrupt_media", f"{kind} {source} can't be used: {reason}.")
 
 
 class NoSoundTrackError(RowError):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from functools import lru_cache, wraps
 from typing import Any
 
 from jinja2 import Environment, Template, nodes, pass_context
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_STEPS = 2**20  # of one rendering; a chat of 4,096 turns takes some 10**5
@@ -61,18 +62,18 @@ def count(steps: int, characters: int) -> None:
         raise TemplateLimitError(f"the chat template takes over {MOST_SECONDS:g} s; use another one, or cut the row")
 
 
-def _counted(value: Any) -> Any:
+def _counted[T](value: T) -> T:
     """A value that an expression has made, its length counted."""
     count(1, len(value) if isinstance(value, Sized) else 1)
     return value
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Characters of a value as a text, at least."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        items: Any = [*value, *value.values()]
+        items: Iterable[object] = [*value, *value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
         items = value
     else:
@@ -86,7 +87,7 @@ def _size(value: Any) -> int:
 
 
 @pass_context
-def _output(context: Any, value: Any) -> Any:
+def _output[T](context: Context, value: T) -> T:
     """A value that is written, its length counted. As it takes the context, nothing is written while a template is compiled."""
     count(1, _size(value))
     return value
@@ -111,7 +112,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             count(1, len(left) + len(right))
         if operator in ("*", "**"):
-            large = any(isinstance(one, int) and abs(one) > MOST_NUMBER for one in (left, right))
+            large = any(isinstance(value, int) and abs(value) > MOST_NUMBER for value in (left, right))
             sized = isinstance(left, Sized) or isinstance(right, Sized)
             if (large and not sized) or (operator == "**" and isinstance(right, int) and abs(right) > 64):
                 raise TemplateLimitError("the chat template computes too large a number")
@@ -149,7 +150,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for parent in list(source.find_all(nodes.Node)):
             for name, value in list(parent.iter_fields()):
                 if isinstance(value, list):
-                    setattr(parent, name, [_limited_join(one) for one in value])
+                    setattr(parent, name, [_limited_join(node) for node in value])
                 else:
                     setattr(parent, name, _limited_join(value))
         return super()._generate(source, *args, **kwargs)
@@ -165,7 +166,7 @@ def _called(name: str, arguments: list[Any], is_statement: bool = False) -> node
     return nodes.ExprStmt(call) if is_statement else call
 
 
-def _joined(*values: Any) -> str:
+def _joined(*values: object) -> str:
     """Texts one after the other."""
     count(1, sum(map(_size, values)))
     return "".join(map(str, values))
@@ -181,23 +182,23 @@ def _check_method(text: str | bytes | int, name: str, values: list[Any]) -> None
     elif name == "join" and values:
         count(1, len(text) * len(values[0]) + _size(values[0]))
     elif name == "expandtabs":
-        count(1, len(text) * max([8, *(one for one in values if isinstance(one, int))]))
+        count(1, len(text) * max([8, *(value for value in values if isinstance(value, int))]))
     elif name == "translate":
         raise TemplateLimitError("the chat template calls translate, which has no limit here")
 
 
-def _check_widths(values: list[Any]) -> None:
-    if any(isinstance(one, int) and abs(one) > MOST_WIDTH for one in values):
+def _check_widths(values: list[object]) -> None:
+    if any(isinstance(value, int) and abs(value) > MOST_WIDTH for value in values):
         raise TemplateLimitError(f"the chat template asks for a width or number over {MOST_WIDTH:,}")
 
 
-def _check_replaced(text: str | bytes, old: Any, new: Any) -> None:
+def _check_replaced(text: str | bytes, old: object, new: object) -> None:
     if isinstance(old, str | bytes) and isinstance(new, str | bytes):
         times = text.count(old) if old else len(text) + 1  # type: ignore[arg-type]
         count(1, times * len(new))
 
 
-def _check_format(form: str, mark: str, values: Any) -> None:
+def _check_format(form: str, mark: str, values: object) -> None:
     """Refuse a format that makes too long a text, or whose widths have over six digits or are arguments."""
     if WIDE.search(form) or WIDTH_GIVEN[mark].search(form):
         raise TemplateLimitError(
@@ -213,18 +214,18 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        given = list(args[passed:])
-        if given and name == "join" and not isinstance(given[0], Sized):
-            given[0] = list(given[0])
-        value, further = (given[0] if given else None), [*given[1:], *kwargs.values()]
+        own = list(args[passed:])
+        if own and name == "join" and not isinstance(own[0], Sized):
+            own[0] = list(own[0])
+        value, further = (own[0] if own else None), [*own[1:], *kwargs.values()]
         size = 0 if name in OF_LISTS and name != "join" else _size(value)
         if name in WIDTHS:
             _check_widths(further)
             widest = max(
                 [
                     1,
-                    *(one for one in further if isinstance(one, int)),
-                    *(len(one) for one in further if isinstance(one, str)),
+                    *(extra for extra in further if isinstance(extra, int)),
+                    *(len(extra) for extra in further if isinstance(extra, str)),
                 ]
             )
             if name in ("indent", "wordwrap", "tojson"):
@@ -234,8 +235,8 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         elif name == "format":
             _check_format(str(value), "%", further)
         elif name == "join" and isinstance(value, Sized):
-            count(1, size + len(value) * max([0, *(len(one) for one in further if isinstance(one, str))]))
-        return _counted(function(*args[:passed], *given, **kwargs))
+            count(1, size + len(value) * max([0, *(len(extra) for extra in further if isinstance(extra, str))]))
+        return _counted(function(*args[:passed], *own, **kwargs))
 
     return limited
 
@@ -250,7 +251,7 @@ def _limited(environment: Environment, source: str) -> Template:
     )
     limited.globals.update(environment.globals)
     del limited.globals["lipsum"]  # words without a limit
-    limited.filters = {name: _limited_filter(name, one) for name, one in environment.filters.items()}
+    limited.filters = {name: _limited_filter(name, function) for name, function in environment.filters.items()}
     limited.tests.update(environment.tests)
     template = limited.from_string(source)
     render = template.render

@@ -103,12 +103,12 @@ def _listed(path: Path | None) -> set[str]:
     """Sources that the file lists already (a resumed run's)."""
     if path is None or not path.is_file():
         return set()
-    found, written = set(), path.read_bytes()
+    sources, written = set(), path.read_bytes()
     if written and not written.endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
     for line in written.split(b"\n"):
         record = line_of_json(line)
         if record is not None and isinstance(record.get("source"), str):  # a killed run may have left half a line
-            found.add(record["source"])
-    return found
+            sources.add(record["source"])
+    return sources

@@ -42,7 +42,7 @@ def encode_all(lengths: Lengths, bins: Sequence[Sequence[SampleId]]) -> EncodedB
 
 def make_batch(samples: Sequence[Sample], mode: str, align: int, pad_to: int | None, pad_id: int) -> MicroBatch:
     """The micro-batch of some samples, in pinned memory where there is a GPU."""
-    segments, pinned = [one for sample in samples for one in sample.segments], torch.cuda.is_available()
+    segments, pinned = [segment for sample in samples for segment in sample.segments], torch.cuda.is_available()
     others = [sample.mismatched for sample in samples if sample.mismatched is not None]
     if mode == "thd":
         layout = PackedLayout.from_lengths([segment.length for segment in segments], align, pad_to)
@@ -56,5 +56,5 @@ def make_batch(samples: Sequence[Sample], mode: str, align: int, pad_to: int | N
 
 def with_most_tokens(batches: Sequence[MicroBatch], totals: Sequence[Sequence[int]]) -> list[MicroBatch]:
     """A step's micro-batches of this rank, each with its `most_tokens`; `totals`: `MicroBatch.total` of every rank's, in their order."""
-    most = [max(beside) for beside in zip(*totals, strict=True)]
+    most = [max(at_once) for at_once in zip(*totals, strict=True)]
     return [replace(batch, most_tokens=tokens) for batch, tokens in zip(batches, most, strict=True)]

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from zoo.data.sources.mixture import STREAM_ROWS, SampleId
 from zoo.data.sources.row_set import spread
 from zoo.errors import UserError
 from zoo.packing import BinPacker, plan_bins
+from zoo.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Position:
     cursor: int
     waiting: list[SampleId]
     packing: list[int] | None
-    packer: dict[str, Any] | None
+    packer: JsonObject | None
     sizes: list[int | None] | None = None
     bins: int = 0
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Position:
+    def from_state(cls, state: JsonObject) -> Position:
         """The position that a saved state holds."""
         return cls(**{field.name: state[field.name] for field in fields(cls) if field.name in state})
 
@@ -187,7 +187,7 @@ class BinStream:
                     bins += 1
         return bins + sum(1 for _ in packer.flush())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Where the stream stands, as plain values: its position, corrected lengths, and places in streams of rows."""
         streams = self.source.rows.stream_state(self._wanted())
         return {
@@ -223,15 +223,15 @@ class BinStream:
             bins=self.bins,
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Resume from a saved state."""
         self.source.rows.load_stream_state(state.get("streams", {}))
         now = self.source.sizes_follow_from()
         if all(old == new for old, new in zip(state.get("sizes_of", now), now, strict=False)):
             self.lengths.load_state_dict(state["corrected"])
-        self.rewind(Position.of(state))
+        self.rewind(Position.from_state(state))
 
-    def grown(self, state: dict[str, Any], sizes: list[int | None]) -> dict[str, Any]:
+    def grown(self, state: JsonObject, sizes: list[int | None]) -> JsonObject:
         """A saved state for the source as it is now, after rows were added: the same samples by their new ids.
 
         The epoch at hand keeps the rows that it began with; the others join in the next one.
@@ -256,7 +256,7 @@ class BinStream:
             **state,
             "packer": packer,
             "waiting": [renumbered(old) for old in state["waiting"]],
-            "corrected": [[key(old), *found] for old, *found in state["corrected"]],
+            "corrected": [[key(old), *correction] for old, *correction in state["corrected"]],
             "sizes": state.get("sizes") or sizes,
         }
 
@@ -277,7 +277,7 @@ class BinStream:
         items = [[key, *size] for key in sizes if (size := self.lengths.get(key)) is not None]
         self.packer.load_state_dict({"items": items, "seen": held["seen"]})
 
-    def settings_of(self, epochs: float) -> dict[str, Any]:
+    def settings_of(self, epochs: float) -> JsonObject:
         """What the bins of so many epochs follow from, as plain values."""
         packer = self.packer
         packing = None if packer is None else [packer.budget, packer.align, packer.lookahead]

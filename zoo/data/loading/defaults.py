@@ -6,10 +6,10 @@ Settings that a size or recipe has for the bundled set hold for that set alone. 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from zoo.config.entries import AUTO, DataEntry, held_out_entries, only_bundled, parse_entry
 from zoo.config.schema import DataConfig
+from zoo.types import JsonObject
 
 VARIANTS = 8  # different changes of a row, where nothing else is said
 
@@ -23,7 +23,7 @@ def with_defaults(data: DataConfig) -> DataConfig:
         ConfigError: an entry is malformed.
     """
     train = [parse_entry(spec, "data.train") for spec in data.train]
-    changes: dict[str, Any] = {"augment": 0.0, "augment_variants": VARIANTS, "blank_answers": 0.0}
+    changes: JsonObject = {"augment": 0.0, "augment_variants": VARIANTS, "blank_answers": 0.0}
     if only_bundled(train):
         changes |= data.bundled
     changes |= {key: value for key in changes if (value := getattr(data, key)) is not None}

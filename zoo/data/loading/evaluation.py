@@ -35,19 +35,19 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[MicroBatch | None]:
         """The micro-batches, each prepared in a thread while the one before is used; None where this rank has no rows left and others do."""
-        found: Findings = {}
+        all_findings: Findings = {}
         with ThreadPoolExecutor(1, "zoo-eval") as thread:
             ahead = [thread.submit(self._prepared, ids) for ids in self.bins[:1]]
-            for place, ids in enumerate(self.bins):
+            for index, ids in enumerate(self.bins):
                 batch, findings = ahead.pop().result()
-                ahead = [thread.submit(self._prepared, ids) for ids in self.bins[place + 1 : place + 2]]
+                ahead = [thread.submit(self._prepared, ids) for ids in self.bins[index + 1 : index + 2]]
                 for sample_id, finding in findings.items():
                     if isinstance(finding, RowError):
                         self.source.leave_out(sample_id, finding)
                         ids.remove(sample_id)
-                found |= findings
+                all_findings |= findings
                 yield batch
-        for sample_id in self._lengths.agree(found):
+        for sample_id in self._lengths.agree(all_findings):
             self._lengths.get(sample_id)
 
     def _prepared(self, ids: list[SampleId]) -> tuple[MicroBatch | None, Findings]:

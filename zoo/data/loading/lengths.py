@@ -21,6 +21,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import UserError
+from zoo.types import JsonObject
 
 SHARE = 8  # rows that each rank measures at a time: then they exchange, and no step waits for many
 HEADERS = 1024  # the same where only headers are read, before the first step
@@ -148,8 +149,8 @@ class Lengths:
         shrunk, self._shrunk = self._shrunk, []
         for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
             self.source.note_shrunk(smaller)
-            for sample_id, found in zip(unknown[other::ranks], share, strict=True):
-                self._put(sample_id, found)
+            for sample_id, finding in zip(unknown[other::ranks], share, strict=True):
+                self._put(sample_id, finding)
 
     def measure(self, ids: np.ndarray) -> bool:
         """Measure samples by their texts and the headers of their files; whether all are known then.
@@ -168,9 +169,9 @@ class Lengths:
             shrunk, self._shrunk = self._shrunk, []
             for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
                 self.source.note_shrunk(smaller)
-                for sample_id, found in zip(block[other::ranks], share, strict=True):
-                    if found is not None:
-                        self._put(sample_id, found)
+                for sample_id, finding in zip(block[other::ranks], share, strict=True):
+                    if finding is not None:
+                        self._put(sample_id, finding)
             if not self._known.known_of(np.asarray(block)).all():
                 return False
         return True
@@ -204,19 +205,19 @@ class Lengths:
         Raises:
             UserError: a sample was corrected before, and has another length now.
         """
-        said = self.group.gather((findings, value))
-        everyone = {key: found for findings, _ in said for key, found in findings.items()}
-        for sample_id, found in everyone.items():
+        gathered = self.group.gather((findings, value))
+        everyone = {key: finding for findings, _ in gathered for key, finding in findings.items()}
+        for sample_id, finding in everyone.items():
             key = self.source.key(sample_id)
             known = self._known[key].tokens
-            if key in self._corrected and not isinstance(found, RowError) and found.tokens != known:
+            if key in self._corrected and not isinstance(finding, RowError) and finding.tokens != known:
                 name = self.source.rows.name(sample_id)
                 raise UserError(
-                    f"{name}: encoded twice, it has {known} tokens, then {found.tokens}; does the file change?"
+                    f"{name}: encoded twice, it has {known} tokens, then {finding.tokens}; does the file change?"
                 )
             self._corrected.add(key)
-            self._put(sample_id, found)
-        return everyone, [value for _, value in said]
+            self._put(sample_id, finding)
+        return everyone, [value for _, value in gathered]
 
     def size_of(self, size: SampleSize) -> Size:
         """A sample's size as it is kept."""
@@ -233,11 +234,11 @@ class Lengths:
 
     def state_dict(self) -> list[list[Any]]:
         """What was corrected: [key, tokens, cost] or [key, source, cause, message]."""
-        found = []
+        entries = []
         for key in sorted(self._corrected):
             error = self._errors.get(key)
-            found.append([key, *(self._known[key] if error is None else error.args)])
-        return found
+            entries.append([key, *(self._known[key] if error is None else error.args)])
+        return entries
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
         """Take over a saved run's corrections."""
@@ -253,19 +254,22 @@ class Lengths:
 
     def _measure(self, ids: Sequence[SampleId]) -> list[Size | RowError]:
         """Sizes by the headers of files; of rows whose headers don't suffice, by encoding."""
-        found = {key: size for key in ids if (size := self._try(key, self.source.measure)) is not None}
-        left = [sample_id for sample_id in ids if sample_id not in found]
+        sizes: dict[SampleId, Size | RowError] = {
+            key: size for key in ids if (size := self._try(key, self.source.measure)) is not None
+        }
+        left = [sample_id for sample_id in ids if sample_id not in sizes]
         self.source.prefetch(left)
-        found |= {sample_id: self._try(sample_id, self._encoded) for sample_id in left}
-        return [found[sample_id] for sample_id in ids]
+        encoder = self.source.encoder
+        for sample_id in left:
+            size = self._try(sample_id, lambda key: encoder.size(self.source.encode(key)))
+            assert size is not None
+            sizes[sample_id] = size
+        return [sizes[sample_id] for sample_id in ids]
 
-    def _encoded(self, sample_id: SampleId) -> SampleSize:
-        return self.source.encoder.size(self.source.encode(sample_id))
-
-    def _try(self, sample_id: SampleId, how: Callable[[SampleId], SampleSize | None]) -> Any:
+    def _try(self, sample_id: SampleId, measure: Callable[[SampleId], SampleSize | None]) -> Size | RowError | None:
         """The size, the error, or None where it is not known."""
         try:
-            size = how(sample_id)
+            size = measure(sample_id)
         except RowError as error:
             return error.bare()
         if size is None:
@@ -274,12 +278,12 @@ class Lengths:
             self._shrunk.append(sample_id)
         return self.size_of(size)
 
-    def _put(self, sample_id: SampleId, found: Size | RowError) -> None:
+    def _put(self, sample_id: SampleId, finding: Size | RowError) -> None:
         key = self.source.key(sample_id)
         self._errors.pop(key, None)
-        if isinstance(found, RowError):
-            self._errors[key] = found
-        self._known[key] = BAD if isinstance(found, RowError) else found
+        if isinstance(finding, RowError):
+            self._errors[key] = finding
+        self._known[key] = BAD if isinstance(finding, RowError) else finding
 
 
 @dataclass(frozen=True)
@@ -301,7 +305,7 @@ class RunLength:
         trust: samples that the estimate rests on, beside those that have passed.
     """
 
-    settings: dict[str, Any]
+    settings: JsonObject
     bins: float
     samples: int
     before: int

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import encode_all, make_batch, with_most_tokens
@@ -37,6 +37,7 @@ from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
 from zoo.packing import deal_bins
+from zoo.types import JsonObject
 
 STEPS_AHEAD = 4  # steps whose rows are known before they are taken, where workers encode them
 
@@ -48,7 +49,7 @@ class PlannedStep(NamedTuple):
     mine: list[list[SampleId]]  # this rank's bins
     spares: int  # how many of the last ones only stand in for bins
     left: int  # steps that follow, by what is known of them; 0 without epochs
-    state: dict[str, Any]  # where the stream stands behind the step
+    state: JsonObject  # where the stream stands behind the step
 
 
 class PreparedStep(NamedTuple):
@@ -56,7 +57,7 @@ class PreparedStep(NamedTuple):
 
     batches: list[MicroBatch]  # of this rank; [] where the epochs are over
     left: int  # as `PlannedStep` has it
-    state: dict[str, Any]  # where the stream stands behind the step
+    state: JsonObject  # where the stream stands behind the step
 
 
 class BatchLoader:
@@ -152,11 +153,11 @@ class BatchLoader:
             self.begin()
         return batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Plain values from which another loader resumes behind the last step handed out; the same on every rank."""
         return {"step": self.step, "rows": len(self.source), "seed": self._stream.seed, **self._state}
 
-    def load_state_dict(self, state: dict[str, Any], sizes: list[int | None] | None = None) -> None:
+    def load_state_dict(self, state: JsonObject, sizes: list[int | None] | None = None) -> None:
         """Resume from a saved state.
 
         Args:
@@ -311,7 +312,7 @@ class BatchLoader:
             return 0
         return max(1, math.ceil(self._length.left(self._stream.bins, self._stream.remaining()) / self.bins_per_step))
 
-    def _stream_state(self) -> dict[str, Any]:
+    def _stream_state(self) -> JsonObject:
         length = None if self._length is None else asdict(self._length)
         return {**self._stream.state_dict(), "length": length}
 

@@ -36,14 +36,14 @@ def rows_of(row: Row) -> tuple[Row, Row]:
     if row.weight != 1 or row.weights or other.weights:
         text = "the row has a weight, and every preference pair counts alike; take it out."
         raise RowError(row.source, "pair", text)
-    turns = [_turns(one) for one in (row, other)]
+    turns = [_turns(conversation) for conversation in (row, other)]
     shared = 0
     while shared < min(map(len, turns)) and turns[0][shared] == turns[1][shared]:
         shared += 1
     if (row.tools, row.use_audio_in_video) != (other.tools, other.use_audio_in_video):
         shared = 0  # what is said first is said under other conditions
-    for one in (row, other):
-        if not any(message.role == "assistant" for message in one.messages[shared:]):
+    for conversation in (row, other):
+        if not any(message.role == "assistant" for message in conversation.messages[shared:]):
             text = "chosen and rejected answer are the same, behind the same media, or one only goes on where the other ends."
             raise RowError(row.source, "pair", text)
     other = replace(
@@ -55,7 +55,7 @@ def rows_of(row: Row) -> tuple[Row, Row]:
         root=row.root,
         outside=row.outside,
     )
-    first, second = (without_shared(one, shared) for one in (row, other))
+    first, second = (without_shared(conversation, shared) for conversation in (row, other))
     return first, second
 
 
@@ -94,10 +94,10 @@ def joined(chosen: Sample, rejected: Sample) -> Sample:
     return replace(chosen, weights=None, rejected=replace(rejected, weights=None))
 
 
-def same_media(one: Sample, other: Sample) -> bool:
+def same_media(sample: Sample, other: Sample) -> bool:
     """Whether two samples have equal media."""
-    return one.media.keys() == other.media.keys() and all(
-        torch.equal(tensor, other.media[name]) for name, tensor in one.media.items()
+    return sample.media.keys() == other.media.keys() and all(
+        torch.equal(tensor, other.media[name]) for name, tensor in sample.media.items()
     )
 
 
@@ -142,7 +142,9 @@ def with_other_answer(row: Row, answer: tuple[Message, str]) -> Row:
 def labelled_rows_of(row: Row) -> tuple[Row, Row]:
     """The conversation and that with the other answer, of what `with_other_answer` gave; only the last answer has labels."""
     assert isinstance(row.rejected, Row)
-    first, second = (without_shared(one, len(one.messages) - 1) for one in (row, row.rejected))
+    first, second = (
+        without_shared(conversation, len(conversation.messages) - 1) for conversation in (row, row.rejected)
+    )
     return first, second
 
 
@@ -173,6 +175,6 @@ def answer_before(rows: RowSet, number: int) -> tuple[Message, str]:
     """
     for back in range(1, len(rows) + 1):
         with contextlib.suppress(RowError):
-            if (found := last_answer(rows.row(SampleId((number - back) % len(rows))))) is not None:
-                return found
+            if (answer := last_answer(rows.row(SampleId((number - back) % len(rows))))) is not None:
+                return answer
     raise RowError(rows.name(SampleId(number)), "label", "no row ends with an answer, which labels are of.")

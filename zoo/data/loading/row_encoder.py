@@ -72,12 +72,12 @@ class LengthLimit:
             RowError: the sample is too long and can't be cut ("overlong").
         """
         if sample.mismatched is not None:
-            taken = max(one.length for one in (sample, sample.mismatched))
+            taken = max(segment.length for segment in (sample, sample.mismatched))
             if taken > self.tokens:
                 raise self._error(sample.source, f"{taken} tokens of a labelled or mismatched answer", WAYS)
             return sample
         if sample.rejected is not None:
-            taken = sum(-(-one.length // self.align) * self.align for one in sample.segments)
+            taken = sum(-(-segment.length // self.align) * self.align for segment in sample.segments)
             if taken > self.tokens:
                 raise self._error(sample.source, f"{taken} tokens of a pair", WAYS)
             return sample
@@ -109,10 +109,10 @@ class LengthLimit:
             return WAYS
         values = {"max_pixels": fit.pixels.most, "video_max_pixels": fit.pixels.video_most}
         keys = [limits.key(name) if limits else f"data.{name}" for name in values]
-        given = " and ".join(
+        settings = " and ".join(
             f"{key}={value}" for key, value in zip(keys, values.values(), strict=True) if value is not None
         )
-        return f"{given} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
+        return f"{settings} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
 
     def _error(self, source: str, tokens: str, advice: str) -> RowError:
         aligned = f" ({self.tokens} aligned)" if self.tokens != self.budget else ""
@@ -146,11 +146,11 @@ class RowEncoder:
     def measure(self, row: Row) -> SampleSize | None:
         """What `Processor.measure` says, or of a pair both together."""
         if self.labelled:
-            own, other = (self._measure(one) for one in pairs.labelled_rows_of(row))
+            own, other = (self._measure(conversation) for conversation in pairs.labelled_rows_of(row))
             return None if own is None or other is None else pairs.labelled_size(own, other)
         if self.pair_align is None:
             return self._measure(row)
-        sizes = [size for one in pairs.rows_of(row) if (size := self._measure(one)) is not None]
+        sizes = [size for conversation in pairs.rows_of(row) if (size := self._measure(conversation)) is not None]
         return pairs.joined_size(sizes, self.pair_align) if len(sizes) == 2 else None
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
@@ -169,7 +169,7 @@ class RowEncoder:
         """The size of an encoded sample."""
         if sample.mismatched is not None:
             return pairs.labelled_size(self.processor.size(sample), self.processor.size(sample.mismatched))
-        sizes = [self.processor.size(one) for one in sample.segments]
+        sizes = [self.processor.size(segment) for segment in sample.segments]
         return sizes[0] if sample.rejected is None else pairs.joined_size(sizes, self.pair_align or 1)
 
     def length(self, sample: Sample) -> int:
@@ -177,7 +177,7 @@ class RowEncoder:
         if sample.mismatched is not None:
             return max(sample.length, sample.mismatched.length)
         align = 1 if sample.rejected is None else self.pair_align or 1
-        return sum(-(-one.length // align) * align for one in sample.segments)
+        return sum(-(-segment.length // align) * align for segment in sample.segments)
 
     def _measure(self, row: Row) -> SampleSize | None:
         return self.processor.measure(row, decoder=self._decoder(), **self._how(row))

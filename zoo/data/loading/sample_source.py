@@ -267,11 +267,11 @@ class SampleSource:
     def sizes_follow_from(self) -> list[list[Any]]:
         """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""
         budget = self.limit.tokens if self.limit.overlong == "shrink" else None
-        found = []
+        settings = []
         for own in self.rows.limits:
             limits = own or self.encoder.limits
-            found.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
-        return found
+            settings.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
+        return settings
 
     def prefetch(self, ids: Iterable[SampleId], *, alone: bool = False) -> None:
         """Let workers begin with samples that will be asked for next, in this order.
@@ -360,18 +360,20 @@ def _abandoned() -> None:
 
 def _is_for_workers(row: Row) -> bool:
     """Whether an encoding worker is to encode it: it has media, which need not be downloaded."""
-    rows = [one for one in (row, row.rejected) if isinstance(one, Row)]
-    media = [medium for one in rows for medium in (*one.images, *one.videos, *one.audios)]
+    rows = [conversation for conversation in (row, row.rejected) if isinstance(conversation, Row)]
+    media = [
+        medium for conversation in rows for medium in (*conversation.images, *conversation.videos, *conversation.audios)
+    ]
     return bool(media) and not any(map(is_url, media))
 
 
 def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:
     """The settings that need limits of pixels, as they are typed."""
     names = [name for name in MEDIA_KEYS if name.endswith("_pixels")]
-    found = [f"data.{name}" for name in names if getattr(data, name) is not None]
+    keys = [f"data.{name}" for name in names if getattr(data, name) is not None]
     for limits, part in zip(rows.limits, rows.names, strict=True):
-        found += [f"{name} of {part}" for name in names if limits is not None and name in limits.own]
-    return found + (["data.overlong=shrink"] if data.overlong == "shrink" else [])
+        keys += [f"{name} of {part}" for name in names if limits is not None and name in limits.own]
+    return keys + (["data.overlong=shrink"] if data.overlong == "shrink" else [])
 
 
 class SampleCache:

@@ -7,7 +7,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from zoo.data.processors.chat import call_begins
 from zoo.data.processors.labels import Span
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class AnswerFinder:
         ends: text -> id of the tokens that end an answer.
     """
 
-    def __init__(self, tokenizer: Any, markers: ChatMarkers) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, markers: ChatMarkers) -> None:
         self.tokenizer, self.markers = tokenizer, markers
         self._header = tokenizer.encode(markers.header, add_special_tokens=False)
         ends = (markers.end, *markers.further_ends)
@@ -83,7 +86,7 @@ class AnswerFinder:
             answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
         try:
             if calls:
-                before = call_begins(body, answer, [one["name"] for one in json.loads(calls)])
+                before = call_begins(body, answer, [call["name"] for call in json.loads(calls)])
             else:
                 before = label_spans.answer_begins(body, answer)
         except ValueError as error:

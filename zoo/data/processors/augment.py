@@ -94,13 +94,13 @@ class Augment:
         quiet = np.flatnonzero(level < 0.15 * level.max()) * block
         count = min(int(self.random.integers(0, 4)), len(quiet))
         inner = self.random.choice(quiet, count, replace=False).tolist() if count else []
-        places = sorted({0, len(wave), *inner})
+        ends = sorted({0, len(wave), *inner})
         pieces: list[np.ndarray] = []
         last = 0
-        for place in places:
+        for end in ends:
             silence = np.zeros(int(self.random.uniform(0, PAUSE) * self.strength * RATE))
-            pieces += [wave[last:place], silence]
-            last = place
+            pieces += [wave[last:end], silence]
+            last = end
         return np.concatenate(pieces)
 
     def blank(self, input_ids: Tensor, labels: Tensor, blank_id: int, share: float) -> Tensor:

@@ -36,12 +36,12 @@ class Coordinates:
         """
         height, width = (1.0, 1.0) if box.norm or size is None else size
         shares = [at / (height if n % 2 else width) for n, at in enumerate(box.pixels)]
-        places = [self._place(share, n % 2, resized) for n, share in enumerate(shares)]
+        coordinates = [self._coordinate(share, n % 2, resized) for n, share in enumerate(shares)]
         if self.y_first:
-            places = [places[n ^ 1] for n in range(len(places))]
-        return f"[{', '.join(places)}]"
+            coordinates = [coordinates[n ^ 1] for n in range(len(coordinates))]
+        return f"[{', '.join(coordinates)}]"
 
-    def _place(self, share: float, axis: int, resized: Size | None) -> str:
+    def _coordinate(self, share: float, axis: int, resized: Size | None) -> str:
         if self.scale == "shares":
             return f"{min(max(share, 0.0), 1.0):.2f}"
         most = 1000.0 if self.scale == "thousandths" or resized is None else resized[1 - axis]

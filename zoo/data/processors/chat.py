@@ -6,13 +6,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.data.errors import RowError
 from zoo.data.processors.labels import EMPTY_THOUGHT, text_begins
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 MOST_SEARCHED = 2**26  # characters in which a row's pieces are looked for again, where a template reorders them
@@ -26,7 +30,7 @@ class SpecialTokens:
         ids: token -> its id.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.items()
         self.ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         self._allowed: frozenset[str] = frozenset()
@@ -84,20 +88,20 @@ class SpecialTokens:
         return [token for token in tokens if token not in left_out]
 
 
-def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_thoughts(messages: Sequence[JsonObject]) -> list[JsonObject]:
     """Chat messages in which the thinking block of an answer stands under `reasoning_content`, as some templates want it."""
-    found = []
+    rewritten = []
     for message in messages:
         content = message["content"]
         if message["role"] == "assistant" and isinstance(content, str) and THOUGHT_ENDS in content:
             thought, _, rest = content.partition(THOUGHT_ENDS)
             thought = thought.lstrip().removeprefix(THOUGHT_BEGINS).strip()
             message = {**message, "content": rest.lstrip(), "reasoning_content": thought}
-        found.append(message)
-    return found
+        rewritten.append(message)
+    return rewritten
 
 
-def wants_thoughts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+def wants_thoughts(render: Callable[[list[JsonObject]], str]) -> bool:
     """Whether a chat template takes thinking as `reasoning_content` alone: it leaves a block within the text as it is, behind one of its own."""
     thought = "<think>\nwhy\n</think>\n\nso"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": thought}]
@@ -107,22 +111,22 @@ def wants_thoughts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
         return False
 
 
-def chat_messages(row: Row) -> list[dict[str, Any]]:
+def chat_messages(row: Row) -> list[JsonObject]:
     """The row as chat messages: contents with placeholders become lists of text and media parts."""
     calls = row.calls or ("",) * len(row.messages)
     names = (*row.names, *("",) * (len(row.messages) - len(row.names)))
-    found: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     for (role, content), called, name in zip(row.messages, calls, names, strict=True):
-        message: dict[str, Any] = {"role": role, "content": _parts(content)}
+        message: JsonObject = {"role": role, "content": _parts(content)}
         if name:
             message["name"] = name
         if called:
-            message["tool_calls"] = [{"type": "function", "function": one} for one in json.loads(called)]
-        found.append(message)
-    return found
+            message["tool_calls"] = [{"type": "function", "function": call} for call in json.loads(called)]
+        messages.append(message)
+    return messages
 
 
-def tools_of(row: Row) -> dict[str, Any]:
+def tools_of(row: Row) -> JsonObject:
     """The tools that the row offers, as an argument of the chat template; {} where it offers none."""
     return {"tools": json.loads(row.tools)} if row.tools else {}
 
@@ -134,12 +138,12 @@ def check_tools(row: Row, text: str) -> None:
         RowError: it has not ("labels").
     """
     tools = [tool["function"]["name"] for tool in json.loads(row.tools)] if row.tools else []
-    called = [one["name"] for calls in row.calls if calls for one in json.loads(calls)]
+    called = [call["name"] for calls in row.calls if calls for call in json.loads(calls)]
     results = [plain(piece) for role, said in row.messages if role == "tool" for piece in PLACEHOLDER.split(said)[::2]]
-    for what, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
-        missing = _not_written(names, text, what, row.source)
+    for kind, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
+        missing = _not_written(names, text, kind, row.source)
         if missing is not None:
-            said = f"the chat template writes no {what}: {missing[:40]!r} is not in its text; use one that does, or leave the row out."
+            said = f"the chat template writes no {kind}: {missing[:40]!r} is not in its text; use one that does, or leave the row out."
             raise RowError(row.source, "labels", said)
 
 
@@ -158,7 +162,7 @@ def check_said(row: Row, text: str) -> None:
             raise RowError(row.source, "labels", error)
 
 
-def _not_written(pieces: Iterable[str], text: str, what: str, source: str) -> str | None:
+def _not_written(pieces: Iterable[str], text: str, kind: str, source: str) -> str | None:
     """The first of the pieces that is not in a template's text; None where all are.
 
     Templates keep the order of a row, so a piece is looked for behind the one before it first: that takes the time of reading
@@ -173,7 +177,7 @@ def _not_written(pieces: Iterable[str], text: str, what: str, source: str) -> st
         if start < 0:
             spent += len(text)
             if spent > MOST_SEARCHED:
-                said = f"the chat template writes {what} in another order than the row, and the row is too long for that; cut it."
+                said = f"the chat template writes {kind} in another order than the row, and the row is too long for that; cut it."
                 raise RowError(source, "labels", said)
             start = text.find(piece, 0, behind + len(piece))
             if start < 0:
@@ -200,8 +204,8 @@ def call_begins(body: str, content: str, names: Sequence[str]) -> int:
     if missing is not None:
         raise ValueError(f"the chat template writes no call of {missing[:40]!r}")
     if not content.strip():
-        found = EMPTY_THOUGHT.match(body)
-        return found.end() if found else 0
+        thought = EMPTY_THOUGHT.match(body)
+        return thought.end() if thought else 0
     return text_begins(body, content)
 
 
@@ -218,7 +222,7 @@ def _parts(content: str) -> str | list[dict[str, str]]:
     return parts
 
 
-def check_template_arguments(hf: Any, arguments: Iterable[str]) -> None:
+def check_template_arguments(hf: ProcessorMixin, arguments: Iterable[str]) -> None:
     """Refuse names in data.template that the chat template of `hf`, a Hugging Face processor, can't be given.
 
     Raises:

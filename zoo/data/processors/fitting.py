@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Fit, Headers
 from zoo.data.processors.labels import Span
 from zoo.data.sources.rows import Row
+
+if TYPE_CHECKING:
+    from zoo.data.processors.processor import Processor
 
 
 class Overlong(NamedTuple):
@@ -28,11 +31,11 @@ class Written(NamedTuple):
     headers: Headers
 
 
-def find_fit(processor: Any, written: Written, pixels: PixelLimits, overlong: Overlong | None) -> Fit | None:
+def find_fit(processor: Processor, written: Written, pixels: PixelLimits, overlong: Overlong | None) -> Fit | None:
     """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps.
 
     Args:
-        processor: a `zoo.data.processors.processor.Processor`.
+        processor: of the run.
         written: its row's text.
         pixels: the limits that the sample has.
         overlong: what becomes of it.
@@ -44,13 +47,13 @@ def find_fit(processor: Any, written: Written, pixels: PixelLimits, overlong: Ov
     if sketch is None or (length := processor.sketch_length(sketch)) <= overlong.budget:
         return None
     # For what placeholders add: their text stays the same.
-    room = overlong.budget - (length - sketch.further)
+    budget = overlong.budget - (length - sketch.further)
     if overlong.shrink:
         headers = replace(headers, capped=True)
 
     def fits(limits: PixelLimits) -> bool:
-        found = processor.sketch(row, text, headers, limits)
-        return found is not None and found.further <= room
+        sketched = processor.sketch(row, text, headers, limits)
+        return sketched is not None and sketched.further <= budget
 
     least = processor.least_pixels(pixels) if overlong.shrink else (1, 1)
     most = processor.most_pixels(written.headers, pixels)

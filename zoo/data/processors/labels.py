@@ -95,11 +95,11 @@ def choose(spans: Sequence[Span], weights: Sequence[float], mode: str, length: i
         length: L.
         row_weight: of the tokens outside of the answers, under "all".
     """
-    found = torch.full((length,), row_weight if mode == "all" else 0.0)
+    token_weights = torch.full((length,), row_weight if mode == "all" else 0.0)
     pairs = list(zip(spans, weights, strict=True))
     for (start, end), weight in pairs[-1:] if mode == "last" else pairs:
-        found[start:end] = weight
-    return found
+        token_weights[start:end] = weight
+    return token_weights
 
 
 def labelled(input_ids: Tensor, weights: Tensor, media: Collection[int]) -> tuple[Tensor, Tensor | None]:

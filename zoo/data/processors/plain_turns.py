@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zoo.data.processors.labels import Span
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_WRITTEN = 2**28  # characters that a template may write for the answers of one chat, each up to its place
 TURN = 400  # characters of text that a template writes in the time that it takes to begin a turn
 
 
-def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: str) -> tuple[str, list[Span]]:
+def write(render: Callable[..., str], messages: Sequence[JsonObject], end: str) -> tuple[str, list[Span]]:
     """The conversation with `end` behind each answer, and where the answers stand in it, `end` included.
 
     `render(messages, add_generation_prompt=...)` is the chat template.
@@ -41,7 +45,7 @@ def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: s
     return text + _rest(render(messages, add_generation_prompt=False), seen), spans
 
 
-def _check_length(messages: Sequence[dict[str, Any]]) -> None:
+def _check_length(messages: Sequence[JsonObject]) -> None:
     """ValueError for a chat whose answers would take long to find."""
     answers = sum(message["role"] == "assistant" for message in messages)
     size = sum(TURN + _characters(message["content"]) for message in messages)
@@ -52,7 +56,7 @@ def _check_length(messages: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _characters(content: Any) -> int:
+def _characters(content: object) -> int:
     """Characters of a message's texts."""
     if isinstance(content, str):
         return len(content)
@@ -68,7 +72,9 @@ def _rest(whole: str, beginning: str) -> str:
     return whole.removeprefix(beginning)
 
 
-def spans(tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]) -> list[Span]:
+def spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]
+) -> list[Span]:
     """Tokens of `input_ids` that stand for the `written` spans of characters of `text`.
 
     Each token of `media` may stand many times in `input_ids` for one in `text`.
@@ -78,20 +84,20 @@ def spans(tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor,
     """
     once = tokenizer(text, return_offsets_mapping=True)
     kept = [
-        (token, place)
-        for token, place in zip(once["input_ids"], once["offset_mapping"], strict=True)
+        (token, characters)
+        for token, characters in zip(once["input_ids"], once["offset_mapping"], strict=True)
         if token not in media
     ]
     ids = input_ids.tolist()
-    places = [index for index, token in enumerate(ids) if token not in media]
-    if [ids[place] for place in places] != [token for token, _ in kept]:
+    indices = [index for index, token in enumerate(ids) if token not in media]
+    if [ids[index] for index in indices] != [token for token, _ in kept]:
         raise ValueError("the processor's tokens are not those of the text that it was given")
     ends = [span.end for span in written]
     inside: list[list[int]] = [[] for _ in written]  # of each span, its first and its last token so far
-    for place, (_, (start, end)) in zip(places, kept, strict=True):
+    for index, (_, (start, end)) in zip(indices, kept, strict=True):
         number = bisect_right(ends, start)  # the first span that ends behind the token's start
         while number < len(written) and written[number].start < end:
-            inside[number][1:] = [place]
+            inside[number][1:] = [index]
             number += 1
     for tokens, (first, last) in zip(inside, written, strict=True):
         if not tokens:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,13 @@ from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.data.template_limits import limit_templates
 from zoo.errors import ConfigError, UserError
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+type CallArguments = dict[str, Any]  # of a Hugging Face processor
+type Features = Mapping[str, Any]  # that such a processor returns: tensors, arrays and lists by name
 
 AS_IT_IS = PixelLimits()  # of the processor
 
@@ -71,7 +78,7 @@ class Processor:
     coordinates: Coordinates = THOUSANDTHS  # how boxes are written
     pixels_of_token = 0  # pixels of an image that one token stands for; 0: there are no limits of pixels
 
-    def __init__(self, hf: Any, markers: ChatMarkers) -> None:
+    def __init__(self, hf: ProcessorMixin, markers: ChatMarkers) -> None:
         limit_templates()
         self.hf = hf
         self.tokenizer = hf.tokenizer
@@ -91,7 +98,7 @@ class Processor:
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
         self.special = special
-        self._template: dict[str, Any] = {}
+        self._template: JsonObject = {}
 
     @property
     def pad_id(self) -> int:
@@ -118,7 +125,7 @@ class Processor:
         decoder: Decoder | None = None,
         pixels: PixelLimits = AS_IT_IS,
         overlong: Overlong | None = None,
-    ) -> tuple[Sample, dict[str, Any]]:
+    ) -> tuple[Sample, CallArguments]:
         """One row as a sample, and what the HF processor returned, which transformers' model takes as arguments.
 
         Args:
@@ -180,7 +187,7 @@ class Processor:
         sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights, fit)
         return sample, self.model_inputs(row, dict(features))
 
-    def _plain_text(self, row: Row, text: str) -> tuple[Sample, dict[str, Any]]:
+    def _plain_text(self, row: Row, text: str) -> tuple[Sample, CallArguments]:
         """A text as it is, with the end of sequence behind it: all of it is learnt."""
         ids = self.tokenizer(text)["input_ids"]
         ids += [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
@@ -236,7 +243,7 @@ class Processor:
         """The size of an encoded sample."""
         return SampleSize(sample.length, self.tower_rows(sample.media), sample.fit)
 
-    def set_template(self, arguments: Mapping[str, Any]) -> None:
+    def set_template(self, arguments: JsonMapping) -> None:
         """Arguments of the chat template, of every row; `check_template_arguments` says which are refused."""
         check_template_arguments(self.hf, arguments)
         self._template = dict(arguments)
@@ -273,28 +280,28 @@ class Processor:
 
     # ---------------------------------------------------------------- what a family overrides
 
-    def messages(self, row: Row) -> list[dict[str, Any]]:
+    def messages(self, row: Row) -> list[JsonObject]:
         """The row as the chat template takes it."""
         return chat_messages(row)
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> CallArguments:
         """Further arguments of the HF processor's call, or other ones than `media.arguments`."""
         return {}
 
-    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Features:
         """What the HF processor makes of a text with its media; `arguments` are those of its call."""
-        features: Mapping[str, Any] = self.hf(text=text, **arguments)
+        features: Features = self.hf(text=text, **arguments)
         return features
 
-    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, CallArguments]:
         """Limits of pixels as arguments of the HF processor's call: {"images_kwargs": ..., "videos_kwargs": ...}."""
         return {}
 
-    def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+    def stored_limits(self, pixels: PixelLimits) -> dict[str, CallArguments]:
         """The same as attributes of the HF processor's parts, for files that say what `pixels` say in a call."""
         return self.pixel_options(pixels)
 
-    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> dict[str, Any]:
+    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> CallArguments:
         """Arguments of the HF processor's call for images and videos of which some have settings of their own: resized, and not to be again."""
         return {}
 
@@ -310,11 +317,11 @@ class Processor:
         """Pixels of the largest image and video of a row once resized; 0 where it has none."""
         return 0, 0
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: Features) -> dict[str, Tensor]:
         """The towers' tensors out of the HF processor's result; each can be joined along dim 0 over samples."""
         return {}
 
-    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+    def model_inputs(self, row: Row, features: CallArguments) -> CallArguments:
         """Arguments of transformers' model, from what its processor returned for the row."""
         return features
 
@@ -360,7 +367,7 @@ class Processor:
         row = with_boxes(row, self.coordinates, files, lambda: self.image_sizes(headers, pixels))
         return Written(row, *self._text(row), headers)
 
-    def _arguments(self, written: Written, media: LoadedMedia, pixels: PixelLimits) -> dict[str, Any]:
+    def _arguments(self, written: Written, media: LoadedMedia, pixels: PixelLimits) -> CallArguments:
         """The arguments of the HF processor's call beside the text."""
         options = self.call_options(written.row, media)
         own = self.own_sizes(media.arguments, written.headers, pixels)
@@ -386,7 +393,7 @@ class Processor:
         check_tools(row, text)
         return text, answers
 
-    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    def _render(self, messages: Sequence[JsonObject], **options: Any) -> str:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
         text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **{**self._template, **options})
         return text.removeprefix(self._opening)
@@ -407,7 +414,7 @@ class Processor:
             raise RowError(row.source, "labels", f"{error}.") from error
 
 
-def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
+def as_tensor(value: object, dtype: torch.dtype) -> Tensor:
     """A tensor of `dtype` from what a processor returns: a tensor, an array or a list."""
     if isinstance(value, Tensor):
         return value.to(dtype)

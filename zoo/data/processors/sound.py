@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +20,14 @@ from zoo.data.errors import RowError
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
-from zoo.data.processors.processor import Sketch, as_tensor
+from zoo.data.processors.processor import CallArguments, Features, Sketch, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 # Config key -> attribute of a thinker's tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
 TOKENS = {
@@ -48,7 +53,7 @@ def check_window(n_window: int, tokens: int) -> None:
         )
 
 
-def sound_tensors(features: Mapping[str, Any], mask: str) -> dict[str, Tensor]:
+def sound_tensors(features: Features, mask: str) -> dict[str, Tensor]:
     """The audio tower's tensors out of a Hugging Face processor's result, in which `mask` names that of the frames."""
     if "input_features" not in features:
         return {}
@@ -70,7 +75,7 @@ def mel_frames(samples: Sequence[int], hop: int, least: int = 0) -> list[int]:
     return [min(-(-count // hop), most) for count in samples]
 
 
-def token_ids(tokenizer: Any) -> dict[str, int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The token ids that a thinker's config needs."""
     return {key: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for key, name in TOKENS.items()}
 
@@ -86,7 +91,7 @@ class OmniProcessor(vision.PatchProcessor):
 
     modalities = ("text", "image", "video", "audio")
 
-    def __init__(self, hf: Any, audio_tokens: Callable[[int], int], clock: Mapping[str, float]) -> None:
+    def __init__(self, hf: ProcessorMixin, audio_tokens: Callable[[int], int], clock: Mapping[str, float]) -> None:
         super().__init__(hf, token_ids(hf.tokenizer))
         self.audio_tokens = audio_tokens
         self.clock = dict(clock)
@@ -95,7 +100,7 @@ class OmniProcessor(vision.PatchProcessor):
         self.frame_size = self.video_size or usual
 
     @staticmethod
-    def load(thinker: Any, source: str | None, kind: str) -> Any:
+    def load(thinker: JsonMapping | PretrainedConfig, source: str | None, kind: str) -> ProcessorMixin:
         """transformers' processor of class `kind` for a thinker's config, of a folder or around the bundled tokenizer.
 
         Raises ConfigError as `vision.load_processor` does.
@@ -115,15 +120,15 @@ class OmniProcessor(vision.PatchProcessor):
         parts = vision.tiny_parts(geometry)
         return getattr(transformers, kind)(video_processor=video, feature_extractor=hears, **parts)
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> CallArguments:
         """Arguments of the HF call that must agree with the architecture and with how the frames were taken.
 
         `fps` and `use_audio_in_video` are lists, one for each video, where these differ; `call_hf` takes such a row apart.
         """
-        options: dict[str, Any] = {}
+        options: CallArguments = {}
         if row.videos:
             rates = [pace.fps for pace in media.paces]
-            heard = [row.use_audio_in_video and place not in media.silent for place in range(len(row.videos))]
+            heard = [row.use_audio_in_video and number not in media.silent for number in range(len(row.videos))]
             apart = len(set(rates)) > 1 or len(set(heard)) > 1
             options["videos_kwargs"] = {
                 "fps": rates if apart else rates[0],
@@ -137,20 +142,20 @@ class OmniProcessor(vision.PatchProcessor):
             options["audio_kwargs"] = self.audio_options(media.arguments["audio"])
         return options
 
-    def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+    def stored_limits(self, pixels: PixelLimits) -> dict[str, CallArguments]:
         """Sizes of images and of videos; where videos have none of their own, they go on repeating that of images."""
-        found = self.pixel_options(pixels)
-        if self.video_size is None and "images_kwargs" in found:
-            found = {"videos_kwargs": found["images_kwargs"], **found}
-        return found
+        limits = self.pixel_options(pixels)
+        if self.video_size is None and "images_kwargs" in limits:
+            limits = {"videos_kwargs": limits["images_kwargs"], **limits}
+        return limits
 
-    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Features:
         """As transformers' processor, which takes one rate for all videos of a call, and hears all of them or none."""
         if not isinstance(arguments.get("videos_kwargs", {}).get("fps"), list):
             return super().call_hf(text, arguments)
         return joined_pieces([self.hf(**piece) for piece in self._pieces(text, arguments)])
 
-    def _pieces(self, text: str, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _pieces(self, text: str, arguments: Mapping[str, Any]) -> Iterator[CallArguments]:
         """Arguments of a call for each piece of the text that ends with a medium, and for what is left."""
         tokens = self.hf.tokenizer
         kinds = {tokens.image_token: "images", tokens.video_token: "videos", tokens.audio_token: "audio"}
@@ -165,7 +170,7 @@ class OmniProcessor(vision.PatchProcessor):
         begin = 0
         for match in re.finditer(f"({marks})(?:{behind})?", text):
             kind = kinds[match[1]]
-            piece: dict[str, Any] = {**shared, "text": text[begin : match.end()], kind: [next(media[kind])]}
+            piece: CallArguments = {**shared, "text": text[begin : match.end()], kind: [next(media[kind])]}
             if kind == "images" and "images_kwargs" in arguments:
                 piece["images_kwargs"] = arguments["images_kwargs"]
             if kind == "videos":
@@ -180,18 +185,18 @@ class OmniProcessor(vision.PatchProcessor):
         if text[begin:]:
             yield {**shared, "text": text[begin:]}
 
-    def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
+    def audio_options(self, sounds: Sequence[np.ndarray]) -> CallArguments:
         """Further arguments of the HF call for a row's sounds, each (samples,)."""
         return {}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: Features) -> dict[str, Tensor]:
         """The towers' tensors by name; the module's docstring lists them."""
         media = vision.vision_tensors(features)
         if "video_second_per_grid" in features:
             media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
         return media | sound_tensors(features, "feature_attention_mask")
 
-    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+    def model_inputs(self, row: Row, features: CallArguments) -> CallArguments:
         """The features, with what the thinker takes beside them."""
         if "video_second_per_grid" in features:
             features["video_second_per_grid"] = torch.as_tensor(features["video_second_per_grid"])
@@ -233,19 +238,19 @@ class OmniProcessor(vision.PatchProcessor):
         return mel_frames(samples, self.hf.feature_extractor.hop_length)
 
 
-def joined_pieces(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def joined_pieces(pieces: Sequence[Features]) -> dict[str, Tensor]:
     """What transformers' processor makes of a text cut behind its media, put together again.
 
     A medium ends with a token of its own, so the pieces have the tokens of the whole.
     """
-    found: dict[str, Tensor] = {}
+    features: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         parts = [torch.as_tensor(piece[name]) for piece in pieces if name in piece]
         if name in ("input_features", "feature_attention_mask"):  # (n, mel, frames) and (n, frames)
             longest = max(part.shape[-1] for part in parts)
             parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
-        found[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
-    return found
+        features[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
+    return features
 
 
 def mixes_silent_videos(sample: Sample, vision_start: int, audio_start: int) -> bool:
@@ -255,7 +260,7 @@ def mixes_silent_videos(sample: Sample, vision_start: int, audio_start: int) -> 
     return grids is not None and 0 < heard < len(grids)
 
 
-def _video_size(hf: Any) -> dict[str, int] | None:
+def _video_size(hf: ProcessorMixin) -> dict[str, int] | None:
     """Pixel limits of a frame, where the folder has limits meant for videos; None leaves the class's own.
 
     The processor's call puts its class's default (128 to 768 tokens a frame) over what its video processor was

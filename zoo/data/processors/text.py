@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from zoo.config.locate import check_side_files
 from zoo.data.processors.answers import CHATML, ChatMarkers
-from zoo.data.processors.processor import Processor
+from zoo.data.processors.processor import Features, Processor
 from zoo.data.tokenizer import ROOT
 from zoo.errors import ConfigError, printable
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class TextOnly:
     """A tokenizer, called as transformers' processors are."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.apply_chat_template = tokenizer.apply_chat_template
         self.save_pretrained = tokenizer.save_pretrained
@@ -26,7 +30,7 @@ class TextOnly:
         template: str | None = self.tokenizer.chat_template
         return template
 
-    def __call__(self, text: str, return_tensors: str) -> Any:
+    def __call__(self, text: str, return_tensors: str) -> Features:
         return self.tokenizer([text], return_tensors=return_tensors)
 
 
@@ -37,7 +41,9 @@ class TextProcessor(Processor):
     token_ids: ClassVar[dict[str, int]] = {}  # of placeholders in a config: there are none
 
     @classmethod
-    def build(cls, arch_config: Any, source: str | None = None, markers: ChatMarkers = CHATML) -> TextProcessor:
+    def build(
+        cls, arch_config: JsonMapping | PretrainedConfig, source: str | None = None, markers: ChatMarkers = CHATML
+    ) -> TextProcessor:
         """The processor of a run.
 
         Args:

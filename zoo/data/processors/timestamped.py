@@ -7,14 +7,14 @@ in the middle of its frames. Media tensors are those of `zoo.data.processors.vis
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import ClipSize, Headers
-from zoo.data.processors.processor import Sketch
+from zoo.data.processors.processor import CallArguments, Sketch
 from zoo.data.processors.vision import (
     PatchProcessor,
     config_field,
@@ -30,6 +30,10 @@ from zoo.data.processors.vision import (
     wanted_geometry,
 )
 from zoo.data.sources.rows import Row
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 KIND = "Qwen3VLProcessor"
 TINY_VIDEO_TOKENS = (1, 4096)  # least and most tokens of a whole video: its size counts pixels of all frames
@@ -39,11 +43,11 @@ TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 class TimestampedProcessor(PatchProcessor):
     """`Processor` around transformers' Qwen3VLProcessor: text, images, videos."""
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         super().__init__(hf, {name: getattr(hf, name) for name in TOKENS})
 
     @classmethod
-    def build(cls, arch_config: Any, source: str | None = None) -> TimestampedProcessor:
+    def build(cls, arch_config: JsonMapping | PretrainedConfig, source: str | None = None) -> TimestampedProcessor:
         """The processor of a run.
 
         Args:
@@ -59,7 +63,7 @@ class TimestampedProcessor(PatchProcessor):
             return cls(_make(geometry))
         return cls(load_processor(source, KIND, wanted_geometry(geometry)))
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> CallArguments:
         """Frames are taken as they are; their times follow from their pace."""
         if not row.videos:
             return {}
@@ -108,7 +112,7 @@ class TimestampedProcessor(PatchProcessor):
         return limits_of_each(pixel_limits(self.frame_size, None, most), clip.frames, together)
 
 
-def _make(geometry: dict[str, int]) -> Any:
+def _make(geometry: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     video = Qwen3VLVideoProcessor(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,10 +22,14 @@ from zoo.data.media.sampling import Pace
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.boxes import Size
-from zoo.data.processors.processor import Processor, as_tensor
+from zoo.data.processors.processor import CallArguments, Features, Processor, as_tensor
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 MARKERS = CHATML
 type Grid = tuple[int, int, int]  # time, height and width in patches
@@ -34,7 +38,7 @@ LEAST_TOKENS, MOST_TOKENS = (4, 16384)  # between which qwen-vl-utils keeps an i
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 
 
-def config_field(config: Any, name: str, default: Any = None) -> Any:
+def config_field(config: JsonMapping | PretrainedConfig, name: str, default: object = None) -> Any:
     """A field of an architecture, a dict or a config object; ConfigError where it has none and there is no default."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     value = default if value is None else value
@@ -43,7 +47,7 @@ def config_field(config: Any, name: str, default: Any = None) -> Any:
     return value
 
 
-def vision_geometry(vision_config: Any) -> dict[str, int]:
+def vision_geometry(vision_config: JsonMapping | PretrainedConfig) -> dict[str, int]:
     """patch_size, merge_size and temporal_patch_size of a vision tower, by the image processors' names."""
     return {
         "patch_size": config_field(vision_config, "patch_size"),
@@ -52,7 +56,7 @@ def vision_geometry(vision_config: Any) -> dict[str, int]:
     }
 
 
-def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str, Any]) -> Any:
+def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str, object]) -> ProcessorMixin:
     """The Hugging Face processor of a folder.
 
     Args:
@@ -96,14 +100,14 @@ def wanted_geometry(geometry: Mapping[str, int]) -> dict[str, int]:
     return {f"{part}.{name}": value for part in PARTS for name, value in geometry.items()}
 
 
-def tiny_settings(geometry: Mapping[str, int], tokens: tuple[int, int]) -> dict[str, Any]:
+def tiny_settings(geometry: Mapping[str, int], tokens: tuple[int, int]) -> CallArguments:
     """Arguments of an image or video processor whose least and most `tokens` are those, of 32 x 32 pixels, say."""
     unit = (geometry["patch_size"] * geometry["merge_size"]) ** 2  # pixels of a token
     size = {"shortest_edge": tokens[0] * unit, "longest_edge": tokens[1] * unit}
     return {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **geometry}
 
 
-def tiny_parts(geometry: Mapping[str, int]) -> dict[str, Any]:
+def tiny_parts(geometry: Mapping[str, int]) -> CallArguments:
     """Image processor, tokenizer and chat template of a processor without published files."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessor
 
@@ -115,7 +119,7 @@ def tiny_parts(geometry: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def vision_tensors(features: Mapping[str, Any]) -> dict[str, Tensor]:
+def vision_tensors(features: Features) -> dict[str, Tensor]:
     """The vision tower's tensors out of a Hugging Face processor's result; see the module's docstring."""
     dtypes = {
         "pixel_values": torch.float32,
@@ -126,7 +130,7 @@ def vision_tensors(features: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: as_tensor(features[name], dtype) for name, dtype in dtypes.items() if name in features}
 
 
-def vision_tokens(hf: Any, media: Mapping[str, Tensor]) -> dict[str, int]:
+def vision_tokens(hf: ProcessorMixin, media: Mapping[str, Tensor]) -> dict[str, int]:
     """Placeholder tokens that the vision tower's outputs replace."""
     merged = hf.image_processor.merge_size**2
     names = {hf.image_token: "image_grid_thw", hf.video_token: "video_grid_thw"}
@@ -144,7 +148,7 @@ def grid_rows(grids: Sequence[Sequence[int]]) -> list[int]:
     return [height * width for time, height, width in grids for _ in range(time)]
 
 
-def pixel_limits(size: Any, least: int | None, most: int | None) -> dict[str, int]:
+def pixel_limits(size: Mapping[str, int], least: int | None, most: int | None) -> dict[str, int]:
     """An image or video processor's `size` with other limits of pixels; what is given stands before the processor's own.
 
     transformers' own processors take both limits in a call, or neither.
@@ -155,9 +159,11 @@ def pixel_limits(size: Any, least: int | None, most: int | None) -> dict[str, in
     return {"shortest_edge": low, "longest_edge": high}
 
 
-def pixel_options(pixels: PixelLimits, images: Any, videos: Any) -> dict[str, dict[str, Any]]:
+def pixel_options(
+    pixels: PixelLimits, images: Mapping[str, int], videos: Mapping[str, int]
+) -> dict[str, CallArguments]:
     """Limits of pixels as arguments of a processor's call; `images` and `videos` are its sizes."""
-    options: dict[str, dict[str, Any]] = {}
+    options: dict[str, CallArguments] = {}
     if pixels.least is not None or pixels.most is not None:
         options["images_kwargs"] = {"size": pixel_limits(images, pixels.least, pixels.most)}
     if pixels.video_most is not None:
@@ -165,7 +171,7 @@ def pixel_options(pixels: PixelLimits, images: Any, videos: Any) -> dict[str, di
     return options
 
 
-def frames_as_they_are(hf: Any, videos: Sequence[Any], paces: Sequence[Pace]) -> dict[str, Any]:
+def frames_as_they_are(hf: ProcessorMixin, videos: Sequence[Tensor], paces: Sequence[Pace]) -> CallArguments:
     """`videos_kwargs` of a call whose frames are all taken; when each was shown follows from their pace."""
     options = {
         "do_sample_frames": False,
@@ -187,10 +193,10 @@ def limits_of_each(limits: Mapping[str, int], frames: int, together: int) -> tup
 
 def frame_places(count: int, pace: Pace) -> list[float]:
     """The places of a clip's frames in its video, counted at the clip's rate."""
-    return [pace.start * pace.fps + place for place in range(count)] if pace.start else list(range(count))
+    return [pace.start * pace.fps + number for number in range(count)] if pace.start else list(range(count))
 
 
-def resized(pixels: Tensor, size: Sequence[int], resample: Any) -> Tensor:
+def resized(pixels: Tensor, size: Sequence[int], resample: object) -> Tensor:
     """(..., 3, H, W) uint8 at another (height, width), as transformers' image and video processors resize."""
     from torchvision.transforms.v2 import functional as tvf
     from transformers.image_utils import pil_torch_interpolation_mapping
@@ -218,10 +224,10 @@ class PatchProcessor(Processor):
 
     modalities: tuple[str, ...] = ("text", "image", "video")
 
-    def __init__(self, hf: Any, token_ids: Mapping[str, int], markers: ChatMarkers = MARKERS) -> None:
+    def __init__(self, hf: ProcessorMixin, token_ids: Mapping[str, int], markers: ChatMarkers = MARKERS) -> None:
         super().__init__(hf, markers)
         self.token_ids = dict(token_ids)
-        self.frame_size: Any = hf.video_processor.size
+        self.frame_size: Mapping[str, int] = hf.video_processor.size
         self.pixels_of_token = (hf.image_processor.patch_size * hf.image_processor.merge_size) ** 2
 
     @cached_property
@@ -229,7 +235,7 @@ class PatchProcessor(Processor):
         """Ids of those tokens."""
         return frozenset(self.token_ids.values())
 
-    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, CallArguments]:
         """Sizes of images and of videos."""
         return pixel_options(pixels, self.hf.image_processor.size, self.frame_size)
 
@@ -271,23 +277,23 @@ class PatchProcessor(Processor):
             grids.append((-(-count // together), height // patch, width // patch))
         return grids
 
-    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> dict[str, Any]:
+    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> CallArguments:
         """Images and videos, all resized where some have settings of their own, which a call has no arguments for."""
-        found: dict[str, Any] = {}
+        arguments: CallArguments = {}
         if any(own for _, own in headers.sized_images()):
             made = self.hf.image_processor
             images = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in media["images"]]
-            found["images"] = [
+            arguments["images"] = [
                 resized(image, (height * made.patch_size, width * made.patch_size), made.resample)
                 for image, (_, height, width) in zip(images, self.image_grids(headers, pixels), strict=True)
             ]
         if any(own for _, own in headers.sized_videos()):
             made = self.hf.video_processor
-            found["videos"] = [
+            arguments["videos"] = [
                 resized(frames, (height * made.patch_size, width * made.patch_size), made.resample)
                 for frames, (_, height, width) in zip(media["videos"], self.video_grids(headers, pixels), strict=True)
             ]
-        return found
+        return arguments
 
     def image_sizes(self, headers: Headers, pixels: PixelLimits) -> list[Size]:
         """(height, width) of a row's images as the tower reads them."""
@@ -349,7 +355,7 @@ class PatchProcessor(Processor):
         height, width = smart_resize(*size, images.patch_size * images.merge_size, least, most)
         return int(height), int(width)
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: Features) -> dict[str, Tensor]:
         """The vision tower's tensors."""
         return vision_tensors(features)
 
