@@ -20,7 +20,7 @@ from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors import vision
 from zoo.data.processors.answers import ChatMarkers
-from zoo.data.processors.processor import Sketch
+from zoo.data.processors.fitting import Sketch
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 

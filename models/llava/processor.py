@@ -20,7 +20,8 @@ from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.boxes import Coordinates
-from zoo.data.processors.processor import Processor, Sketch, as_tensor
+from zoo.data.processors.fitting import Sketch
+from zoo.data.processors.processor import Processor, as_tensor
 from zoo.data.processors.vision import load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER

@@ -17,7 +17,8 @@ from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
 from zoo.data.processors.boxes import Coordinates
-from zoo.data.processors.processor import Sketch, as_tensor
+from zoo.data.processors.fitting import Sketch
+from zoo.data.processors.processor import as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 

@@ -12,7 +12,8 @@ from zoo.config.entries import PixelLimits
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import sound
-from zoo.data.processors.processor import Processor, Sketch
+from zoo.data.processors.fitting import Sketch
+from zoo.data.processors.processor import Processor
 from zoo.data.processors.vision import MARKERS, config_field, load_processor
 from zoo.data.sources.row_set import ONE_SOUND
 from zoo.data.sources.rows import Row

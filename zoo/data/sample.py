@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 IGNORE = -100  # label of a token without loss, torch.nn.functional.cross_entropy's default
 
 
-class Taught(NamedTuple):
+class TeacherLogits(NamedTuple):
     """What a teacher on disk says of N labels in order: its k most likely tokens, and all others as one outcome.
 
     ids (N, k) int32, logprobs (N, k) float32, rest (N,) float32; of a micro-batch also places (N,) int64, ascending, of the labels
@@ -62,7 +62,7 @@ class Sample:
     reference: tuple[float, float] | None = None
     desirable: bool | None = None
     mismatched: Sample | None = None
-    taught: Taught | None = None
+    taught: TeacherLogits | None = None
 
     @property
     def length(self) -> int:
@@ -142,7 +142,7 @@ class MicroBatch:
     kl: Tensor | None = None
     drift: Tensor | None = None
     teaching: Any = None
-    taught: Taught | None = None
+    taught: TeacherLogits | None = None
     step_weight: float | None = None
     most_tokens: int | None = None
     spare: bool = False
@@ -280,7 +280,7 @@ def of_teacher(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
         for sample, start in zip(samples, batch.starts, strict=True)
     ]
     ids, logprobs, rest = (torch.cat(parts) for parts in list(zip(*taught, strict=True))[:3])
-    return replace(batch, taught=Taught(ids, logprobs, rest, torch.cat(places)))
+    return replace(batch, taught=TeacherLogits(ids, logprobs, rest, torch.cat(places)))
 
 
 def _weighted(samples: Sequence[Sample]) -> bool:

@@ -22,7 +22,7 @@ class MicroBatchLike(Protocol):
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels; `reference`, (S,)
     float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.preference`); `desirable`, (S,) bool, with
     `kl`, () float32, for one of labelled answers; for distillation `teaching` of this rank's labels in order, or `taught` of all
-    labels (`zoo.data.sample.Taught`); `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
+    labels (`zoo.data.sample.TeacherLogits`); `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
     of its mask, as in `PackedLayout.from_mask`. Fields that say the same twice (lengths next to a mask, `cu_seqlens`, `layout`,
     `position_ids`) must agree.
     """
@@ -44,7 +44,7 @@ class MicroBatchLike(Protocol):
 
 
 class TaughtLike(Protocol):
-    """A teacher's tokens for all labels of a batch, on the CPU; `zoo.data.sample.Taught` is one."""
+    """A teacher's tokens for all labels of a batch, on the CPU; `zoo.data.sample.TeacherLogits` is one."""
 
     @property
     def ids(self) -> Tensor: ...  # (N, k) int32

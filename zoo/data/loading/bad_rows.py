@@ -75,7 +75,12 @@ class BadRows:
         if self._on_error == "raise" and not dropped:
             raise raised(error) from error
         self.counts[error.cause] += 1
-        self._list(error)
+        if self._file is not None and error.source not in self._listed:
+            self._listed.add(error.source)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            entry = {"source": error.source, "cause": error.cause, "message": error.message}
+            with contextlib.closing(Lines(self._file)) as lines:
+                lines.write(json.dumps(entry, ensure_ascii=False))
         self._since_good += 0 if dropped else 1
         if self._since_good > self.limit:
             raise UserError(f"{self.limit} rows one after the other are bad, the last: {error}")
@@ -89,14 +94,6 @@ class BadRows:
         for row in [row for row in self._errors if row in rows]:
             del self._errors[row]
         self._left_out -= {row for row in self._left_out if row in rows}
-
-    def _list(self, error: RowError) -> None:
-        if self._file is not None and error.source not in self._listed:
-            self._listed.add(error.source)
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            entry = {"source": error.source, "cause": error.cause, "message": error.message}
-            with contextlib.closing(Lines(self._file)) as lines:
-                lines.write(json.dumps(entry, ensure_ascii=False))
 
 
 def _listed(path: Path | None) -> set[str]:

@@ -299,11 +299,15 @@ class BinStream:
     def _peek(self) -> tuple[SampleId, Size] | None:
         """`_next_sample`, which stays the next; samples before it that can't be used are passed over."""
         for _ in range(2 * len(self.source) + len(self._waiting) + 1):
-            if not self._reach_sample():
-                return None
+            while not self._waiting and self.cursor >= len(self._order):  # the next epoch begins
+                if not self._share(self.epoch + 1):
+                    return None
+                self.epoch, self.cursor, self._sizes = self.epoch + 1, 0, None
+                self._order = self._make_order()
             sample_id = self._waiting[0] if self._waiting else SampleId(int(self._order[self.cursor]))
             if not self.lengths.knows(sample_id):
-                self.lengths.ahead(self._coming())
+                block = self._order[self.cursor : self.cursor + self.lengths.block]  # measured together
+                self.lengths.ahead([*self._waiting, *block.tolist()])
             size = self.lengths.get(sample_id)
             if size is not None:
                 return sample_id, size
@@ -314,26 +318,12 @@ class BinStream:
         left_out = self.source.bad_rows.summary()
         return UserError(f"data.train: no usable row is left ({left_out}); see bad_rows.jsonl.")
 
-    def _reach_sample(self) -> bool:
-        """Begin the next epoch where this one has no sample left; False at the end of the stream."""
-        while not self._waiting and self.cursor >= len(self._order):
-            if not self._share(self.epoch + 1):
-                return False
-            self.epoch, self.cursor, self._sizes = self.epoch + 1, 0, None
-            self._order = self._make_order()
-        return True
-
     def _advance(self) -> None:
         """Leave the next sample behind."""
         if self._waiting:
             self._waiting.popleft()
         else:
             self.cursor += 1
-
-    def _coming(self) -> list[SampleId]:
-        """The next samples of this epoch, a block to measure together."""
-        end = min(self.cursor + self.lengths.block, len(self._order))
-        return [*self._waiting, *self._order[self.cursor : end].tolist()]
 
     def _make_order(self) -> np.ndarray:
         order = self.source.rows.order(self.epoch, self.seed, self.shuffle, self._sizes)

@@ -20,9 +20,10 @@ behind it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import NamedTuple
@@ -268,7 +269,7 @@ class BatchLoader:
         while len(self._planned) < self._plans:
             before = self._stream.position()
             try:
-                bins = list(self._bins_of_step())
+                bins = list(itertools.takewhile(bool, (self._stream.next_bin() for _ in range(self.bins_per_step))))
             except UserError:
                 if not self._planned:
                     raise
@@ -282,28 +283,20 @@ class BatchLoader:
             [sample_id for plan in self._planned for ids in plan.mine for sample_id in ids], alone=True
         )
 
-    def _bins_of_step(self) -> Iterator[list[SampleId]]:
-        for _ in range(self.bins_per_step):
-            if not (ids := self._stream.next_bin()):
-                return
-            yield ids
-
     def _share_of(self, bins: Sequence[list[SampleId]]) -> tuple[list[list[SampleId]], int]:
         """This rank's bins, as many as each rank has, and how many of them only stand in for bins that are missing."""
         unit = self._ranks * self._multiple
         missing = -len(bins) % unit
-        costs = [self._cost_of(ids) for ids in bins] + [0] * missing
+        sizes = {
+            sample_id: size for ids in bins for sample_id in ids if (size := self.lengths.get(sample_id)) is not None
+        }
+        costs = [sum(sizes[sample_id].cost for sample_id in ids if sample_id in sizes) for ids in bins] + [0] * missing
         shared = deal_bins(costs, self._ranks)[self._rank]
         mine = [bins[index] for index in shared if index < len(bins)]
         spares = len(shared) - len(mine)
         if spares:
-            shortest = min(
-                (size.tokens, sample_id)
-                for ids in bins
-                for sample_id in ids
-                if (size := self.lengths.get(sample_id)) is not None
-            )
-            mine += [[shortest[1]]] * spares
+            shortest = min(sizes, key=lambda sample_id: (sizes[sample_id].tokens, sample_id))
+            mine += [[shortest]] * spares
         return mine, spares
 
     def _steps_left(self) -> int:
@@ -315,6 +308,3 @@ class BatchLoader:
     def _stream_state(self) -> JsonObject:
         length = None if self._length is None else asdict(self._length)
         return {**self._stream.state_dict(), "length": length}
-
-    def _cost_of(self, ids: Sequence[SampleId]) -> int:
-        return sum(size.cost for sample_id in ids if (size := self.lengths.get(sample_id)) is not None)

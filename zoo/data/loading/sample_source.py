@@ -30,7 +30,7 @@ from zoo.data.media.decoder import Decoder
 from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.augment import AugmentPolicy
 from zoo.data.processors.processor import Processor
-from zoo.data.sample import Sample, Taught
+from zoo.data.sample import Sample, TeacherLogits
 from zoo.data.sources import identity
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.references import is_url
@@ -42,7 +42,7 @@ from zoo.errors import UserError
 class TeacherTokens(Protocol):
     """Says what a teacher on disk makes of a sample, by its `SampleSource.digest`."""
 
-    def find(self, digest: bytes, sample: Sample) -> Taught:
+    def find(self, digest: bytes, sample: Sample) -> TeacherLogits:
         """Its most likely tokens at each label; RowError where there are none."""
 
 

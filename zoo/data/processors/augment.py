@@ -76,7 +76,7 @@ class Augment:
         x = torch.arange(width)[None, :] + 0.5 + field[1]
         return torch.stack((2 * x / width - 1, 2 * y / height - 1), dim=-1)[None]
 
-    def sound(self, wave: np.ndarray) -> np.ndarray:
+    def audio(self, wave: np.ndarray) -> np.ndarray:
         """(N,) float32 at 16 kHz -> (N',) float32; N' differs by speed and pauses."""
         speed = 1 + self._uniform(SPEED)
         wave = np.interp(np.arange(0, len(wave) - 1, speed), np.arange(len(wave)), wave)
@@ -152,6 +152,6 @@ def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
     change: dict[str, Callable[[Any], Any]] = {
         "images": augment.image,
         "videos": augment.frames,
-        "audio": augment.sound,
+        "audio": augment.audio,
     }
     return {kind: [change[kind](item) for item in items] for kind, items in media.items()}

@@ -126,11 +126,6 @@ def chat_messages(row: Row) -> list[JsonObject]:
     return messages
 
 
-def tools_of(row: Row) -> JsonObject:
-    """The tools that the row offers, as an argument of the chat template; {} where it offers none."""
-    return {"tools": json.loads(row.tools)} if row.tools else {}
-
-
 def check_tools(row: Row, text: str) -> None:
     """That a chat template has written the row's tools, its calls and their results, which many templates don't know.
 

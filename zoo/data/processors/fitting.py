@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Fit, Headers
 from zoo.data.processors.labels import Span
 from zoo.data.sources.rows import Row
-
-if TYPE_CHECKING:
-    from zoo.data.processors.processor import Processor
 
 
 class Overlong(NamedTuple):
@@ -31,7 +28,28 @@ class Written(NamedTuple):
     headers: Headers
 
 
-def find_fit(processor: Processor, written: Written, pixels: PixelLimits, overlong: Overlong | None) -> Fit | None:
+class Sketch(NamedTuple):
+    """A row's text before its placeholders are expanded, and what its media add."""
+
+    text: str  # to tokenize
+    further: int  # tokens that the placeholders will be more
+    rows: dict[str, list[int]]  # tower -> rows of each item, as `Processor.tower_rows` gives them
+
+
+class SketchingProcessor(Protocol):
+    """The methods of `zoo.data.processors.processor.Processor` by which a sample's length is known without its media."""
+
+    pixels_of_token: int
+
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None: ...
+    def sketch_length(self, sketch: Sketch) -> int: ...
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]: ...
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]: ...
+
+
+def find_fit(
+    processor: SketchingProcessor, written: Written, pixels: PixelLimits, overlong: Overlong | None
+) -> Fit | None:
     """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps.
 
     Args:

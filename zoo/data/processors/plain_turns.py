@@ -48,19 +48,14 @@ def write(render: Callable[..., str], messages: Sequence[JsonObject], end: str) 
 def _check_length(messages: Sequence[JsonObject]) -> None:
     """ValueError for a chat whose answers would take long to find."""
     answers = sum(message["role"] == "assistant" for message in messages)
-    size = sum(TURN + _characters(message["content"]) for message in messages)
+    contents = [message["content"] for message in messages]  # a text, or parts of which some are texts
+    parts = [[{"text": content}] if isinstance(content, str) else content or [] for content in contents]
+    size = sum(TURN + sum(len(part.get("text") or "") for part in content) for content in parts)
     if answers * size > MOST_WRITTEN:
         raise ValueError(
             f"{answers} answers in a chat of this length are too many for a chat template whose turns begin with plain text, "
             "which is written anew for each; cut the chat into shorter ones"
         )
-
-
-def _characters(content: object) -> int:
-    """Characters of a message's texts."""
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.get("text") or "") for part in content) if isinstance(content, list) else 0
 
 
 def _rest(whole: str, beginning: str) -> str:

@@ -7,11 +7,12 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,11 +35,10 @@ from zoo.data.processors.chat import (
     check_said,
     check_template_arguments,
     check_tools,
-    tools_of,
     wants_thoughts,
     with_thoughts,
 )
-from zoo.data.processors.fitting import Overlong, Written, find_fit
+from zoo.data.processors.fitting import Overlong, Sketch, Written, find_fit
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
@@ -47,20 +47,13 @@ from zoo.errors import ConfigError, UserError
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+    from transformers import PretrainedConfig, ProcessorMixin
 
+type ArchConfig = JsonMapping | PretrainedConfig  # an architecture as Hugging Face writes it
 type CallArguments = dict[str, Any]  # of a Hugging Face processor
 type Features = Mapping[str, Any]  # that such a processor returns: tensors, arrays and lists by name
 
 AS_IT_IS = PixelLimits()  # of the processor
-
-
-class Sketch(NamedTuple):
-    """A row's text before its placeholders are expanded, and what its media add."""
-
-    text: str  # to tokenize
-    further: int  # tokens that the placeholders will be more
-    rows: dict[str, list[int]]  # tower -> rows of each item, as `Processor.tower_rows` gives them
 
 
 class Processor:
@@ -379,7 +372,7 @@ class Processor:
 
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
-        messages, options = self.messages(row), tools_of(row)
+        messages, options = self.messages(row), {"tools": json.loads(row.tools)} if row.tools else {}
         if any("</think>" in content for _, content in row.messages) and self._wants_thoughts:
             messages = with_thoughts(messages)
         answers: list[Span] = []

@@ -20,14 +20,14 @@ from zoo.data.errors import RowError
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
-from zoo.data.processors.processor import CallArguments, Features, Sketch, as_tensor
+from zoo.data.processors.fitting import Sketch
+from zoo.data.processors.processor import ArchConfig, CallArguments, Features, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
-from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 # Config key -> attribute of a thinker's tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
 TOKENS = {
@@ -100,7 +100,7 @@ class OmniProcessor(vision.PatchProcessor):
         self.frame_size = self.video_size or usual
 
     @staticmethod
-    def load(thinker: JsonMapping | PretrainedConfig, source: str | None, kind: str) -> ProcessorMixin:
+    def load(thinker: ArchConfig, source: str | None, kind: str) -> ProcessorMixin:
         """transformers' processor of class `kind` for a thinker's config, of a folder or around the bundled tokenizer.
 
         Raises ConfigError as `vision.load_processor` does.
@@ -228,8 +228,9 @@ class OmniProcessor(vision.PatchProcessor):
 
     def incomparable(self, sample: Sample) -> str | None:
         """Videos of which some are heard: transformers' model takes all as heard, or none."""
-        starts = (self.token_ids["vision_start_token_id"], self.token_ids["audio_start_token_id"])
-        if mixes_silent_videos(sample, *starts):
+        is_video = sample.input_ids[:-1] == self.token_ids["vision_start_token_id"]
+        heard = int((is_video & (sample.input_ids[1:] == self.token_ids["audio_start_token_id"])).sum())
+        if "video_grid_thw" in sample.media and 0 < heard < len(sample.media["video_grid_thw"]):
             return "silent videos beside videos with sound, which transformers' model does not tell apart"
         return None
 
@@ -251,13 +252,6 @@ def joined_pieces(pieces: Sequence[Features]) -> dict[str, Tensor]:
             parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
         features[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
     return features
-
-
-def mixes_silent_videos(sample: Sample, vision_start: int, audio_start: int) -> bool:
-    """Whether a sample has videos with their sound beside others without."""
-    ids, grids = sample.input_ids, sample.media.get("video_grid_thw")
-    heard = int(((ids[:-1] == vision_start) & (ids[1:] == audio_start)).sum())
-    return grids is not None and 0 < heard < len(grids)
 
 
 def _video_size(hf: ProcessorMixin) -> dict[str, int] | None:

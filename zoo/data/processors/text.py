@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from zoo.config.locate import check_side_files
 from zoo.data.processors.answers import CHATML, ChatMarkers
-from zoo.data.processors.processor import Features, Processor
+from zoo.data.processors.processor import ArchConfig, Features, Processor
 from zoo.data.tokenizer import ROOT
 from zoo.errors import ConfigError, printable
-from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 class TextOnly:
@@ -41,9 +40,7 @@ class TextProcessor(Processor):
     token_ids: ClassVar[dict[str, int]] = {}  # of placeholders in a config: there are none
 
     @classmethod
-    def build(
-        cls, arch_config: JsonMapping | PretrainedConfig, source: str | None = None, markers: ChatMarkers = CHATML
-    ) -> TextProcessor:
+    def build(cls, arch_config: ArchConfig, source: str | None = None, markers: ChatMarkers = CHATML) -> TextProcessor:
         """The processor of a run.
 
         Args:

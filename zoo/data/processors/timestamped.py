@@ -14,7 +14,8 @@ import torch
 from zoo.config.entries import PixelLimits
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import ClipSize, Headers
-from zoo.data.processors.processor import CallArguments, Sketch
+from zoo.data.processors.fitting import Sketch
+from zoo.data.processors.processor import ArchConfig, CallArguments
 from zoo.data.processors.vision import (
     PatchProcessor,
     config_field,
@@ -30,10 +31,9 @@ from zoo.data.processors.vision import (
     wanted_geometry,
 )
 from zoo.data.sources.rows import Row
-from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, ProcessorMixin
+    from transformers import ProcessorMixin
 
 KIND = "Qwen3VLProcessor"
 TINY_VIDEO_TOKENS = (1, 4096)  # least and most tokens of a whole video: its size counts pixels of all frames
@@ -47,7 +47,7 @@ class TimestampedProcessor(PatchProcessor):
         super().__init__(hf, {name: getattr(hf, name) for name in TOKENS})
 
     @classmethod
-    def build(cls, arch_config: JsonMapping | PretrainedConfig, source: str | None = None) -> TimestampedProcessor:
+    def build(cls, arch_config: ArchConfig, source: str | None = None) -> TimestampedProcessor:
         """The processor of a run.
 
         Args:

@@ -22,14 +22,13 @@ from zoo.data.media.sampling import Pace
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.boxes import Size
-from zoo.data.processors.processor import CallArguments, Features, Processor, as_tensor
+from zoo.data.processors.processor import ArchConfig, CallArguments, Features, Processor, as_tensor
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
-from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, ProcessorMixin
+    from transformers import ProcessorMixin
 
 MARKERS = CHATML
 type Grid = tuple[int, int, int]  # time, height and width in patches
@@ -38,7 +37,7 @@ LEAST_TOKENS, MOST_TOKENS = (4, 16384)  # between which qwen-vl-utils keeps an i
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 
 
-def config_field(config: JsonMapping | PretrainedConfig, name: str, default: object = None) -> Any:
+def config_field(config: ArchConfig, name: str, default: object = None) -> Any:
     """A field of an architecture, a dict or a config object; ConfigError where it has none and there is no default."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     value = default if value is None else value
@@ -47,7 +46,7 @@ def config_field(config: JsonMapping | PretrainedConfig, name: str, default: obj
     return value
 
 
-def vision_geometry(vision_config: JsonMapping | PretrainedConfig) -> dict[str, int]:
+def vision_geometry(vision_config: ArchConfig) -> dict[str, int]:
     """patch_size, merge_size and temporal_patch_size of a vision tower, by the image processors' names."""
     return {
         "patch_size": config_field(vision_config, "patch_size"),

@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 from zoo.config.derived import TEACHER as INDEX
 from zoo.config.schema import DistillConfig
 from zoo.data.errors import RowError
-from zoo.data.sample import Sample, Taught
+from zoo.data.sample import Sample, TeacherLogits
 from zoo.errors import UserError
 from zoo.files import expanded, replaced, write_atomically
 from zoo.records import Check, conforms, is_count, is_number, is_text, read_record
@@ -149,7 +149,7 @@ class TokenReader:
         self.starts, self.checksums = [table["starts"] for table in tables], [table["sums"] for table in tables]
         self._opened = lru_cache(OPEN)(partial(safe_open, framework="numpy"))
 
-    def find(self, digest: bytes, sample: Sample) -> Taught:
+    def find(self, digest: bytes, sample: Sample) -> TeacherLogits:
         """The teacher's tokens of a sample's labels.
 
         Raises:
@@ -178,7 +178,7 @@ class TokenReader:
         k = self.top_k
         if k < self.stored:  # further tokens join the rest
             rest = torch.logaddexp(rest, logprobs[:, k:].logsumexp(dim=1))
-        return Taught(ids[:, :k].clone(), logprobs[:, :k].clone(), rest.clone())
+        return TeacherLogits(ids[:, :k].clone(), logprobs[:, :k].clone(), rest.clone())
 
 
 def _index(folder: Path) -> JsonObject:

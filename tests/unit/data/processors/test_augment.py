@@ -49,13 +49,13 @@ def test_weak_changes_are_smaller() -> None:
 
 
 def test_sound_changes_length_within_bounds() -> None:
-    lengths = {len(Augment(1.0, (0, 0, i)).sound(word())) for i in range(30)}
+    lengths = {len(Augment(1.0, (0, 0, i)).audio(word())) for i in range(30)}
     assert len(lengths) > 20
     assert min(lengths) > 0.8 * len(word())
     assert max(lengths) < 1.2 * len(word()) + 5 * 0.25 * RATE + 1
-    made = Augment(1.0, KEY).sound(word())
+    made = Augment(1.0, KEY).audio(word())
     assert made.dtype == np.float32 and np.abs(made).max() <= 1
-    assert np.array_equal(made, Augment(1.0, KEY).sound(word()))
+    assert np.array_equal(made, Augment(1.0, KEY).audio(word()))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
