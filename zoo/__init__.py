@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         Recipe,
         RunConfig,
         TrainConfig,
-    )
+    )  # fmt: skip
     from zoo.launch.launcher import launch as train
     from zoo.logging.callbacks.event import Event
     from zoo.logging.result import TrainResult
@@ -46,33 +46,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "DataConfig",
-    "DistillConfig",
-    "Engine",
-    "EngineConfig",
-    "Event",
-    "LogConfig",
-    "LoraConfig",
-    "MachineConfig",
-    "ModelConfig",
-    "PackingConfig",
-    "ParallelConfig",
-    "Recipe",
-    "RunConfig",
-    "TrainConfig",
-    "TrainResult",
-    "__version__",
-    "convert",
-    "evaluate",
-    "generate",
-    "load_recipe",
-    "plan",
-    "report",
-    "score",
-    "top_tokens",
-    "train",
-    "verify",
-]
+    "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig",
+    "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
+    "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify",
+]  # fmt: skip
 
 # models/ lies beside zoo/ in a clone; an install makes it zoo.models.
 if importlib.util.find_spec("zoo.models") is None:

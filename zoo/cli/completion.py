@@ -76,10 +76,10 @@ def answers(line: str) -> list[str]:
 
     if len(before) == 1:
         return _starting(word, [*SUBCOMMANDS, *(("--help", "--version") if word.startswith("-") else ())])
-    verb = before[1]
-    if verb not in SUBCOMMANDS:
+    subcommand = before[1]
+    if subcommand not in SUBCOMMANDS:
         return []
-    usage, known = _usage(SUBCOMMANDS[verb][0]), schema()
+    usage, known = _usage(SUBCOMMANDS[subcommand][0]), schema()
     words, option = before[2:], "--" if word.startswith("--") else ""
     last = words[-1] if words else ""
     key, equals, value = word.removeprefix(option).partition("=")
@@ -90,7 +90,9 @@ def answers(line: str) -> list[str]:
     names = [f"{name}=" for name in _own_keys(usage)]
     if "recipe=NAME" in usage or "key of the recipe" in usage:
         names += _key_parts(key, known)
-    completions = _starting(word, [*([] if words else _second_words(usage, verb)), *(option + name for name in names)])
+    completions = _starting(
+        word, [*([] if words else _second_words(usage, subcommand)), *(option + name for name in names)]
+    )
     if word.startswith("-"):
         completions += _starting(word, [*_flags(usage), "--help"])
     if word and "recipe=NAME" in usage and not _recipe_of(words):
@@ -245,9 +247,9 @@ def _flags(usage: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"(?<![\w`-])\[?(--[a-z][a-z-]*)(?![\w.=-])", usage)))
 
 
-def _second_words(usage: str, verb: str) -> list[str]:
+def _second_words(usage: str, subcommand: str) -> list[str]:
     """The words that a verb's help lets follow it: `bash | zsh`."""
-    lines = re.findall(rf"^(?:usage: +| +)zoo {verb} ((?:[a-z]+ \| )*[a-z]+)(?![\w=])", usage, re.MULTILINE)
+    lines = re.findall(rf"^(?:usage: +| +)zoo {subcommand} ((?:[a-z]+ \| )*[a-z]+)(?![\w=])", usage, re.MULTILINE)
     return [word for line in lines for word in line.split(" | ")]
 
 

@@ -109,26 +109,26 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
-    verb, *rest = arguments
-    if verb in ("-V", "--version", "version"):
+    subcommand, *rest = arguments
+    if subcommand in ("-V", "--version", "version"):
         print(f"zoo {__version__}")
         return 0
-    if verb not in SUBCOMMANDS:
-        if verb.startswith("-"):
-            near = get_close_matches(verb, ("--help", "--version"), n=1) or ["--help"]
-            raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
-        alike = next((name for name, words in _ALIKE.items() if verb.lower() in words.split()), None)
+    if subcommand not in SUBCOMMANDS:
+        if subcommand.startswith("-"):
+            near = get_close_matches(subcommand, ("--help", "--version"), n=1) or ["--help"]
+            raise UserError(f"{subcommand}: no such option; nearest: zoo {near[0]}")
+        alike = next((name for name, words in _ALIKE.items() if subcommand.lower() in words.split()), None)
         if alike == "train":
             from zoo.cli.arguments import refuse_foreign, split_flags
 
             refuse_foreign(split_flags(rest, ())[1])
-        near = [alike] if alike else get_close_matches(verb, SUBCOMMANDS, n=1) or list(SUBCOMMANDS)
-        raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
-    if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak
+        near = [alike] if alike else get_close_matches(subcommand, SUBCOMMANDS, n=1) or list(SUBCOMMANDS)
+        raise UserError(f"{subcommand}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
+    if subcommand != "completion":  # which is asked at each Tab, and imports nothing that could speak
         from zoo.parallel.process_state import quiet
 
         quiet()
-    module = importlib.import_module(SUBCOMMANDS[verb][0])
+    module = importlib.import_module(SUBCOMMANDS[subcommand][0])
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())
         return 0
@@ -136,13 +136,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:<10} {doc}" for verb, (_, doc) in SUBCOMMANDS.items())
+    listed = "\n".join(f"  {name:<10} {doc}" for name, (_, doc) in SUBCOMMANDS.items())
     return f"""\
 usage: zoo VERB [key=value ...]
 
 Trains vision-language and omni models on Megatron-Core, from a recipe of a few lines.
 
-{verbs}
+{listed}
 
   zoo VERB --help    what a verb takes
   zoo --version

@@ -94,13 +94,8 @@ TEXTS = {
 }
 OBJECTS = {"text_config", "vision_config", "thinker_config"}  # parts that zoo builds
 OTHER_OBJECTS = {
-    "audio_config",
-    "talker_config",
-    "code2wav_config",
-    "code_predictor_config",
-    "rope_parameters",
-    "rope_scaling",
-}
+    "audio_config", "talker_config", "code2wav_config", "code_predictor_config", "rope_parameters", "rope_scaling",
+}  # fmt: skip
 # Lists, and what their entries are.
 WHOLES: dict[str, tuple[int, int]] = {
     "mrope_section": (0, HEADS),

@@ -72,15 +72,8 @@ _MISSING = object()  # a key that a saved recipe does not have
 _SHOWN = 6  # changes that a message names; of more, the run is another experiment
 _FEW = 4  # changes that tell what the other experiment is
 _TELLING = (
-    "model.family",
-    "model.init",
-    "train.loss",
-    "lora.rank",
-    "data.train",
-    "train.lr",
-    "train.global_batch",
-    "packing.budget",
-)
+    "model.family", "model.init", "train.loss", "lora.rank", "data.train", "train.lr", "train.global_batch", "packing.budget",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def sides(key: Key, lacking: When | None) -> list[str]:
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key.key)
 def test_a_key_is_taken_where_it_has_an_effect_and_refused_where_not(key: Key) -> None:
     assert key.when, (
-        f"{key.key}: state when it has an effect in zoo/config/schema.py: when=ALWAYS, or when=given.CONDITION with one of "
+        f"{key.key}: state when it has an effect in zoo/config/schema: when=ALWAYS, or when=conditions.CONDITION with one of "
         "zoo/config/schema/conditions.py (a new one gets its two sides in SIDES here)"
     )
     typed = f"{key.key}={value_of(key)}"

@@ -98,103 +98,49 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        (
-            6,
-            {"parallel.tp": 2, "parallel.pp": 2},
-            "parallel.tp=2 * pp=2 * cp=1 = 4 does not divide the 6 ranks of the run; 1, 2, 3 or 6 would, or nproc=8",
-        ),
-        (
-            1,
-            {"parallel.tp": 2},
-            "parallel.tp=2 * pp=1 * cp=1 = 2 does not divide the 1 rank of the run; 1 would, or nproc=2",
-        ),
-        (
-            4,
-            {"parallel.ep": 3},
-            "parallel.etp=1 * ep=3 * pp=1 = 3 does not divide the 4 ranks of the run; 1, 2 or 4 would, or nproc=6",
-        ),
-        (
-            4,
-            {"parallel.ep": 4, "train.global_batch": 4},
-            "parallel.ep=4 does not divide the 6 experts of the model; 1, 2, 3 or 6 would",
-        ),
-        (
-            5,
-            {"parallel.etp": 5, "train.global_batch": 5},
-            "parallel.etp=5 does not divide the experts' width 96; 1, 2, 3, 4, 6, 8, ..., 48 or 96 would",
-        ),
-        (
-            2,
-            {"parallel.ep": 2, "parallel.dispatch": "deepep", "train.global_batch": 2},
-            "parallel.dispatch=deepep: its package deep_ep is not installed; install DeepEP (for hybridep, its branch hybrid-ep), "
-            "or use parallel.dispatch=alltoall",
-        ),
-        (
-            1,
-            {"train.main_grads_dtype": "bf16", "engine.precision": "fp32"},
-            "train.main_grads_dtype=bf16 with engine.precision=fp32: gradients of fp32 weights are kept in fp32; leave "
-            "train.main_grads_dtype out, or set engine.precision=bf16",
-        ),
-        (
-            1,
-            {"train.lr": 1e-6, "train.min_lr": 2e-5},
-            "train.min_lr=2e-05 is above train.lr=1e-06: the rate falls from train.lr to train.min_lr; give a lower train.min_lr, 0 say",
-        ),
-        (
-            1,
-            {"train.decay_steps": 1},
-            "train.decay_steps=1 with train.schedule=cosine: wsd alone has a decay of its own length; set train.schedule=wsd, or "
-            "leave train.decay_steps out",
-        ),
-        (
-            1,
-            {"train.schedule": "wsd", "train.decay_steps": 4, "train.warmup_steps": 7, "train.steps": 10},
-            "train.warmup_steps=7 and train.decay_steps=4 are more than all steps of the run (10); lower one of them, or train "
-            "longer (train.steps, train.epochs)",
-        ),
-        (
-            16,
-            {"parallel.tp": 16},
-            "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would",
-        ),
-        (
-            8,
-            {"parallel.pp": 8},
-            "parallel.pp=8 * vpp=1 = 8 stages for the 6 layers of the model: each needs one at least; lower parallel.pp or vpp",
-        ),
-        (
-            2,
-            {"parallel.pp": 2, "parallel.stage_layers": [6]},
-            "parallel.stage_layers=[6]: wanted 2 numbers (parallel.pp=2 * vpp=1); parallel.stage_layers=[] derives them",
-        ),
-        (
-            2,
-            {"parallel.pp": 2, "parallel.stage_layers": [2, 3]},
-            "parallel.stage_layers=[2, 3] are 5 layers and the model has 6; parallel.stage_layers=[] derives them",
-        ),
+        (6, {"parallel.tp": 2, "parallel.pp": 2},
+         "parallel.tp=2 * pp=2 * cp=1 = 4 does not divide the 6 ranks of the run; 1, 2, 3 or 6 would, or nproc=8"),
+        (1, {"parallel.tp": 2},
+         "parallel.tp=2 * pp=1 * cp=1 = 2 does not divide the 1 rank of the run; 1 would, or nproc=2"),
+        (4, {"parallel.ep": 3},
+         "parallel.etp=1 * ep=3 * pp=1 = 3 does not divide the 4 ranks of the run; 1, 2 or 4 would, or nproc=6"),
+        (4, {"parallel.ep": 4, "train.global_batch": 4},
+         "parallel.ep=4 does not divide the 6 experts of the model; 1, 2, 3 or 6 would"),
+        (5, {"parallel.etp": 5, "train.global_batch": 5},
+         "parallel.etp=5 does not divide the experts' width 96; 1, 2, 3, 4, 6, 8, ..., 48 or 96 would"),
+        (2, {"parallel.ep": 2, "parallel.dispatch": "deepep", "train.global_batch": 2},
+         "parallel.dispatch=deepep: its package deep_ep is not installed; install DeepEP (for hybridep, its branch hybrid-ep), "
+         "or use parallel.dispatch=alltoall"),
+        (1, {"train.main_grads_dtype": "bf16", "engine.precision": "fp32"},
+         "train.main_grads_dtype=bf16 with engine.precision=fp32: gradients of fp32 weights are kept in fp32; leave "
+         "train.main_grads_dtype out, or set engine.precision=bf16"),
+        (1, {"train.lr": 1e-6, "train.min_lr": 2e-5},
+         "train.min_lr=2e-05 is above train.lr=1e-06: the rate falls from train.lr to train.min_lr; give a lower train.min_lr, 0 say"),
+        (1, {"train.decay_steps": 1},
+         "train.decay_steps=1 with train.schedule=cosine: wsd alone has a decay of its own length; set train.schedule=wsd, or "
+         "leave train.decay_steps out"),
+        (1, {"train.schedule": "wsd", "train.decay_steps": 4, "train.warmup_steps": 7, "train.steps": 10},
+         "train.warmup_steps=7 and train.decay_steps=4 are more than all steps of the run (10); lower one of them, or train "
+         "longer (train.steps, train.epochs)"),
+        (16, {"parallel.tp": 16},
+         "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would"),
+        (8, {"parallel.pp": 8},
+         "parallel.pp=8 * vpp=1 = 8 stages for the 6 layers of the model: each needs one at least; lower parallel.pp or vpp"),
+        (2, {"parallel.pp": 2, "parallel.stage_layers": [6]},
+         "parallel.stage_layers=[6]: wanted 2 numbers (parallel.pp=2 * vpp=1); parallel.stage_layers=[] derives them"),
+        (2, {"parallel.pp": 2, "parallel.stage_layers": [2, 3]},
+         "parallel.stage_layers=[2, 3] are 5 layers and the model has 6; parallel.stage_layers=[] derives them"),
         (1, {"parallel.vpp": 2}, "parallel.vpp=2 needs pipeline stages: give parallel.pp=2 or more, or vpp=1"),
-        (
-            2,
-            {"parallel.pp": 2, "parallel.vpp": 3, "train.global_batch": 3},
-            "train.global_batch=3 makes 3 micro-batches, no multiple of parallel.pp=2, which parallel.vpp=3 needs; "
-            "2 or 4 would work",
-        ),
-        (
-            2,
-            {"train.global_batch": 7},
-            "train.global_batch=7 is no multiple of 2 = 2 data-parallel replicas * train.micro_batch=1; 6 or 8 would work",
-        ),
-        (
-            2,
-            {"train.global_batch": 2, "train.micro_batch": 4, "packing.mode": "none"},
-            "train.global_batch=2 is no multiple of 8 = 2 data-parallel replicas * train.micro_batch=4; 8 would work",
-        ),
-        (
-            1,
-            {"train.micro_batch": 2},
-            "train.micro_batch=2 with packing.mode=thd: a packed row counts as 1; set it to 1 and widen the row with "
-            "packing.budget",
-        ),
+        (2, {"parallel.pp": 2, "parallel.vpp": 3, "train.global_batch": 3},
+         "train.global_batch=3 makes 3 micro-batches, no multiple of parallel.pp=2, which parallel.vpp=3 needs; "
+         "2 or 4 would work"),
+        (2, {"train.global_batch": 7},
+         "train.global_batch=7 is no multiple of 2 = 2 data-parallel replicas * train.micro_batch=1; 6 or 8 would work"),
+        (2, {"train.global_batch": 2, "train.micro_batch": 4, "packing.mode": "none"},
+         "train.global_batch=2 is no multiple of 8 = 2 data-parallel replicas * train.micro_batch=4; 8 would work"),
+        (1, {"train.micro_batch": 2},
+         "train.micro_batch=2 with packing.mode=thd: a packed row counts as 1; set it to 1 and widen the row with "
+         "packing.budget"),
         (
             2,
             {
@@ -204,44 +150,22 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
             },
             "parallel.tp=2 does not divide the model's intermediate_size 35; 1, 5, 7 or 35 would",
         ),
-        (
-            1,
-            {"parallel.sp": True},
-            "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel ranks; "
-            "give parallel.tp=2 or more, or leave parallel.sp open",
-        ),
-        (
-            2,
-            {"parallel.tp": 2, "parallel.sp": False},
-            "parallel.sp=false with parallel.tp=2: a model with experts needs sequence parallel under tensor parallel; "
-            "leave parallel.sp open or set it to true",
-        ),
-        (
-            2,
-            {"parallel.cp": 2, "packing.align": 2},
-            "packing.align=2: wanted a multiple of 4 (parallel.cp=2, parallel.tp=1, sp=false); packing.align=null "
-            "derives it",
-        ),
-        (
-            2,
-            {"parallel.cp": 2, "packing.pad_to": 4098},
-            "packing.pad_to=4098 is no multiple of the alignment 4; 4096 or 4100 would work",
-        ),
-        (
-            1,
-            {"packing.pad_to": 100},
-            "packing.pad_to=100 is less than packing.budget=4096: a full row would not fit; set both to the same number",
-        ),
-        (
-            1,
-            {"train.steps": None},
-            "train.steps and train.epochs are both null: give one of them, such as train.epochs=1",
-        ),
-        (
-            1,
-            {"engine.backend": "te"},
-            "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch",
-        ),
+        (1, {"parallel.sp": True},
+         "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel ranks; "
+         "give parallel.tp=2 or more, or leave parallel.sp open"),
+        (2, {"parallel.tp": 2, "parallel.sp": False},
+         "parallel.sp=false with parallel.tp=2: a model with experts needs sequence parallel under tensor parallel; "
+         "leave parallel.sp open or set it to true"),
+        (2, {"parallel.cp": 2, "packing.align": 2},
+         "packing.align=2: wanted a multiple of 4 (parallel.cp=2, parallel.tp=1, sp=false); packing.align=null "
+         "derives it"),
+        (2, {"parallel.cp": 2, "packing.pad_to": 4098},
+         "packing.pad_to=4098 is no multiple of the alignment 4; 4096 or 4100 would work"),
+        (1, {"packing.pad_to": 100},
+         "packing.pad_to=100 is less than packing.budget=4096: a full row would not fit; set both to the same number"),
+        (1, {"train.steps": None}, "train.steps and train.epochs are both null: give one of them, such as train.epochs=1"),
+        (1, {"engine.backend": "te"},
+         "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch"),
         (1, {"packing.budget": 0}, "packing.budget=0: wanted a whole number from 1 to 100,000,000"),
         (1, {"train.steps": -1}, "train.steps=-1: wanted a whole number from 1 to 1,000,000,000 or null"),
         (1, {"parallel.tp": 0}, "parallel.tp=0: wanted a whole number from 1 to 100,000"),
@@ -249,13 +173,10 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         (1, {"train.lr": float("nan")}, "train.lr=nan: wanted a number from 0 to 100"),
         (1, {"train.beta2": 1}, "train.beta2=1: wanted a number from 0, below 1"),
         (1, {"data.train": []}, "data.train=[]: nothing to train on; name a JSONL file or a bundled set"),
-        (
-            1,
-            {"model.init": "./no/folder"},
-            "model.init=./no/folder: no such folder; wanted random, a checkpoint folder or a hub id",
-        ),
+        (1, {"model.init": "./no/folder"},
+         "model.init=./no/folder: no such folder; wanted random, a checkpoint folder or a hub id"),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_that_cannot_run(ranks: int, changes: dict[str, Any], message: str) -> None:
     assert error_of(MOE, changes, ranks) == message
 

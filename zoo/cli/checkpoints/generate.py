@@ -53,13 +53,8 @@ def _number[T](kind: Callable[[str], T], wanted: str) -> Callable[[str], T]:
 
 _WHOLE, _REAL = _number(int, "whole number"), _number(float, "number")
 OPTIONS = {
-    "max_new_tokens": _WHOLE,
-    "temperature": _REAL,
-    "top_p": _REAL,
-    "seed": _WHOLE,
-    "batch": _WHOLE,
-    "max_rows": _WHOLE,
-}
+    "max_new_tokens": _WHOLE, "temperature": _REAL, "top_p": _REAL, "seed": _WHOLE, "batch": _WHOLE, "max_rows": _WHOLE,
+}  # fmt: skip
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -85,15 +85,8 @@ def catalogue() -> JsonObject:
 
 
 def _gpu(gpu: Gpu) -> JsonObject:
-    return {
-        "memory_gb": gpu.memory_gb,
-        "tflops": gpu.tflops,
-        "capability": gpu.capability,
-        "attention": gpu.attention,
-        "fp8": gpu.fp8,
-        "measured": gpu.measured,
-        "about": gpu.about(),
-    }
+    names = ("memory_gb", "tflops", "capability", "attention", "fp8", "measured")
+    return {**{name: getattr(gpu, name) for name in names}, "about": gpu.about()}
 
 
 def _section(listed: JsonMapping, name: str) -> JsonObject:

@@ -163,18 +163,8 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
                 reader.set(f"train.lr_scale.{part}", 1.0)
         if named:
             reader.set("model.freeze", named)
-    _rates(
-        reader,
-        {
-            "vit_lr": towers,
-            "vision_lr": towers,
-            "vision_tower_lr": towers,
-            "mm_vision_tower_lr": towers,
-            "aligner_lr": aligners,
-            "mm_projector_lr": aligners,
-        },
-        trained,
-    )
+    of_towers = dict.fromkeys(("vit_lr", "vision_lr", "vision_tower_lr", "mm_vision_tower_lr"), towers)
+    _rates(reader, {**of_towers, "aligner_lr": aligners, "mm_projector_lr": aligners}, trained)
 
 
 def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> None:

@@ -12,16 +12,6 @@ from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, Parall
 from zoo.config.schema.train import TrainConfig
 
 __all__ = [
-    "DataConfig",
-    "DistillConfig",
-    "EngineConfig",
-    "LogConfig",
-    "LoraConfig",
-    "MachineConfig",
-    "ModelConfig",
-    "PackingConfig",
-    "ParallelConfig",
-    "Recipe",
-    "RunConfig",
-    "TrainConfig",
-]
+    "DataConfig", "DistillConfig", "EngineConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",
+    "ParallelConfig", "Recipe", "RunConfig", "TrainConfig",
+]  # fmt: skip
