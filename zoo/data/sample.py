@@ -19,7 +19,7 @@ IGNORE = -100  # label of a token without loss, torch.nn.functional.cross_entrop
 
 
 class TeacherLogits(NamedTuple):
-    """What a teacher on disk says of N labels in order: its k most likely tokens, and all others as one outcome.
+    """A teacher's logits, from disk, of N labels in order: its k most likely tokens, and all others as one outcome.
 
     ids (N, k) int32, logprobs (N, k) float32, rest (N,) float32; of a micro-batch also places (N,) int64, ascending, of the labels
     in the flattened `labels`.
@@ -48,7 +48,7 @@ class Sample:
             `mismatched`.
         desirable: of a labelled answer, whether it is.
         mismatched: of a labelled answer, the same conversation with the answer of another row.
-        taught: what a teacher on disk says of the labels.
+        taught: a teacher's logits of the labels, from disk.
     """
 
     input_ids: Tensor
@@ -121,7 +121,7 @@ class MicroBatch:
         most_tokens: `total` of the largest among the micro-batches that data-parallel ranks train on at the same time; None where the host doesn't know it.
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.DistillationInputs`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
-        taught: what a teacher on disk says of all labels, on the host.
+        taught: a teacher's logits of all labels, from disk, on the CPU.
         spare: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
     """
 
@@ -258,8 +258,8 @@ def collate_padded(
     )
 
 
-def of_answers(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
-    """A micro-batch that was made of the segments of `samples`, with what it has to know where these are pairs or labelled answers."""
+def with_preferences(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """The micro-batch of the segments of `samples`, with labels and a reference's log-probabilities of pairs or labelled answers."""
     pairs = [s for s in samples if s.rejected is not None or s.desirable is not None]
     if not pairs:
         return batch
@@ -270,8 +270,8 @@ def of_answers(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
     return replace(batch, label_weight=float(len(pairs)), weights=None, reference=reference)
 
 
-def of_teacher(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
-    """A micro-batch that was made of `samples`, with what a teacher on disk says of them, where they have it."""
+def with_teacher_logits(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """The micro-batch of `samples` with the logits of a teacher on disk, where they have them."""
     taught = [sample.taught for sample in samples if sample.taught is not None]
     if not taught:
         return batch

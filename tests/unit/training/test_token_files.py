@@ -12,7 +12,7 @@ from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import DistillConfig, Recipe
 from zoo.data.errors import RowError
 from zoo.data.loading.batches import make_batch
-from zoo.data.sample import Sample, of_teacher
+from zoo.data.sample import Sample, with_teacher_logits
 from zoo.errors import UserError
 from zoo.training.distillation import token_files
 from zoo.training.distillation.token_files import RowTokens, TokenReader, TokenWriter
@@ -81,7 +81,7 @@ def test_a_micro_batch_knows_the_places_of_its_labels(folder: Path, mode: str) -
     torch.testing.assert_close(batch.taught.places, (flat != -100).nonzero()[:, 0], rtol=0, atol=0)
     np.testing.assert_array_equal(batch.taught.rest, np.concatenate([row(n).rest for n in (1, 4, 0)]))
     plain = [sample(1)]
-    assert of_teacher(batch, plain) is batch
+    assert with_teacher_logits(batch, plain) is batch
 
 
 def test_a_folder_left_half_way_goes_on(folder: Path) -> None:

@@ -32,10 +32,10 @@ EXACT_SAMPLES = 2**22  # samples of all epochs up to which they are packed befor
 
 
 class Size(NamedTuple):
-    """What a sample takes."""
+    """Tokens and cost of a sample."""
 
     tokens: int
-    cost: int  # as `Lengths` was given to compute it
+    cost: int  # by the `cost` of `Lengths`
 
 
 type Findings = dict[SampleId, Size | RowError]  # the size of each sample, or why its row can't be used
@@ -142,7 +142,7 @@ class Lengths:
         return size
 
     def ahead(self, ids: Iterable[SampleId]) -> None:
-        """Measure samples that are not known, each rank its share, and exchange what was found."""
+        """Measure samples that are not known, each rank its share, and exchange the findings."""
         unknown = [sample_id for sample_id in dict.fromkeys(ids) if not self.knows(sample_id)]
         rank, ranks = self.group.rank, self.group.size
         mine = self._measure(unknown[rank::ranks])
@@ -189,7 +189,7 @@ class Lengths:
         return tokens[~bad], costs[~bad]
 
     def agree(self, findings: Findings) -> Findings:
-        """`exchange` of nothing but findings."""
+        """Exchange findings alone; returns those of all ranks."""
         return self.exchange(findings, None)[0]
 
     def exchange[T](self, findings: Findings, value: T) -> tuple[Findings, list[T]]:
@@ -197,7 +197,7 @@ class Lengths:
 
         Args:
             findings: of this rank.
-            value: whatever this rank has to say beside.
+            value: a further value of this rank.
 
         Returns:
             The findings of all ranks, and their values by rank.
@@ -233,7 +233,7 @@ class Lengths:
         self._errors = {key: error for key, error in self._errors.items() if key in kept}
 
     def state_dict(self) -> list[list[Any]]:
-        """What was corrected: [key, tokens, cost] or [key, source, cause, message]."""
+        """The corrections: [key, tokens, cost] or [key, source, cause, message]."""
         entries = []
         for key in sorted(self._corrected):
             error = self._errors.get(key)

@@ -48,7 +48,7 @@ class PlannedStep(NamedTuple):
 
     before: Position  # of the stream
     mine: list[list[SampleId]]  # this rank's bins
-    spares: int  # how many of the last ones only stand in for bins
+    spares: int  # of the last of these bins, which only fill the step up
     left: int  # steps that follow, by what is known of them; 0 without epochs
     state: JsonObject  # where the stream stands behind the step
 
@@ -136,12 +136,12 @@ class BatchLoader:
         return self._ahead is not None
 
     def begin(self) -> None:
-        """Prepare the next step from now on, before it is asked for; without `prefetch` nothing is."""
+        """Prepare the next step in the thread; does nothing without `prefetch`."""
         if self._executor is not None and self._ahead is None:
             self._ahead = self._executor.submit(self._produce)
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU); [] behind the last one.
+        """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU); [] after the last one.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.

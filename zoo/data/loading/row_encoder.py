@@ -144,7 +144,7 @@ class RowEncoder:
     labelled: bool = False
 
     def measure(self, row: Row) -> SampleSize | None:
-        """What `Processor.measure` says, or of a pair both together."""
+        """The size by `Processor.measure`; of a pair, of both together."""
         if self.labelled:
             own, other = (self._measure(conversation) for conversation in pairs.labelled_rows_of(row))
             return None if own is None or other is None else pairs.labelled_size(own, other)
@@ -154,7 +154,7 @@ class RowEncoder:
         return pairs.joined_size(sizes, self.pair_align) if len(sizes) == 2 else None
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
-        """What `Processor.encode` says; both samples of a pair, changed at random alike."""
+        """The sample by `Processor.encode`; both samples of a pair get the same random changes."""
         if self.pair_align is None and not self.labelled:
             return self._encode(row, augment)
         again = copy.deepcopy(augment)
@@ -180,11 +180,11 @@ class RowEncoder:
         return sum(-(-segment.length // align) * align for segment in sample.segments)
 
     def _measure(self, row: Row) -> SampleSize | None:
-        return self.processor.measure(row, decoder=self._decoder(), **self._how(row))
+        return self.processor.measure(row, decoder=self._decoder(), **self._media_options(row))
 
     def _encode(self, row: Row, augment: Augment | None) -> Sample:
         sample = self.processor.encode(
-            row, labels=self.data.labels, decoder=self._decoder(), augment=augment, **self._how(row)
+            row, labels=self.data.labels, decoder=self._decoder(), augment=augment, **self._media_options(row)
         )
         if self.media_dtype is None:
             return sample
@@ -196,7 +196,7 @@ class RowEncoder:
         """How the media are taken of rows without limits of their own."""
         return MediaLimits.from_data(self.data)
 
-    def _how(self, row: Row) -> dict[str, Any]:
+    def _media_options(self, row: Row) -> dict[str, Any]:
         limits = row.limits or self.limits
         return {
             "video_fps": limits.video_fps,

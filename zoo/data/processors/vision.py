@@ -143,7 +143,7 @@ def vision_rows(media: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def grid_rows(grids: Sequence[Sequence[int]]) -> list[int]:
-    """The same of (time, height, width) in patches."""
+    """Patches of each temporal patch of grids, which are (time, height, width) in patches."""
     return [height * width for time, height, width in grids for _ in range(time)]
 
 

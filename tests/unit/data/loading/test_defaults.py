@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,6 +110,7 @@ def test_from_python(tmp_path: Path) -> None:
     save_recipe(validate(recipe, 1), tmp_path / "config.yaml")
     saved = load_recipe(tmp_path / "config.yaml", ["data.train=mine.jsonl"])
     assert names(saved) == [] and disturbance(saved) == (0.0, 0.0)
+    assert disturbance(saved.replace({"data.augment": 0.3})) == (0.3, 0.0)
 
 
 # ---------------------------------------------------------------- changes to training rows
@@ -171,24 +171,15 @@ def test_what_is_given_holds_for_all_rows(train: str) -> None:
     assert data.augment == 0.0 and data.blank_answers == (0.5 if train == "digits:train" else 0.0)
 
 
-def test_from_python_the_changes_stay_with_the_bundled_set() -> None:
-    recipe = load_recipe(NAME, TINY).replace({"data.train": ["mine.jsonl"]})
-    assert disturbance(recipe) == (0.0, 0.0)
-    assert disturbance(recipe.replace({"data.augment": 0.3})) == (0.3, 0.0)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.augment=2", "data.augment=2: wanted a number from 0 to 1"),
-        ("data.augment=1.0001", "data.augment=1.0001: wanted a number from 0 to 1"),
         ("data.augment=-0.1", "data.augment=-0.1: wanted a number from 0 to 1"),
         ("data.augment=.nan", "data.augment=nan: wanted a number from 0 to 1"),
-        ("data.augment=.inf", "data.augment=inf: wanted a number from 0 to 1"),
         ("data.blank_answers=1.5", "data.blank_answers=1.5: wanted a number from 0 to 1"),
         ("data.augment_variants=0", "data.augment_variants=0: wanted a whole number from 1 to 1,000,000"),
         ("data.bundled.augment=2", "data.bundled.augment=2: wanted a number from 0 to 1"),
-        ("data.bundled.blank_answers=2", "data.bundled.blank_answers=2: wanted a number from 0 to 1"),
         (
             "data.bundled.augment_variants=0",
             "data.bundled.augment_variants=0: wanted a whole number from 1 to 1,000,000",
@@ -198,7 +189,6 @@ def test_from_python_the_changes_stay_with_the_bundled_set() -> None:
             "data.bundled.augment_variants=1.5: wanted a whole number from 1 to 1,000,000",
         ),
         ("data.bundled.augment=.nan", "data.bundled"),
-        ("data.bundled.augment_variants=.inf", "data.bundled"),
         ("data.bundled.lr=1", "data.bundled.lr: no such key; nearest: augment, augment_variants, blank_answers"),
     ],
 )
@@ -211,8 +201,3 @@ def test_bounds(override: str, message: str) -> None:
 @pytest.mark.parametrize("override", ["data.augment=1", "data.augment=0", "data.blank_answers=1"])
 def test_bounds_are_among_what_is_taken(override: str) -> None:
     validate(load_recipe(NAME, [*TINY, override]), 1)
-
-
-def test_unknown_settings() -> None:
-    data: Any = DataConfig(train=["digits:train"])
-    assert disturbance(replace(Recipe(), data=data)) == (0.0, 0.0)
