@@ -102,7 +102,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=_output, optimized=False, **options)
         self.extend(count=count, joined=_joined)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """The operation, where its result is as long as a text may be."""
         if operator == "*":
             pairs = [(a, b) for a, b in ((left, right), (right, left)) if isinstance(a, Sized) and isinstance(b, int)]
@@ -156,12 +156,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(source, *args, **kwargs)
 
 
-def _limited_join(node: Any) -> Any:
+def _limited_join(node: object) -> object:
     """`a ~ b` as a call that counts them before."""
     return _called("joined", node.nodes) if isinstance(node, nodes.Concat) else node
 
 
-def _called(name: str, arguments: list[Any], is_statement: bool = False) -> nodes.Node:
+def _called(name: str, arguments: list[nodes.Expr], is_statement: bool = False) -> nodes.Node:
     call = nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
     return nodes.ExprStmt(call) if is_statement else call
 

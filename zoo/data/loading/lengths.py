@@ -38,6 +38,7 @@ class Size(NamedTuple):
     cost: int  # by the `cost` of `Lengths`
 
 
+type Correction = list[Any]  # plain values: [key, tokens, cost] or [key, source, cause, message]
 type Findings = dict[SampleId, Size | RowError]  # the size of each sample, or why its row can't be used
 
 
@@ -232,15 +233,15 @@ class Lengths:
         self._corrected &= kept
         self._errors = {key: error for key, error in self._errors.items() if key in kept}
 
-    def state_dict(self) -> list[list[Any]]:
-        """The corrections: [key, tokens, cost] or [key, source, cause, message]."""
-        entries = []
+    def state_dict(self) -> list[Correction]:
+        """The sizes and errors that encoding has corrected."""
+        entries: list[Correction] = []
         for key in sorted(self._corrected):
             error = self._errors.get(key)
             entries.append([key, *(self._known[key] if error is None else error.args)])
         return entries
 
-    def load_state_dict(self, state: list[list[Any]]) -> None:
+    def load_state_dict(self, state: list[Correction]) -> None:
         """Take over a saved run's corrections."""
         for key, *entry in state:
             self._corrected.add(key)

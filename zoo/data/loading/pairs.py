@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -59,7 +58,7 @@ def rows_of(row: Row) -> tuple[Row, Row]:
     return first, second
 
 
-def _turns(row: Row) -> list[tuple[Message, str, list[Any]]]:
+def _turns(row: Row) -> list[tuple[Message, str, list[object]]]:
     """Each message with its tool calls, and the content of its media."""
     media = {"image": iter(row.images), "video": iter(row.videos), "audio": iter(row.audios)}
     calls = row.calls or ("",) * len(row.messages)

@@ -92,7 +92,7 @@ class SampleSource:
     @classmethod
     def open(
         cls,
-        specs: Iterable[Any],
+        specs: Iterable[object],
         processor: Processor,
         data: DataConfig,
         *,
@@ -264,10 +264,10 @@ class SampleSource:
                 self.shrunk += row not in self._shrunk
                 self._shrunk[row] = None
 
-    def sizes_follow_from(self) -> list[list[Any]]:
+    def sizes_follow_from(self) -> list[list[object]]:
         """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""
         budget = self.limit.tokens if self.limit.overlong == "shrink" else None
-        settings = []
+        settings: list[list[object]] = []
         for own in self.rows.limits:
             limits = own or self.encoder.limits
             settings.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
