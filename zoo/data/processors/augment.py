@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -149,7 +148,7 @@ class AugmentPolicy:
 
 def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
     """The media changed at random."""
-    change: dict[str, Callable[[Any], Any]] = {
+    change: dict[str, Callable[..., Image.Image | Tensor | np.ndarray]] = {
         "images": augment.image,
         "videos": augment.frames,
         "audio": augment.audio,
