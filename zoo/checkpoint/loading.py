@@ -7,15 +7,15 @@ model's description lie beside them in `state.json`. This file reads them; `zoo.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.checkpoint.integrity import block_checksums
+from zoo.checkpoint.random_state import key_of, set_random_state
 from zoo.checkpoint.selection import refuse_faults, together
-from zoo.checkpoint.sharded_state import Trainable, load_optimizer, objects_wanted, spread_completed, weights_wanted
-from zoo.checkpoint.snapshot import random_key, set_random_state
+from zoo.checkpoint.sharded_state import Trainable, load_objects, load_optimizer, spread_completed, weights_wanted
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.reading import fill
 from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
@@ -25,9 +25,14 @@ from zoo.logging import terminal
 from zoo.model.lora import Adapters, settings_of
 from zoo.parallel.world import World
 from zoo.records import reading_back
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from transformers import PretrainedConfig
 
 
-def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
+def describe(recipe: Recipe, hf_config: PretrainedConfig) -> JsonObject:
     """What two runs must share to share checkpoints: family, architecture, adapters."""
     arch = json.loads(hf_config.to_json_string(use_diff=False))
     for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
@@ -36,7 +41,7 @@ def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
     return {"family": recipe.model.family, "arch": arch, **adapters}
 
 
-def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[str, Any]:
+def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> JsonObject:
     """What else an export of a checkpoint needs to know: where tensors that are not trained lie, and what was built.
 
     Args:
@@ -54,7 +59,7 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> dict[st
     }
 
 
-def with_adapters_of(recipe: Recipe, weights: Mapping[str, Any]) -> Recipe:
+def with_adapters_of(recipe: Recipe, weights: JsonMapping) -> Recipe:
     """The recipe with a checkpoint's adapters (`weights`: its `origin`), whatever parts of the model the recipe itself names."""
     train = replace(recipe.train, lr_scale={})
     model = replace(recipe.model, freeze=list(weights.get("freeze", ())))
@@ -85,38 +90,26 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     """
     terminal.set_status("loading the checkpoint")
     with together():
-        _load(trainable, checkpoint, world, ranks)
+        index = Index(checkpoint, block_checksums(checkpoint))
+        state = read_state(checkpoint)
+        with reading_back(checkpoint / STATE, "take another checkpoint"):
+            schedule = state["scheduler"]
+            updates = updates_of(state, schedule["num_steps"])
+        fill(weights_wanted(trainable.modules, trainable.adapters, world), index, direct=world.size == 1)
+        load_optimizer(trainable, world, index, updates)
+        if trainable.adapters is None:
+            load_objects(trainable.modules, index, world)
+        trainable.scheduler.num_steps = 0  # megatron-core's adds those that it loads
+        with reading_back(checkpoint / STATE, "take another checkpoint"):
+            trainable.scheduler.load_state_dict(schedule)
+        if ranks == world.size and (random_state := index.object(key_of(world.rank, ranks))) is not None:
+            set_random_state(random_state)
     spread_completed(trainable)
 
 
-def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
-    index = Index(checkpoint, block_checksums(checkpoint))
-    state = read_state(checkpoint)
-    with reading_back(checkpoint / STATE, "take another checkpoint"):
-        schedule = state["scheduler"]
-        updates = updates_of(state, schedule["num_steps"])
-    modules = [chunk.module for chunk in trainable.chunks]
-    fill(weights_wanted(modules, trainable.adapters, world), index, direct=world.size == 1)
-    load_optimizer(trainable, world, index, updates)
-    if trainable.adapters is None:
-        _load_objects(modules, index, world)
-    trainable.scheduler.num_steps = 0  # megatron-core's adds those that it loads
-    with reading_back(checkpoint / STATE, "take another checkpoint"):
-        trainable.scheduler.load_state_dict(schedule)
-    if ranks == world.size and (random := index.object(random_key(world.rank, ranks))) is not None:
-        set_random_state(random)
-
-
-def updates_of(state: Mapping[str, Any], scheduled: int) -> int:
+def updates_of(state: JsonMapping, scheduled: int) -> int:
     """Updates that a checkpoint's optimizer state has seen: `scheduled`, but in a loop that moves the schedule by itself."""
     return int(state.get("updates", scheduled))
-
-
-def _load_objects(modules: Sequence[Any], index: Index, world: World) -> None:
-    """What modules keep beside tensors, as far as the checkpoint has it."""
-    for module, name, key in objects_wanted(modules, world):
-        if (value := index.object(key)) is not None:
-            module.load_state_dict({name: value}, strict=False)
 
 
 def open_weights(checkpoint: Path) -> Index:
@@ -125,13 +118,15 @@ def open_weights(checkpoint: Path) -> Index:
     return Index(checkpoint, block_checksums(checkpoint))
 
 
-def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()) -> None:
-    """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has; tensors `without` stay."""
+def load_weights(
+    chunks: Sequence[MegatronModule], checkpoint: Path, world: World, without: Collection[str] = ()
+) -> None:
+    """Put only a checkpoint's weights into model chunks, under whatever parallel layout either has; tensors `without` stay."""
     index = open_weights(checkpoint)
     with together():
         wanted = [piece for piece in weights_wanted(chunks, None, world) if piece.key not in without]
         fill(wanted, index, direct=world.size == 1)
-        _load_objects(chunks, index, world)
+        load_objects(chunks, index, world)
 
 
 def load_adapters(adapters: Adapters, checkpoint: Path, world: World) -> None:

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from zoo.checkpoint import integrity, snapshot
+from zoo.checkpoint import integrity
 from zoo.checkpoint.progress import PARTIAL, Saving, saving
 from zoo.checkpoint.selection import prune
-from zoo.checkpoint.sharded_state import Trainable
+from zoo.checkpoint.sharded_state import Trainable, to_write
 from zoo.checkpoint.staging.copier import Copier
 from zoo.checkpoint.staging.copying import Copied
 from zoo.checkpoint.staging.stage import Stage
@@ -33,6 +32,7 @@ from zoo.logging.messages import at_last_copy, late_save
 from zoo.logging.result import records
 from zoo.logging.run_log import RunLog
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
+from zoo.types import JsonObject
 
 _WORTH_A_TEST = 2**30  # bytes of a save that may last
 LEAVE_SECONDS = 10.0  # how long a run that fails waits for a save that is being written
@@ -80,23 +80,23 @@ class Saver:
         if self._prepared:
             return
         self._prepared = True
-        full = self._recipe.train.save == "full"
-        size = float(snapshot.prepare(trainable, self._world, self._copied, optimizer=full))
+        state = to_write(trainable, self._world, optimizer=self._recipe.train.save == "full")
+        size = float(self._copied.prepare(state.pieces, state.objects))
         total = self._world.sum([size])[0] if self._world.size > 1 else size
         if self._world.is_main and total > _WORTH_A_TEST:
             threading.Thread(target=self._expect, args=(total,), name="zoo-save-test", daemon=True).start()
 
     def _expect(self, total: float) -> None:
         """Estimate how long a save takes, by the rate of the run's last one or by a short test of the disk."""
-        saves = [one for one in records(self._run_dir) if one.get("event") == "save" and one.get("bytes")]
-        saves = [one for one in saves if bool(one.get("staged")) == (self._stage is not None)]
+        saves = [line for line in records(self._run_dir) if line.get("event") == "save" and line.get("bytes")]
+        saves = [line for line in saves if bool(line.get("staged")) == (self._stage is not None)]
         folder = self._written / "checkpoints"
         with contextlib.suppress(OSError):  # the first save says so
             folder.mkdir(parents=True, exist_ok=True)
             rate = saves[-1]["bytes"] / saves[-1]["write_ms"] * 1e3 if saves else disk.rate(folder)
             self.expected_seconds = total / rate
 
-    def start(self, trainable: Trainable, state: dict[str, Any]) -> Saved | None:
+    def start(self, trainable: Trainable, state: JsonObject) -> Saved | None:
         """Copy the state of `state["step"]`, and write it beside what comes. An earlier save is waited for.
 
         So are copies from the stage, until no more than one checkpoint is left there.
@@ -112,12 +112,12 @@ class Saver:
             if self._world.is_main:  # what a killed run has left
                 integrity.remove(self._folder.glob(PARTIAL + "*"))
         full = self._recipe.train.save == "full"
-        copied = snapshot.take(trainable, self._world, self._copied, optimizer=full)
-        own = {"ranks": self._world.size, "scheduler": trainable.scheduler.state_dict(), "optimizer": full}
-        state = {**state, **own}
-        place = (self._stage.folder, self._stage.sharing) if self._stage else ()
-        request = SaveRequest(self._run_dir, state, self._recipe, self._hf, self._tick, *place)
-        self._writing = _Writing(copied, request, self._control, began, self._world.device)
+        held = to_write(trainable, self._world, optimizer=full)
+        self._copied.take(held.pieces, held.objects)
+        state = {**state, "ranks": self._world.size, "scheduler": trainable.scheduler.state_dict(), "optimizer": full}
+        stage = (self._stage.folder, self._stage.sharing) if self._stage else ()
+        request = SaveRequest(self._run_dir, state, self._recipe, self._hf, self._tick, *stage)
+        self._writing = _Writing(self._copied, request, self._control, began, self._world.device)
         return former
 
     def before_update(self) -> None:
@@ -139,54 +139,51 @@ class Saver:
     def flags(self) -> list[float]:
         """Whether this rank's save has ended, or failed, and whether its copy from the stage has."""
         writing, copier = self._writing, self._copier
-        saved = (writing is not None and writing.ended, writing is not None and writing.failed)
+        ended = writing is not None and writing.ended
+        saved = (ended, writing is not None and ended and writing.error is not None)
         copied = (copier is not None and copier.ready, copier is not None and copier.error is not None)
         return [float(flag) for flag in (*saved, *copied)]
 
-    def _sums(self) -> Sequence[float]:
+    def _flags_of_all(self) -> Sequence[float]:
         return self.flags() if self._world.size == 1 else self._world.sum(self.flags())
 
-    def poll(self, sums: Sequence[float] | None = None) -> Saved | None:
-        """The save that was published since, if one was; raises what has failed. Asked after each step.
+    def poll(self, flags: Sequence[float] | None = None) -> Saved | None:
+        """The save that was published since the last call, if one was; raises what has failed. Called after each step.
 
-        `sums`: ends with those of all ranks' `flags`, as of this step; without them they are exchanged here.
+        `flags`: ends with the sums of all ranks' `flags`, as of this step; without them they are exchanged now.
         """
         if self._writing is None:
             return None
-        ended, failed, *_ = self._sums() if sums is None else sums[-4:]
+        ended, failed, *_ = self._flags_of_all() if flags is None else flags[-4:]
         return self.wait() if failed or ended == self._world.size else None
 
     def wait(self, show: Callable[[], None] = lambda: None) -> Saved | None:
         """The same, when it is done; `show` is called every second meanwhile."""
-        while self._writing is not None and not self._writing.ended:
-            self._writing.join(1.0)
-            show()
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None:
             return None
+        while not writing.ended:
+            writing.thread.join(1.0)
+            show()
+        self._writing = None
         saved = writing.result()
         if self._copier is not None:
             self._copier.put(saved.folder.name)
         return saved
 
-    def news(self, saved: Saved | None, sums: Sequence[float] | None = None) -> Iterator[Saved | Copied]:
-        """`saved`, and then what `copied` tells of. Every rank takes all of it. `sums`: as `poll` takes them."""
+    def news(self, saved: Saved | None, flags: Sequence[float] | None = None) -> Iterator[Saved | Copied]:
+        """`saved`, and then the checkpoints that have come from the stage to the run folder; raises what has failed.
+
+        Every rank takes all of it, after each step. `flags`: as `poll` takes them.
+        """
         if saved is not None:
             yield saved
-        while (copied := self.copied(sums)) is not None:
-            yield copied
-            sums = None
-
-    def copied(self, sums: Sequence[float] | None = None) -> Copied | None:
-        """The next checkpoint that has come from the stage to the run folder; raises what has failed. Asked after each step.
-
-        `sums`: as `poll` takes them.
-        """
-        copier = self._copier
-        if copier is None or not copier.unreported:
-            return None
-        *_, ready, failed = self._sums() if sums is None else sums
-        return copier.take() if failed or ready == self._world.size else None
+        while self._copier is not None and self._copier.unreported:
+            *_, ready, failed = self._flags_of_all() if flags is None else flags
+            if not failed and ready != self._world.size:
+                return
+            yield self._copier.take()
+            flags = None
 
     def close(self, show: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None) -> None:
         """After the last save: copies end, and the best checkpoint may be another one.
@@ -205,9 +202,9 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """On the way out of a run that has failed, give what is being written a little time."""
+        """On the way out of a run that has failed, give a save that is being written a little time."""
         if kind is not None and self._writing is not None:
-            self._writing.join(LEAVE_SECONDS)
+            self._writing.thread.join(LEAVE_SECONDS)
         if self._writing is None or self._writing.ended:
             self._copied.release()
 
@@ -243,45 +240,34 @@ class _Writing:
     """A thread that writes one checkpoint."""
 
     def __init__(
-        self, copied: snapshot.Snapshot, request: SaveRequest, control: ControlGroup, began: float, device: torch.device
+        self, copied: CpuCopy, request: SaveRequest, control: ControlGroup, began: float, device: torch.device
     ) -> None:
-        self._request, self._device = request, device
+        self._request = request
         self._began, self._copied = began, time.monotonic()
-        self._published: float | None = None  # when the checkpoint was there
-        self._ended: float | None = None  # and when those that are not kept were gone
-        self._thread = threading.Thread(target=self._run, args=(copied, control), name="zoo-save", daemon=True)
-        self._error: Exception | None = None
+        self._published = 0.0  # when the checkpoint was there
         self._size = 0
-        self._thread.start()
+        self.ended = False  # when those that are not kept are gone
+        self.error: Exception | None = None
 
-    def _run(self, copied: snapshot.Snapshot, control: ControlGroup) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a new thread has the first one
-            self._size = write(copied, self._request, control, self._publish)
-        except Exception as error:
-            self._error = error
-        self._ended = time.monotonic()
+        def run() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # a new thread has the first one
+                self._size = write(copied, request, control, published)
+            except Exception as error:
+                self.error = error
+            self.ended = True
 
-    def _publish(self) -> None:
-        self._published = time.monotonic()
+        def published() -> None:
+            self._published = time.monotonic()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended is not None
-
-    @property
-    def failed(self) -> bool:
-        return self.ended and self._error is not None
-
-    def join(self, seconds: float | None = None) -> None:
-        self._thread.join(seconds)
+        self.thread = threading.Thread(target=run, name="zoo-save", daemon=True)
+        self.thread.start()
 
     def result(self) -> Saved:
-        self.join()
-        if self._error is not None:
-            raise self._error
-        assert self._published is not None
-        step = self._request.state["step"]
-        stall, wrote = self._copied - self._began, self._published - self._copied
-        return Saved(self._request.target, step, stall, wrote, self._size, self._request.stage is not None)
+        """The checkpoint, when it is published; raises what has failed."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        request, stall, wrote = self._request, self._copied - self._began, self._published - self._copied
+        return Saved(request.target, request.state["step"], stall, wrote, self._size, request.stage is not None)

@@ -1,4 +1,4 @@
-"""Writing one snapshot: every rank its own files, then the first rank publishes the folder. Runs in a thread.
+"""Writing one copy: every rank its own files, then the first rank publishes the folder. Runs in a thread.
 
 Ranks exchange results through a gloo group that training does not use. After each stage all ranks know whether
 any has failed, so that none waits for one that has given up.
@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.progress import PARTIAL
 from zoo.checkpoint.selection import prune
-from zoo.checkpoint.snapshot import Snapshot
 from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.storage.index import RankTable, write_index
 from zoo.config.locate import HF_PART, STATE
 from zoo.config.schema import Recipe
 from zoo.files import sync, write_atomically
 from zoo.parallel.object_group import ObjectGroup
+from zoo.types import JsonObject
 
 
 class ControlGroup(ObjectGroup):
@@ -36,25 +36,25 @@ class ControlGroup(ObjectGroup):
 
     def together[T](self, stage: Callable[[], T]) -> T:
         """Do something on every rank; raises, on all of them, what any rank's stage has raised."""
-        result: Any = None
+        results: list[T] = []
         failure: Exception | None = None
         try:
-            result = stage()
+            results.append(stage())
         except Exception as error:
             failure = error
         self._tick()
         for raised in self.gather(failure):
             if raised is not None:
                 raise failure or raised
-        return result
+        return results[0]
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be written, and where."""
+    """A checkpoint to be written, and its folder."""
 
     run_dir: Path
-    state: dict[str, Any]  # goes into state.json; `step` names the folder
+    state: JsonObject  # goes into state.json; `step` names the folder
     recipe: Recipe
     hf: integrity.CachedFiles  # config.json and the processor's files
     tick: Callable[[], None] = lambda: None  # a tensor or file is written
@@ -73,80 +73,68 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank has written."""
+class RankFiles:
+    """The files that one rank has written."""
 
     table: RankTable
     checksums: dict[str, list[str]]  # of its files
 
 
 def write(
-    snapshot: Snapshot, request: SaveRequest, control: ControlGroup, published: Callable[[], None] = lambda: None
+    copied: CpuCopy, request: SaveRequest, control: ControlGroup, published: Callable[[], None] = lambda: None
 ) -> int:
     """Write and publish, then remove what is no longer kept; returns the bytes of all ranks. Raises, on all, what has failed on any.
 
-    In a stage each node has a folder with its ranks' files; the first rank's has what makes the checkpoint whole. `published` is called on
-    every rank when the checkpoint is there.
+    In a stage each node has a folder with its ranks' files; the first rank's has what makes the checkpoint whole.
+    `published` is called on every rank when the checkpoint is there.
     """
-    main = snapshot.rank == 0
-    sharing = request.sharing or tuple(range(snapshot.size))
-    leads = snapshot.rank == sharing[0]
+    rank, is_main, partial = control.rank, control.rank == 0, request.partial
+    sharing = request.sharing or tuple(range(control.size))
+    leads = rank == sharing[0]
+
+    def begin() -> None:
+        partial.mkdir(parents=True)
+        progress.begin(partial, request.state["step"], sum(sizes[other] for other in sharing))
+
+    def write_files() -> RankFiles:
+        copied.wait()
+        files = [(f"rank{rank}_{number}.bin", size) for number, size in enumerate(disk.parts(copied.size))]
+        checksums = disk.write(partial, files, copied.view(), lambda _: request.tick())
+        return RankFiles(RankTable(files, copied.pieces, copied.objects), checksums)
+
+    def publish_part() -> None:  # without `integrity.json` nothing takes its folder for a checkpoint
+        progress.end(partial)
+        integrity.publish(partial, request.target)
+
     try:
-        sizes = control.gather(snapshot.copied.size)
-        here = sum(sizes[rank] for rank in sharing)
-        control.together(lambda: _begin(request, here) if leads else None)
-        mine = control.together(lambda: _write_mine(snapshot, request))
-        written = control.collect(mine)
+        sizes = control.gather(copied.size)
+        control.together(lambda: begin() if leads else None)
+        written = control.collect(control.together(write_files))
         if request.stage is not None:
-            control.together(lambda: _publish_part(request) if leads and not main else None)
-        control.together(lambda: _publish(written, request) if main else None)
+            control.together(lambda: publish_part() if leads and not is_main else None)
+        control.together(lambda: publish(written, request) if is_main else None)
         published()
-        control.together(lambda: _tidy(request) if main else None)
+        if request.stage is None:  # a disk may take a quarter of a second for each GB that is removed
+            train = request.recipe.train
+            control.together(lambda: prune(request.run_dir, train.keep, train.keep_best) if is_main else None)
     except Exception:
         if leads:
-            integrity.remove([request.partial])
+            integrity.remove([partial])
         raise
     return sum(sizes)
 
 
-def _begin(request: SaveRequest, total: int) -> None:
-    request.partial.mkdir(parents=True)
-    progress.begin(request.partial, request.state["step"], total)
-
-
-def _write_mine(snapshot: Snapshot, request: SaveRequest) -> _Written:
-    """This rank's files, through to the disk."""
-    copied = snapshot.copied
-    copied.wait()
-    sizes = disk.parts(copied.size)
-    files = [(f"rank{snapshot.rank}_{number}.bin", size) for number, size in enumerate(sizes)]
-    checksums = disk.write(request.partial, files, copied.view(), lambda _: request.tick())
-    return _Written(RankTable(files, copied.pieces, copied.objects), checksums)
-
-
-def _publish_part(request: SaveRequest) -> None:
-    """The work of a further node's first rank; without `integrity.json` nothing takes its folder for a checkpoint."""
-    progress.end(request.partial)
-    integrity.publish(request.partial, request.target)
-
-
-def _publish(written: Sequence[_Written], request: SaveRequest) -> None:
-    """The first rank's work when all files of tensors are there."""
+def publish(written: Sequence[RankFiles], request: SaveRequest) -> None:
+    """Complete the checkpoint when all files of tensors are there, and give it its name; the first rank calls it."""
     folder, log = request.partial, request.run_dir / "train.jsonl"
     if log.exists():  # its lines of the steps so far must not be younger than the checkpoint
         sync(log)
     progress.end(folder)
-    write_index(folder, [one.table for one in written])
+    write_index(folder, [files.table for files in written])
     request.hf.write(folder / HF_PART, request.tick)
     shutil.copyfile(request.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
     sync(folder / "config.yaml")
     write_atomically(folder / STATE, json.dumps(request.state) + "\n")
-    known = {name: value for one in written for name, value in one.checksums.items()}
+    known = {name: value for files in written for name, value in files.checksums.items()}
     integrity.write_manifest(folder, known, request.tick)
     integrity.publish(folder, request.target)
-
-
-def _tidy(request: SaveRequest) -> None:
-    """Remove the checkpoints that are not kept: a disk may take a quarter of a second for each GB."""
-    if request.stage is None:
-        prune(request.run_dir, request.recipe.train.keep, request.recipe.train.keep_best)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from zoo.checkpoint import initial_weights, integrity, loading, snapshot
+from zoo.checkpoint import initial_weights, integrity, loading
 from zoo.checkpoint.selection import choose
-from zoo.checkpoint.sharded_state import Trainable
+from zoo.checkpoint.sharded_state import Trainable, to_write
 from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.writer import ControlGroup, SaveRequest, write
 from zoo.config.compose import save_recipe
@@ -64,7 +64,9 @@ class Checkpoints:
         }
         request = SaveRequest(folder, state, self.recipe, self._files)
         try:
-            write(snapshot.take(trainable, self.world, self._copied), request, self._control)
+            held = to_write(trainable, self.world)
+            self._copied.take(held.pieces, held.objects)
+            write(self._copied, request, self._control)
         finally:
             self._copied.release()
         return request.target

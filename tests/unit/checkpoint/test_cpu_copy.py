@@ -129,8 +129,8 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     Cuda(monkeypatch)
     copied = CpuCopy(GPU, threads=2)
     copied.take([held, plain], {})
-    assert asked.wait(10) and not copied._on_host[0].done()  # `take` has come back before
-    under_way = copied._on_host
+    assert asked.wait(10) and not copied._from_cpu[0].done()  # `take` has come back before
+    under_way = copied._from_cpu
     threading.Timer(0.2, go.set).start()
     copied.before_update()
     assert all(one.done() for one in under_way)
@@ -140,4 +140,4 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     torch.testing.assert_close(
         torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5], torch.arange(5.0), rtol=0, atol=0
     )
-    assert held.on_host and plain.on_host and not Piece("g", (1,), (0,), (1,), like[:1]).on_host
+    assert held.on_cpu and plain.on_cpu and not Piece("g", (1,), (0,), (1,), like[:1]).on_cpu

@@ -17,6 +17,7 @@ from zoo.checkpoint import integrity, progress, writer
 from zoo.checkpoint.saver import Saved, Saver, SaveReport, _Writing
 from zoo.checkpoint.selection import best_of, check_beside_weights, choose, prune, repaired_source
 from zoo.checkpoint.storage import disk
+from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
 from zoo.errors import UserError
@@ -354,18 +355,19 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
 def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk may take a quarter of a second for each GB that is removed."""
     done = []
-    for name in ("_begin", "_write_mine", "_publish"):
-        monkeypatch.setattr(writer, name, lambda *_, name=name: done.append(name))
-    monkeypatch.setattr(writer, "_tidy", lambda _: done.append("_tidy") or time.sleep(1.0))
+    monkeypatch.setattr(writer, "publish", lambda *_: done.append("publish"))
+    monkeypatch.setattr(writer, "prune", lambda *_: done.append("prune") or time.sleep(1.0))
     control: Any = SimpleNamespace(
-        gather=lambda value: [value], together=lambda stage: stage(), collect=lambda mine: [mine]
+        rank=0, size=1, gather=lambda value: [value], together=lambda stage: stage(), collect=lambda mine: [mine]
     )
-    snapshot: Any = SimpleNamespace(rank=0, size=1, copied=SimpleNamespace(size=7))
-    request: Any = writer.SaveRequest(tmp_path, {"step": 3}, None, None)  # type: ignore[arg-type]
-    writing = _Writing(snapshot, request, control, time.monotonic(), torch.device("cpu"))
+    recipe: Any = SimpleNamespace(train=SimpleNamespace(keep=1, keep_best=None))
+    copied = CpuCopy(torch.device("cpu"))
+    copied.take([], {"a": b"b"})
+    request = writer.SaveRequest(tmp_path, {"step": 3}, recipe, None)  # type: ignore[arg-type]
+    writing = _Writing(copied, request, control, time.monotonic(), torch.device("cpu"))
     saved = writing.result()
-    assert done == ["_begin", "_write_mine", "_publish", "_tidy"]
-    assert (saved.size, writing.ended) == (7, True)
+    assert done == ["publish", "prune"]
+    assert (saved.size, writing.ended) == (copied.size, True)
     assert saved.write_seconds < 0.5
 
 

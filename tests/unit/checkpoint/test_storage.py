@@ -280,7 +280,8 @@ def test_memory_that_was_taken_beforehand_is_the_one_that_is_used(monkeypatch: p
     copied.prepare(pieces, {"object": b"x" * 10})
     copied.release()  # waits for it
     copied.prepare(pieces, {"object": b"x" * 10})
-    copied._prepared()
+    assert copied._preparing is not None
+    copied._preparing.join()
     place = copied._bytes.data_ptr()
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", None)  # nothing more is taken

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from zoo.checkpoint import snapshot
+from zoo.checkpoint import saver as saving
 from zoo.checkpoint.saver import Saver
+from zoo.checkpoint.sharded_state import RankState
 from zoo.training import optimization
 from zoo.training.trainer import Trainer
 
@@ -26,9 +27,9 @@ def test_what_was_built_before_a_failure_is_released(monkeypatch: pytest.MonkeyP
 def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the loop of a run; what takes steps alone, as a bench does, takes none."""
     taken: list[Any] = []
-    monkeypatch.setattr(snapshot, "prepare", lambda trainable, *_, **__: taken.append(trainable) or 0)
+    monkeypatch.setattr(saving, "to_write", lambda trainable, *_, **__: taken.append(trainable) or RankState())
     saver = Saver.__new__(Saver)
-    saver._prepared, saver._copied = False, None  # type: ignore[assignment]
+    saver._prepared, saver._copied = False, SimpleNamespace(prepare=lambda *_: 0)  # type: ignore[assignment]
     saver._recipe, saver._world = (
         SimpleNamespace(train=SimpleNamespace(save="full")),
         SimpleNamespace(size=1, is_main=True),

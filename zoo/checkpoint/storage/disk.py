@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -37,9 +36,9 @@ READERS = 8
 TESTED = 2**27  # bytes that a test of the disk writes
 
 
-def padded(size: int) -> int:
+def padded(size: int, block: int = BLOCK) -> int:
     """The next multiple of a block."""
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // block) * block
 
 
 def parts(total: int) -> list[int]:
@@ -72,7 +71,7 @@ def write(
     starts = [sum(size for _, size in files[:i]) for i in range(len(files))]
     failures: list[BaseException] = []
 
-    def one(number: int) -> list[str]:
+    def write_file(number: int) -> list[str]:
         name, size = files[number]
         part = memory[starts[number] : starts[number] + size]
         try:
@@ -81,14 +80,14 @@ def write(
             failures.append(error)
             return []
 
-    with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer", _step_back) as pool:
-        checksums = list(pool.map(one, range(len(files))))
+    with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer", _lower_priority) as pool:
+        checksums = list(pool.map(write_file, range(len(files))))
     if failures:
         raise failures[0]
     return {name: value for (name, _), value in zip(files, checksums, strict=True)}
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Have the kernel give a core to training's threads before this one: a step waits for the last of them."""
     with contextlib.suppress(OSError):  # a system on which a thread has no priority of its own
         thread = threading.get_native_id()
@@ -142,21 +141,21 @@ class Digests:
 
     def __init__(self) -> None:
         self._values: list[str] = []
-        self._one, self._left = xxhash.xxh3_128(), SUMMED
+        self._block, self._left = xxhash.xxh3_128(), SUMMED
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes."""
         while data:
             part, data = data[: self._left], data[self._left :]
-            self._one.update(part)
+            self._block.update(part)
             self._left -= len(part)
             if not self._left:
-                self._values.append(self._one.hexdigest())
-                self._one, self._left = xxhash.xxh3_128(), SUMMED
+                self._values.append(self._block.hexdigest())
+                self._block, self._left = xxhash.xxh3_128(), SUMMED
 
     def values(self) -> list[str]:
         """In hexadecimal, the last one of what is left."""
-        return self._values + ([self._one.hexdigest()] if self._left < SUMMED else [])
+        return self._values + ([self._block.hexdigest()] if self._left < SUMMED else [])
 
 
 def digest(path: Path) -> str:
@@ -173,7 +172,7 @@ def digests(path: Path) -> list[str]:
     return summed.values()
 
 
-def _read_into(path: Path, summed: Any) -> None:
+def _read_into(path: Path, summed: Digests | xxhash.xxh3_128) -> None:
     buffer = memoryview(bytearray(min(CHUNK, max(1, path.stat().st_size))))
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -208,12 +207,12 @@ class Files:
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def read(self, name: str, offset: int, buffer: Any) -> None:
+    def read(self, name: str, offset: int, buffer: bytearray | memoryview) -> None:
         """Fill a buffer from an offset on, unchecked; OSError, which names the file, where it can't be read or is too short."""
         view, got = memoryview(buffer).cast("B"), 0
         try:
             while got < len(view):
-                count = self._once(name, view[got : got + 2**30], offset + got)
+                count = self._read_once(name, view[got : got + 2**30], offset + got)
                 if not count:
                     raise _Short(errno.EIO, "it ends too early")
                 got += count
@@ -229,12 +228,14 @@ class Files:
         """
         try:
             whole = padded(size) if self._direct else size  # a direct read ends at a multiple, or where the file does
-            got = self._once(name, buffer[:whole], number * SUMMED)
+            got = self._read_once(name, buffer[:whole], number * SUMMED)
             if got < size:
                 self.read(name, number * SUMMED + got // BLOCK * BLOCK, buffer[got // BLOCK * BLOCK : size])
         except OSError as error:
-            what = "is damaged: it ends too early" if isinstance(error, _Short) else f"can't be read ({error.strerror})"
-            raise Damaged({name: f"{self._folder / name} {what}"}) from None
+            fault = (
+                "is damaged: it ends too early" if isinstance(error, _Short) else f"can't be read ({error.strerror})"
+            )
+            raise Damaged({name: f"{self._folder / name} {fault}"}) from None
         checksums = self._checksums.get(name)
         summed = xxhash.xxh3_128()
         summed.update(buffer[:size])
@@ -242,17 +243,7 @@ class Files:
             raise Damaged({name: f"{self._folder / name} is damaged: its checksum is not the one in integrity.json"})
         return buffer[:size]
 
-    def _once(self, name: str, buffer: memoryview, offset: int) -> int:
-        handle = self._handle(name)
-        try:
-            return os.preadv(handle, [buffer], offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
-                raise
-        stop_direct(handle)  # a file system that opens a file for direct reads, and refuses them
-        return os.preadv(handle, [buffer], offset)
-
-    def _handle(self, name: str) -> int:
+    def _read_once(self, name: str, buffer: memoryview, offset: int) -> int:
         with self._lock:
             if name not in self._handles:
                 flags, handle = os.O_RDONLY | os.O_CLOEXEC, -1
@@ -260,7 +251,14 @@ class Files:
                     with contextlib.suppress(OSError):
                         handle = os.open(self._folder / name, flags | os.O_DIRECT)
                 self._handles[name] = handle if handle >= 0 else os.open(self._folder / name, flags)
-            return self._handles[name]
+            handle = self._handles[name]
+        try:
+            return os.preadv(handle, [buffer], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        stop_direct(handle)  # a file system that opens a file for direct reads, and refuses them
+        return os.preadv(handle, [buffer], offset)
 
     def __enter__(self) -> Files:
         return self

@@ -30,9 +30,11 @@ from zoo.checkpoint.storage.disk import SUMMED, Files
 from zoo.checkpoint.storage.pieces import Shape
 from zoo.errors import UserError, printable
 from zoo.files import BLOCK, read_json, write_atomically
+from zoo.records import is_count
+from zoo.types import JsonMapping
 
 if TYPE_CHECKING:  # importing it takes time and memory that a start has other use for
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 INDEX = "index.json"
 _FORMAT, _VERSION = "zoo sharded tensors", 1
@@ -40,9 +42,8 @@ _MOST = 2**31  # bytes of an index
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-Entry = tuple[
-    str, str, Shape, int, Shape, Shape
-]  # key, dtype, shape, byte, offsets, sizes: what a rank says of a piece
+type Entry = tuple[str, str, Shape, int, Shape, Shape]
+"""A piece that a rank has written: key, dtype, shape, byte, offsets, sizes."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,6 @@ def write_index(folder: Path, ranks: Sequence[RankTable]) -> None:
     write_atomically(folder / INDEX, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As the index writes it."""
-    return str(dtype).removeprefix("torch.")
-
-
 class Index:
     """An opened `index.json`: `tensors` by key, and their bytes."""
 
@@ -106,35 +102,45 @@ class Index:
                 f"{path} is not the index of a checkpoint: {printable(str(error), 200)}; take another one"
             ) from None
 
-    def _read(self, content: Any) -> None:
-        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+    def _read(self, content: JsonMapping) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
         if (content["format"], content["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"it has format {content['format']!r}, version {content['version']!r}")
-        self._files = [[_checked_file(*file) for file in files] for files in content["files"]]
+        self._files = [[(name, size) for name, size in files] for files in content["files"]]
+        for name, size in (file for files in self._files for file in files):
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+                raise ValueError("it points out of the folder")
+            if not is_count(size):
+                raise ValueError(f"{name} has {size!r} bytes")
         if any(size % BLOCK for files in self._files for _, size in files[:-1]):
             raise ValueError("a file ends within a block")
-        self._starts = [[*accumulate((size for _, size in files), initial=0)] for files in self._files]
+        self._file_starts = [[*accumulate((size for _, size in files), initial=0)] for files in self._files]
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        self._at: dict[str, list[tuple[int, int]]] = {}
+        self.starts: dict[str, list[tuple[int, int]]] = {}  # of each chunk: rank, byte of that rank's sequence
         for key, entry in content["tensors"].items():
             dtype, shape = _DTYPES[entry["dtype"]], _counts(entry["shape"])
-            chunks = [_chunk(shape, *piece[2:]) for piece in entry["pieces"]]
-            self._at[key] = [(piece[0], piece[1]) for piece in entry["pieces"]]
-            for chunk, (rank, at) in zip(chunks, self._at[key], strict=True):
-                self._check(rank, at, math.prod(chunk.sizes) * dtype.itemsize)
+            chunks, self.starts[key] = [], []
+            for rank, at, *rectangle in entry["pieces"]:
+                offsets, sizes = map(_counts, rectangle)
+                ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+                if len(offsets) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+                    raise ValueError("a piece lies outside of its tensor")
+                self._check(rank, at, math.prod(sizes) * dtype.itemsize)
                 if at % dtype.itemsize:
                     raise ValueError("a piece begins within an element")
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                self.starts[key].append((rank, at))
             properties = TensorProperties(dtype=dtype)
             self.tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-        self._objects = {key: tuple(place) for key, place in content["objects"].items()}
-        for place in self._objects.values():
-            self._check(*place)
+        self._objects = {key: tuple(span) for key, span in content["objects"].items()}
+        for span in self._objects.values():
+            self._check(*span)
 
     def _check(self, rank: int, at: int, size: int) -> None:
-        if not (_is_count(rank) and _is_count(at) and _is_count(size)):
+        if not (is_count(rank) and is_count(at) and is_count(size)):
             raise ValueError("a place in it is no number")
-        if at + size > self._starts[rank][-1]:
+        if at + size > self._file_starts[rank][-1]:
             raise ValueError("it points out of its files")
 
     def object(self, key: str) -> Any:
@@ -148,22 +154,22 @@ class Index:
                 low, high = max(at, block.at), min(at + size, block.at + block.size)
                 read = files.block(block.name, block.number, block.size, buffer)
                 content[low - at : high - at] = read[low - block.at : high - block.at]
-        return _plain(self.folder, key, bytes(content))
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            why = str(error).splitlines()[0]
+            fault = f"its object {key!r} is refused ({why})"
+        except Exception:  # whatever bytes that are no such object lead to
+            fault = f"{key!r} holds no values"
+        raise UserError(f"{self.folder} can't be read: {fault}; take another checkpoint")
 
     def files(self, *, direct: bool = False) -> Files:
         """The files to read from, as `Files`."""
         return Files(self.folder, self._checksums, direct=direct)
 
-    def place(self, item: Any) -> Place:
-        """Where the stored piece lies that a planned read takes a part of."""
-        key, number = item.storage_index.fqn, item.storage_index.index
-        stored = self.tensors[key]
-        rank, at = self._at[key][number]
-        return Place(rank, at, tuple(stored.chunks[number].sizes), stored.properties.dtype)
-
     def blocks(self, rank: int, low: int, high: int) -> Iterator[Block]:
         """The blocks of a rank's files that hold its bytes from `low` to `high`."""
-        starts = self._starts[rank]
+        starts = self._file_starts[rank]
         for file in range(max(0, bisect_right(starts, low) - 1), len(self._files[rank])):
             (name, size), start = self._files[rank][file], starts[file]
             if start >= high:
@@ -172,16 +178,6 @@ class Index:
             for number in range(first, -(-min(high - start, size) // SUMMED)):
                 at = number * SUMMED
                 yield Block(name, number, start + at, min(SUMMED, size - at))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stored piece lies."""
-
-    rank: int
-    at: int  # byte of that rank's sequence
-    sizes: Shape
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -194,40 +190,7 @@ class Block:
     size: int
 
 
-def _plain(folder: Path, key: str, content: bytes) -> Any:
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever bytes that are no such object lead to
-        if not isinstance(error, pickle.UnpicklingError):
-            raise UserError(f"{folder} can't be read: {key!r} holds no values; take another checkpoint") from None
-        why = str(error).splitlines()[0]
-        raise UserError(
-            f"{folder} can't be read: its object {key!r} is refused ({why}); take another checkpoint"
-        ) from None
-
-
-def _checked_file(name: Any, size: Any) -> tuple[str, int]:
-    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-        raise ValueError("it points out of the folder")
-    if not _is_count(size):
-        raise ValueError(f"{name} has {size!r} bytes")
-    return name, size
-
-
-def _chunk(shape: Shape, offsets: Any, sizes: Any) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    first, count = _counts(offsets), _counts(sizes)
-    if len(first) != len(shape) or any(a + n > size for a, n, size in zip(first, count, shape, strict=True)):
-        raise ValueError("a piece lies outside of its tensor")
-    return ChunkStorageMetadata(torch.Size(first), torch.Size(count))
-
-
-def _counts(values: Any) -> Shape:
-    if not all(map(_is_count, values)):
+def _counts(values: Sequence[int]) -> Shape:
+    if not all(map(is_count, values)):
         raise ValueError("a shape in it is none")
     return tuple(values)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

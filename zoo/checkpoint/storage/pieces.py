@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 Shape = tuple[int, ...]
 
@@ -37,12 +41,12 @@ class Piece:
     device: torch.device | None = None
 
     @property
-    def on_host(self) -> bool:
-        """Whether what is to be written is in the host's memory."""
+    def on_cpu(self) -> bool:
+        """Whether the values to write are in CPU memory."""
         return (self.device or self.data.device).type == "cpu"
 
     def read(self) -> Tensor:
-        """What is to be written."""
+        """The values to write."""
         if self.source is None:
             return self.data
         view = self.data
@@ -90,12 +94,7 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Sha
         yield (last, *offsets), (1, *sizes)
 
 
-def strides_of(shape: Shape) -> Shape:
-    """Those of a row-major tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def boxes(entry: Any) -> list[Box]:
+def boxes(entry: ShardedTensor | ShardedTensorFactory) -> list[Box]:
     """How megatron-core's description of a parameter, a ShardedTensor or a factory, cuts it into tensors.
 
     A factory is asked with a tensor without data: the views that it makes say which elements they are.
@@ -114,35 +113,25 @@ def boxes(entry: Any) -> list[Box]:
         return [Box(entry.key, entry.global_shape, entry.global_offset, lead, offsets, sizes)]
     assert isinstance(entry, ShardedTensorFactory), entry
     probe = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
-    found = []
+    cut = []
     for part in nested_values({"parts": replace(entry, data=probe).build()}):
         view = part.data
         axes = [axis for axis, size in enumerate(view.shape) if size > 1]
         if view.ndim != probe.ndim or any(view.stride(axis) != probe.stride(axis) for axis in axes):
             raise NotImplementedError(f"{entry.key}: its tensor {part.key} is no rectangle of the parameter")
-        offsets = unravelled(view.storage_offset(), tuple(probe.shape))
+        offsets = tuple(map(int, np.unravel_index(view.storage_offset(), tuple(probe.shape))))
         shape, origin = part.global_shape, part.global_offset
-        found.append(Box(part.key, shape, origin, part.prepend_axis_num, offsets, tuple(view.shape)))
-    if sum(math.prod(box.sizes) for box in found) != probe.numel():
+        cut.append(Box(part.key, shape, origin, part.prepend_axis_num, offsets, tuple(view.shape)))
+    if sum(math.prod(box.sizes) for box in cut) != probe.numel():
         raise NotImplementedError(f"{entry.key}: its tensors are not the whole of the parameter")
-    return found
-
-
-def unravelled(flat: int, shape: Shape) -> Shape:
-    """The index of an element by its place in the flattened tensor."""
-    index = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat //= size
-    return tuple(reversed(index))
+    return cut
 
 
 def whole(cut: Sequence[Box], data: Tensor, *, steady: bool = True) -> Iterator[Piece]:
     """The pieces of a parameter, or of a tensor of its shape."""
     for box in cut:
         if all(box.sizes):
-            view = _narrowed(data, box.offsets, box.sizes)
-            yield _piece(box, "", view, box.offsets, box.sizes, steady)
+            yield _piece(box, "", part_of(data, box.offsets, box.sizes), box.offsets, box.sizes, steady)
 
 
 def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str = "") -> Iterator[Piece]:
@@ -157,7 +146,12 @@ def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str
             common = tuple(b - a for a, b in zip(low, high, strict=True))
             if all(size > 0 for size in common):
                 inner = tuple(a - o for a, o in zip(low, offsets, strict=True))
-                yield _piece(box, prefix, _narrowed(rectangle, inner, common), low, common, True)
+                yield _piece(box, prefix, part_of(rectangle, inner, common), low, common, True)
+
+
+def part_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of a rectangle of a tensor."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
 
 
 def _piece(box: Box, prefix: str, view: Tensor, offsets: Shape, sizes: Shape, steady: bool) -> Piece:
@@ -166,9 +160,3 @@ def _piece(box: Box, prefix: str, view: Tensor, offsets: Shape, sizes: Shape, st
     at = (*box.origin[: box.lead], *(o + m for o, m in zip(box.origin[box.lead :], moved, strict=True)))
     lead = (1,) * box.lead
     return Piece(prefix + box.key, tuple(box.shape), at, (*lead, *sizes), view[(None,) * box.lead], steady)
-
-
-def _narrowed(data: Tensor, offsets: Shape, sizes: Shape) -> Tensor:
-    for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        data = data.narrow(axis, offset, size)
-    return data

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.checkpoint.storage.disk import READERS, SUMMED
 from zoo.checkpoint.storage.index import Block, Index
-from zoo.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
-from zoo.errors import UserError, part_of
+from zoo.checkpoint.storage.pieces import Piece, Shape, part_of, rectangles
+from zoo.errors import UserError
+from zoo.errors import part_of as part_of_bytes
 from zoo.logging import terminal
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
 
 
 @torch.no_grad()
@@ -38,40 +42,68 @@ def fill(pieces: Sequence[Piece], index: Index, *, direct: bool = False) -> None
     by_key: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
-    planned = [pair for key, wanted in by_key.items() for pair in _planned(key, wanted, index)]
-    devices = {piece.data.device for piece in pieces}  # some state of an optimizer may be on the host
-    device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
-    _fill(planned, index, device, direct=direct)
+    by_block: dict[tuple[int, int], tuple[Block, list[_Copy]]] = {}
+    for key, wanted in by_key.items():
+        for item in _planned(key, wanted, index):
+            for rank, block, copy in _copies(item, wanted[item.dest_index.index or 0].data, index):
+                by_block.setdefault((rank, block.at), (block, []))[1].append(copy)
+    devices = {piece.data.device for piece in pieces}  # some state of an optimizer may be in CPU memory
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    buffers = threading.local()
+
+    def begin() -> None:
+        torch.set_grad_enabled(False)  # of this thread
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread has the first one
+
+    def read(task: tuple[Block, list[_Copy]]) -> int:
+        block, copies = task
+        if not hasattr(buffers, "tensor"):  # (SUMMED,), which direct reads and copies to a GPU accept
+            if device.type == "cuda":
+                buffers.tensor = torch.empty(SUMMED, dtype=torch.uint8, pin_memory=True)
+            else:
+                buffers.tensor = torch.frombuffer(mmap.mmap(-1, SUMMED), dtype=torch.uint8)
+        files.block(block.name, block.number, block.size, memoryview(buffers.tensor.numpy()))
+        for copy in copies:
+            copy.target.copy_(buffers.tensor.view(copy.dtype).as_strided(copy.sizes, copy.strides, copy.first))
+        return block.size
+
+    tasks = [by_block[key] for key in sorted(by_block)]  # in the order in which they lie in the files
+    total, done = sum(block.size for block, _ in tasks), 0
+    with index.files(direct=direct) as files, ThreadPoolExecutor(READERS, "zoo-save-reader", begin) as pool:
+        for size in pool.map(read, tasks):
+            done += size
+            terminal.detail(part_of_bytes(done, total))
 
 
 def check_shapes(pieces: Iterable[Piece], index: Index) -> None:
     """UserError where a checkpoint lacks a tensor, or has it in another shape."""
-    asked = {piece.key: piece.shape for piece in pieces}
-    there = {key: tuple(entry.size) for key, entry in index.tensors.items()}
-    wrong = [(key, shape) for key, shape in asked.items() if there.get(key) != shape]
+    wanted = {piece.key: piece.shape for piece in pieces}
+    stored = {key: tuple(entry.size) for key, entry in index.tensors.items()}
+    wrong = [(key, shape) for key, shape in wanted.items() if stored.get(key) != shape]
     if wrong:
         name, shape = wrong[0]
-        what = f"has {list(there[name])}" if name in there else "has no such tensor"
+        fault = f"has {list(stored[name])}" if name in stored else "has no such tensor"
         raise UserError(
-            f"{index.folder} does not hold this model: {len(wrong)} of {len(asked)} tensors are missing or of another shape, "
-            f"the first {name}, wanted {list(shape)}, of which it {what}; take the recipe's old values, or start from its "
+            f"{index.folder} does not hold this model: {len(wrong)} of {len(wanted)} tensors are missing or of another shape, "
+            f"the first {name}, wanted {list(shape)}, of which it {fault}; take the recipe's old values, or start from its "
             f"weights with model.init={index.folder} in another run.dir"
         )
 
 
-def _planned(key: str, wanted: Sequence[Piece], index: Index) -> list[tuple[Any, Tensor]]:
+def _planned(key: str, wanted: Sequence[Piece], index: Index) -> list[ReadItem]:
     """torch.distributed.checkpoint's plan: which part of which stored piece goes to which part of a wanted one."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in wanted]
-    items: list[Any] = create_read_items_for_chunk_list(key, index.tensors[key], chunks)
-    found = [0] * len(wanted)
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in wanted]
+    items = create_read_items_for_chunk_list(key, index.tensors[key], chunks)
+    covered = [0] * len(wanted)
     for item in items:
-        found[item.dest_index.index] += math.prod(item.lengths)
-    if found != [math.prod(one.sizes) for one in wanted]:
+        covered[item.dest_index.index or 0] += math.prod(item.lengths)
+    if covered != [math.prod(piece.sizes) for piece in wanted]:
         raise UserError(f"{index.folder} can't be read: its index does not have {key} whole; take another checkpoint")
-    return [(item, wanted[item.dest_index.index].data) for item in items]
+    return items
 
 
 @dataclass(frozen=True)
@@ -85,78 +117,24 @@ class _Copy:
     target: Tensor
 
 
-def _fill(planned: Sequence[tuple[Any, Tensor]], index: Index, device: torch.device, *, direct: bool) -> None:
-    """By blocks, each read and checked once, in the order in which they lie in the files."""
-    by_block: dict[tuple[int, int], tuple[Block, list[_Copy]]] = {}
-    for item, target in planned:
-        for rank, block, copy in _copies(item, target, index):
-            by_block.setdefault((rank, block.at), (block, []))[1].append(copy)
-    buffers = threading.local()
-
-    with index.files(direct=direct) as files:
-
-        def one(task: tuple[Block, list[_Copy]]) -> None:
-            block, copies = task
-            if not hasattr(buffers, "tensor"):
-                buffers.tensor = _buffer(device)
-                buffers.view = memoryview(buffers.tensor.numpy())
-            files.block(block.name, block.number, block.size, buffers.view)
-            for copy in copies:
-                flat = buffers.tensor.view(copy.dtype)
-                copy.target.copy_(flat.as_strided(copy.sizes, copy.strides, copy.first))
-
-        tasks = [by_block[key] for key in sorted(by_block)]
-        _on_threads(one, tasks, device, [block.size for block, _ in tasks])
-
-
-def _buffer(device: torch.device) -> Tensor:
-    """Room for a block, (SUMMED,), that direct reads and copies to a GPU accept."""
-    if device.type == "cuda":
-        return torch.empty(SUMMED, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, SUMMED), dtype=torch.uint8)
-
-
-def _copies(item: Any, target: Tensor, index: Index) -> Iterator[tuple[int, Block, _Copy]]:
-    """What a planned read takes of each block."""
-    place = index.place(item)
-    size, sizes = place.dtype.itemsize, place.sizes
-    strides = strides_of(sizes)
+def _copies(item: ReadItem, target: Tensor, index: Index) -> Iterator[tuple[int, Block, _Copy]]:
+    """The copies of a planned read, each with the rank and the block that it reads from."""
+    key, number = item.storage_index.fqn, item.storage_index.index or 0
+    stored, (rank, at) = index.tensors[key], index.starts[key][number]
+    sizes, dtype = tuple(stored.chunks[number].sizes), stored.properties.dtype
+    strides = torch.empty(sizes, device="meta").stride()
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     low = sum(o * s for o, s in zip(offsets, strides, strict=True))
     high = low + sum((n - 1) * s for n, s in zip(lengths, strides, strict=True)) + 1
-    for block in index.blocks(place.rank, place.at + low * size, place.at + high * size):
-        start = max(low, -((place.at - block.at) // size))
-        end = min(high, (block.at + block.size - place.at) // size)
-        for at, extent in rectangles(sizes, start, end):
-            first = tuple(map(max, at, offsets))
-            last = [min(a + n, o + m) for a, n, o, m in zip(at, extent, offsets, lengths, strict=True)]
+    for block in index.blocks(rank, at + low * dtype.itemsize, at + high * dtype.itemsize):
+        start = max(low, -((at - block.at) // dtype.itemsize))
+        end = min(high, (block.at + block.size - at) // dtype.itemsize)
+        for corner, extent in rectangles(sizes, start, end):
+            first = tuple(map(max, corner, offsets))
+            last = [min(a + n, o + m) for a, n, o, m in zip(corner, extent, offsets, lengths, strict=True)]
             common = tuple(b - a for a, b in zip(first, last, strict=True))
             if all(n > 0 for n in common):
-                byte = place.at + sum(a * s for a, s in zip(first, strides, strict=True)) * size - block.at
+                byte = at + sum(a * s for a, s in zip(first, strides, strict=True)) * dtype.itemsize - block.at
                 to = [d + a - o for d, a, o in zip(item.dest_offsets, first, offsets, strict=True)]
-                part = _part(target, to, common)
-                yield place.rank, block, _Copy(place.dtype, byte // size, common, strides, part)
-
-
-def _on_threads[T](
-    work: Callable[[T], None], tasks: Sequence[T], device: torch.device, sizes: Sequence[int] = ()
-) -> None:
-    """Do all tasks; `sizes`, in bytes, tell a terminal how far they are."""
-
-    def enter() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a new thread has the first one
-        torch.set_grad_enabled(False)  # of this thread
-
-    with ThreadPoolExecutor(READERS, "zoo-save-reader", enter) as pool:
-        whole, done = sum(sizes), 0
-        for number, _ in enumerate(pool.map(work, tasks)):
-            if sizes:
-                done += sizes[number]
-                terminal.detail(part_of(done, whole))
-
-
-def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(axis, offset, length)
-    return tensor
+                copy = _Copy(dtype, byte // dtype.itemsize, common, strides, part_of(target, to, common))
+                yield rank, block, copy
