@@ -7,7 +7,6 @@ are read as well. Published experts stand one by one; stacks of them, as in memo
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import (
@@ -21,6 +20,7 @@ from zoo.bridge.mapping.shared_rules import (
     stacks,
 )
 from zoo.bridge.mapping.table import Bridge
+from zoo.types import JsonObject
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "language_model.model.layers.{layer}"
@@ -32,7 +32,7 @@ _MODULES = {
 _MEMORY = {**{module: published for published, module in _MODULES.items()}, "lm_head.": "language_model.lm_head."}
 
 
-def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
     return {**config, "text_config": published_experts(config["text_config"])}
 
 

@@ -7,7 +7,6 @@ them in memory, are read as well.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from zoo.bridge.mapping.shared_rules import (
     attention_layer,
@@ -19,12 +18,13 @@ from zoo.bridge.mapping.shared_rules import (
     stacks,
 )
 from zoo.bridge.mapping.table import Bridge
+from zoo.types import JsonObject
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "model.layers.{layer}"
 
 
-def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
     return published_experts(config)
 
 

@@ -10,17 +10,17 @@ either place, and an export keeps what its source has. Zero-centred norms stay z
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from zoo.bridge.mapping.gated_delta_net import QKV_Z_B_A, gated_delta_net, gated_layer, in_fp32, multi_token
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
 from zoo.bridge.mapping.table import Bridge
+from zoo.types import JsonObject
 
 _ZOO, _HF = "decoder.layers.{layer}", "model.language_model.layers.{layer}"
 
 
-def _fresh_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _fresh_config(config: JsonObject, names: Collection[str]) -> JsonObject:
     """The config, of as many MTP layers as there are weights for: all, or none. A folder's own config keeps what it says."""
     text = config.get("text_config", {})
     if text.get("mtp_num_hidden_layers") and not any(name.startswith("mtp.") for name in names):

@@ -8,18 +8,18 @@ rows of one key head after the other. Zero-centred norms stay zero-centred. A mo
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from zoo.bridge.mapping.gated_delta_net import QKVZ_BA, gated_delta_net, gated_layer, multi_token
 from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.models.qwen3_next.config import MTP_LAYERS
+from zoo.types import JsonObject
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "model.layers.{layer}"
 
 
-def _fresh_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _fresh_config(config: JsonObject, names: Collection[str]) -> JsonObject:
     """The config, with the number of MTP layers where it is not the one that goes without saying."""
     return config if any(name.startswith("mtp.") for name in names) else {**config, MTP_LAYERS: 0}
 

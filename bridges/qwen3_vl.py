@@ -8,7 +8,6 @@ that stand one by one, as tools that quantise store them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import (
@@ -22,12 +21,13 @@ from zoo.bridge.mapping.shared_rules import (
     transposed_stacks,
 )
 from zoo.bridge.mapping.table import Bridge
+from zoo.types import JsonObject
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "model.language_model.layers.{layer}"
 
 
-def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
     return {**config, "text_config": published_experts(config["text_config"])}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded
+from zoo.nn.inputs import Encoded, Media
 from zoo.nn.vision_language import TileModel
 
 
@@ -26,7 +23,7 @@ class Gemma3Model(TileModel):
         torch.nn.init.normal_(projector.mm_input_projection_weight, std=config.vision.hidden_size**-0.5)
         return {"vision": tower, "projector": projector}
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Images and their crops through the tower in one call."""
         if "pixel_values" not in media:
             return {}

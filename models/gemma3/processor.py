@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from zoo.data.processors.vision import MARKERS, load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.models.gemma3.config import Gemma3Config
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 # The bundled tokenizer's tokens for the beginning, the placeholders and the end of an image.
 TINY_TOKENS = {"boi_token": "<|vision_start|>", "image_token": "<|image_pad|>", "eoi_token": "<|vision_end|>"}
@@ -39,7 +43,7 @@ class Gemma3Processor(Processor):
     modalities = ("text", "image")
     coordinates = Coordinates(y_first=True)  # as Gemini's, by the bounding boxes of Google's documentation
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         known = hf.tokenizer.get_vocab()
         super().__init__(hf, TURNS if TURNS.end in known else MARKERS)
 
@@ -54,23 +58,23 @@ class Gemma3Processor(Processor):
         """Ids of the tokens of images and around them."""
         return frozenset(self.token_ids.values())
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """All images as one sample's; pan and scan as the image processor's settings say, which transformers' calls leave off."""
         if not row.images:
             return {}
         return {"images": [media.arguments["images"]], "images_kwargs": dict(self._pan_and_scan)}
 
     @property
-    def _pan_and_scan(self) -> dict[str, Any]:
+    def _pan_and_scan(self) -> JsonObject:
         """Settings of pan and scan; empty where it is off."""
         images = self.hf.image_processor
         if not images.do_pan_and_scan:
             return {}
         names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-        given = {f"pan_and_scan_{name}": getattr(images, f"pan_and_scan_{name}") for name in names}
-        return {"do_pan_and_scan": True} | {name: value for name, value in given.items() if value is not None}
+        settings = {f"pan_and_scan_{name}": getattr(images, f"pan_and_scan_{name}") for name in names}
+        return {"do_pan_and_scan": True} | {name: value for name, value in settings.items() if value is not None}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors; see the module's docstring."""
         if "pixel_values" not in features:
             return {}
@@ -91,10 +95,10 @@ class Gemma3Processor(Processor):
         pieces = text.split(self.tokenizer.boi_token)
         if len(pieces) != len(crops) + 1:
             return None
-        one = f"\n\n{self.tokenizer.boi_token}{self.tokenizer.eoi_token}\n\n"
+        image_span = f"\n\n{self.tokenizer.boi_token}{self.tokenizer.eoi_token}\n\n"
         written = pieces[0]
         for count, piece in zip(crops, pieces[1:], strict=True):
-            seen = f"{ORIGINAL}{one}{CROPS}{' '.join([one] * count)}" if count else one
+            seen = f"{ORIGINAL}{image_span}{CROPS}{' '.join([image_span] * count)}" if count else image_span
             written += seen + piece
         images = len(crops) + sum(crops)
         return Sketch(written, images * self.hf.image_seq_length, {"vision": [1] * images})
@@ -121,7 +125,7 @@ def crops_of(
     return count if min(math.ceil(long / count), short) >= pan_and_scan_min_crop_size else 0
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Gemma3Processor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Gemma3Processor:
     """The processor of a run.
 
     Args:
@@ -140,7 +144,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Gemma3Proces
     return Gemma3Processor(load_processor(source, "Gemma3Processor", wanted))
 
 
-def _make(side: int, tokens: int) -> Any:
+def _make(side: int, tokens: int) -> ProcessorMixin:
     """A processor of the bundled tokenizer, for images of so many pixels a side and so many tokens."""
     from transformers import AutoTokenizer, Gemma3ImageProcessor
     from transformers import Gemma3Processor as Processor

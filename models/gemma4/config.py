@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from zoo.errors import UserError
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.family import WindowedConfig
 from zoo.packing.cost import TowerCost
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 UNBUILT = {  # a key of the decoder, the value that is built, and what another one asks for
     "hidden_size_per_layer_input": (0, "embeddings for each layer"),
@@ -32,7 +36,7 @@ class Gemma4Config(WindowedConfig):
     builds: ClassVar[tuple[str, ...]] = ("per_layer_config", "audio_config")
 
     @classmethod
-    def from_arch(cls, arch: dict[str, Any]) -> Self:
+    def from_arch(cls, arch: JsonObject) -> Self:
         """From the dict of a config.json; heads of full layers under the hub's keys or, as transformers saves them, by layer."""
         text = arch.get("text_config") if isinstance(arch, dict) else None
         if isinstance(text, dict) and text.get("per_layer_config"):
@@ -40,7 +44,7 @@ class Gemma4Config(WindowedConfig):
         return super().from_arch(arch)
 
     @cached_property
-    def text(self) -> Any:
+    def text(self) -> PretrainedConfig:
         """The decoder's config; its heads are those of layers with a window."""
         text = copy.copy(super().text)
         text.per_layer_config = None  # transformers warns of reading what layers differ in
@@ -96,12 +100,12 @@ class Gemma4Config(WindowedConfig):
         }
 
 
-def _last_full(text: Any) -> int:
+def _last_full(text: PretrainedConfig) -> int:
     """The last layer, which transformers makes one that sees all tokens."""
     return int(text.num_hidden_layers) - 1
 
 
-def _with_global_heads(text: dict[str, Any]) -> dict[str, Any]:
+def _with_global_heads(text: JsonObject) -> JsonObject:
     """The decoder's keys with the heads of its full layers as the hub has them."""
     text = dict(text)
     layers = text.pop("per_layer_config")

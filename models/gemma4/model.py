@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded
+from zoo.nn.inputs import Encoded, Media
 from zoo.nn.vision_language import TileModel
 from zoo.packing.index import cpu_to_device
 
@@ -37,7 +34,7 @@ class Gemma4Model(TileModel):
                 torch.nn.init.constant_(norm.weight, norm.weight.numel() ** -0.25)
         return {"vision": tower, "projector": Gemma4MultimodalEmbedder(config.vision, config.text)}
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Images through the tower in one call, padded to the one with most patches."""
         if "pixel_values" not in media:
             return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from zoo.data.processors.vision import MARKERS, load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.models.gemma4.config import Gemma4Config
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 GEMMA = ChatMarkers(header="<|turn>model\n", end="<turn|>")
 # The bundled tokenizer's tokens for the beginning, the placeholders and the end of an image and of sound.
@@ -43,7 +47,7 @@ class Gemma4Processor(Processor):
     modalities = ("text", "image")
     coordinates = Coordinates(y_first=True)  # as Gemini's, by the bounding boxes of Google's documentation
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         known = hf.tokenizer.get_vocab()
         super().__init__(hf, GEMMA if GEMMA.end in known else MARKERS)
 
@@ -58,11 +62,11 @@ class Gemma4Processor(Processor):
         """Ids of the tokens of images and around them."""
         return frozenset(self.token_ids.values())
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """All images as one sample's."""
         return {"images": [media.arguments["images"]]} if row.images else {}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors; see the module's docstring."""
         if "pixel_values" not in features:
             return {}
@@ -95,7 +99,7 @@ class Gemma4Processor(Processor):
         return Sketch(written, sum(tokens), {"vision": [each * self._patches_per_token for each in tokens]})
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Gemma4Processor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Gemma4Processor:
     """The processor of a run.
 
     Args:
@@ -116,7 +120,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Gemma4Proces
     return Gemma4Processor(load_processor(source, "Gemma4Processor", wanted))
 
 
-def _make(vision: Any) -> Any:
+def _make(vision: PretrainedConfig) -> ProcessorMixin:
     """A processor of the bundled tokenizer, for patches of that tower."""
     from transformers import AutoTokenizer, Gemma4AudioFeatureExtractor, Gemma4ImageProcessor, Gemma4VideoProcessor
     from transformers import Gemma4Processor as Processor

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DENSE = "it has a rotary embedding of neighbouring channels, norms behind attention and MLP, and MLPs whose gate and up are one weight"
 
@@ -28,7 +31,7 @@ class GLM45VConfig(FamilyConfig):
         return "sigmoid_routing", "plain_shared_expert", *biases
 
     @cached_property
-    def text(self) -> Any:
+    def text(self) -> PretrainedConfig:
         """The decoder's config, its experts also under the names that zoo reads."""
         text = super().text
         text.num_experts = text.n_routed_experts

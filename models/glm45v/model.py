@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from zoo.nn.inputs import Encoded
+from zoo.nn.inputs import Encoded, Media
 from zoo.nn.vision_language import VisionLanguageModel
 
 
 class GLM45VModel(VisionLanguageModel):
     """Routing and biases are in the config."""
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Images, then frames of videos, each with a row of sizes: the tower fits its learned places to each row's."""
         grids = media.get("video_grid_thw")
         if grids is not None:

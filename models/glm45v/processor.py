@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.fitting import Sketch
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 KINDS = ("Glm4vProcessor", "Glm46VProcessor")
 MARKERS = ChatMarkers("<|assistant|>", "<|user|>", ("<|observation|>", "<|system|>"))
@@ -55,7 +59,7 @@ TINY_TEMPLATE = """\
 """
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> GLM45VProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> GLM45VProcessor:
     """The processor of a run.
 
     Args:
@@ -78,19 +82,19 @@ class GLM45VProcessor(vision.PatchProcessor):
     Both count an image's pixels once for each frame of a temporal patch, and a video's of all frames.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         ids = {key: hf.tokenizer.convert_tokens_to_ids(token) for key, token in AROUND.items()}
         media = {"image_token_id": hf.image_token_id, "video_token_id": hf.video_token_id}
         super().__init__(hf, media | ids, MARKERS)
         self._counted = hf.image_processor.temporal_patch_size  # times that an image's pixels count
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """Frames are taken as they are; their times follow from their pace."""
         if not row.videos:
             return {}
         return {"videos_kwargs": vision.frames_as_they_are(self.hf, media.arguments["videos"], media.paces)}
 
-    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, JsonObject]:
         """Sizes of images and of videos."""
         return super().pixel_options(self._as_counted(pixels))
 
@@ -111,7 +115,7 @@ class GLM45VProcessor(vision.PatchProcessor):
         """Placeholder tokens that the tower's outputs replace: those of images, for frames too."""
         return {self.hf.image_token: sum(vision.vision_tokens(self.hf, media).values())}
 
-    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+    def model_inputs(self, row: Row, features: JsonObject) -> JsonObject:
         """As the processor gives them; of a row with images and videos, which transformers' model refuses, all are images.
 
         A frame is to that model what an image of its size is.
@@ -187,14 +191,14 @@ class GLM45VProcessor(vision.PatchProcessor):
         return int(height), int(width)
 
 
-def _pictures(features: Mapping[str, Any], pixels: str, grids: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _pictures(features: JsonMapping, pixels: str, grids: str) -> Iterator[tuple[Tensor, Tensor]]:
     """(patches, grid (3,)) of each image or frame."""
     frames = features[grids].repeat_interleave(features[grids][:, 0], dim=0)
     frames[:, 0] = 1
     yield from zip(features[pixels].split(frames.prod(1).tolist()), frames, strict=True)
 
 
-def _make(geometry: dict[str, int]) -> Any:
+def _make(geometry: dict[str, int]) -> ProcessorMixin:
     from transformers import AutoTokenizer, Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded
+from zoo.nn.inputs import Encoded, Media
 from zoo.nn.vision_language import TileModel
 
 
@@ -24,7 +21,7 @@ class InternVLModel(TileModel):
         projector = InternVLMultiModalProjector(config.hf)
         return {"vision": AutoModel.from_config(config.vision), "projector": projector}
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Tiles of images and frames of videos, in the order of the row, through the tower in one call."""
         if "pixel_values" not in media:
             return {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError
 from zoo.models.internvl.config import InternVLConfig
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 # What the published tokenizers name their tokens, and those of the bundled tokenizer.
 TOKENS = {
@@ -40,7 +44,7 @@ class InternVLProcessor(Processor):
 
     modalities = ("text", "image", "video")
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         super().__init__(hf, MARKERS)
 
     @cached_property
@@ -53,17 +57,17 @@ class InternVLProcessor(Processor):
         """Ids of the placeholder and of the tokens around it."""
         return frozenset(self.hf.image_token_ids)
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """Frames are taken as they are."""
         return {"videos_kwargs": {"do_sample_frames": False}} if row.videos else {}
 
-    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def call_hf(self, text: str, arguments: JsonMapping) -> JsonMapping:
         """As transformers' processor, which takes videos of one length in a text: others go in one by one."""
         if len({len(video) for video in arguments.get("videos", ())}) > 1:
             return one_by_one(self.hf, text, arguments)
         return super().call_hf(text, arguments)
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors; see the module's docstring."""
         if "pixel_values" not in features:
             return {}
@@ -96,7 +100,7 @@ class InternVLProcessor(Processor):
         return Sketch(short, tiles * (hf.image_seq_length - 1), {"vision": [1] * tiles})
 
 
-def one_by_one(hf: Any, text: str, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def one_by_one(hf: ProcessorMixin, text: str, arguments: JsonMapping) -> dict[str, Tensor]:
     """What transformers' processor makes of a text cut behind each placeholder, put together again.
 
     A medium ends with a token of its own, so the pieces have the tokens of the whole.
@@ -116,7 +120,7 @@ def one_by_one(hf: Any, text: str, arguments: Mapping[str, Any]) -> dict[str, Te
     }
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> InternVLProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> InternVLProcessor:
     """The processor of a run.
 
     Args:
@@ -145,7 +149,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> InternVLProc
     return InternVLProcessor(hf)
 
 
-def _make(config: InternVLConfig) -> Any:
+def _make(config: InternVLConfig) -> ProcessorMixin:
     """A processor of the bundled tokenizer, for the architecture's tiles."""
     import transformers
 

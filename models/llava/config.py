@@ -84,9 +84,9 @@ class LlavaConfig(FamilyConfig):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the vision tower whose outputs the projector gets side by side: 1 is the first's."""
-        given = self.hf.vision_feature_layer
+        layer = self.hf.vision_feature_layer
         states = self.vision.num_hidden_layers + 1
-        layers = (given,) if isinstance(given, int) else tuple(given)
+        layers = (layer,) if isinstance(layer, int) else tuple(layer)
         return tuple(layer + states if layer < 0 else layer for layer in layers)
 
     @property

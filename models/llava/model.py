@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoModel
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from zoo.config.schema import Recipe
 from zoo.models.llava.config import LlavaConfig
-from zoo.models.llava.tower import Projector, Tower
-from zoo.nn.inputs import Encoded, Stage
+from zoo.nn.inputs import Encoded, Media, Stage
 from zoo.nn.vision_language import TileModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Tower(torch.nn.Module):
+    """transformers' CLIP or SigLIP tower, run up to the last layer whose output is used.
+
+    What lies behind that layer (the last one of the published LLaVA 1.5 and 1.6) is kept for the export, and not trained.
+    """
+
+    embeddings: torch.nn.Module
+    pre_layrnorm: torch.nn.Module  # CLIP's alone; transformers' spelling
+    encoder: Any  # with `layers`
+    post_layernorm: torch.nn.Module
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__()
+        for name, part in AutoModel.from_config(config.vision).named_children():
+            self.add_module(name, part)
+        self.chosen = config.feature_layers
+        self.first_patch = int(config.drops_first)
+        behind = {*self.encoder.layers[max(self.chosen) :], self.post_layernorm, getattr(self, "head", None)}
+        for part in behind - {None}:  # SigLIP's pooling head is there in some
+            part.requires_grad_(False)
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        """(N, 3, S, S) tiles -> (N, tile_tokens, width): the chosen layers' outputs side by side."""
+        hidden = self.embeddings(tiles)
+        if hasattr(self, "pre_layrnorm"):
+            hidden = self.pre_layrnorm(hidden)
+        seen = {}
+        for number, layer in enumerate(self.encoder.layers[: max(self.chosen)], start=1):
+            hidden = seen[number] = layer(hidden, None)
+        return torch.cat([seen[number][:, self.first_patch :] for number in self.chosen], dim=-1)
+
+
+class Projector(LlavaMultiModalProjector):
+    """transformers' projector, with the embedding that ends a line of patches in the variants that have one."""
+
+    def __init__(self, config: LlavaConfig) -> None:
+        super().__init__(config.hf)
+        if config.lines:
+            width = config.text.hidden_size
+            self.image_newline = torch.nn.Parameter(torch.randn(width) * width**-0.5)
 
 
 class LlavaModel(TileModel):
@@ -23,11 +68,11 @@ class LlavaModel(TileModel):
         super().__init__(config, recipe, stage)
         self.tiling = config.tiling
 
-    def build_towers(self, config: Any) -> dict[str, torch.nn.Module]:
+    def build_towers(self, config: PretrainedConfig) -> dict[str, torch.nn.Module]:
         """The vision tower up to the last layer that is used, and the projector."""
         return {"vision": Tower(config), "projector": Projector(config)}
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """Tiles of images and frames of videos through the tower in one call, then images and videos one by one."""
         images, frames = (media.get(name) for name in ("pixel_values", "pixel_values_videos"))
         tiles = [tiles for tiles in (images, frames) if tiles is not None]

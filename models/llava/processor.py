@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError
 from zoo.models.llava.config import LlavaConfig
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 KINDS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "llava_onevision": "LlavaOnevisionProcessor"}
 # Vicuna's, of LLaVA 1.5 and part of 1.6 (conv_vicuna_v1 of the LLaVA authors), for folders without a template.
@@ -46,7 +50,7 @@ class LlavaProcessor(Processor):
     modalities: tuple[str, ...] = ("text", "image", "video")  # OneVision's; the others take no videos
     coordinates = Coordinates("shares")  # as in the sets of referring expressions that LLaVA was trained on
 
-    def __init__(self, hf: Any, config: LlavaConfig) -> None:
+    def __init__(self, hf: ProcessorMixin, config: LlavaConfig) -> None:
         super().__init__(hf, find_markers(partial(hf.apply_chat_template, tokenize=False), hf.tokenizer))
         self.config = config
         self.tiling = config.tiling
@@ -64,7 +68,7 @@ class LlavaProcessor(Processor):
         """Ids of the placeholders."""
         return frozenset(self.token_ids.values())
 
-    def messages(self, row: Row) -> list[dict[str, Any]]:
+    def messages(self, row: Row) -> list[JsonObject]:
         """Contents as lists of parts, which the published templates want even of plain text."""
         return [
             message
@@ -73,9 +77,9 @@ class LlavaProcessor(Processor):
             for message in super().messages(row)
         ]
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """For OneVision: all images as one sample's, of which it cuts one that is alone; videos of unequal length apart."""
-        options: dict[str, Any] = {}
+        options: JsonObject = {}
         if self.config.has_video and row.images:
             options["images"] = [media.arguments["images"]]
         if row.videos:
@@ -84,23 +88,23 @@ class LlavaProcessor(Processor):
             options["return_tensors"] = None
         return options
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors, without the tiles that transformers fills up with; see the module's docstring."""
-        found = {}
+        tensors = {}
         if "pixel_values" in features:
             sizes = self._sizes(features)
             tiles = features["pixel_values"] if self.config.lines else features["pixel_values"][:, None]
-            found["pixel_values"] = torch.cat(
+            tensors["pixel_values"] = torch.cat(
                 [as_tensor(t[:n], torch.float32) for t, (*_, n) in zip(tiles, sizes, strict=True)]
             )
-            found["image_tiles"] = torch.tensor(sizes)
+            tensors["image_tiles"] = torch.tensor(sizes)
         if "pixel_values_videos" in features:
             videos = list(features["pixel_values_videos"])
-            found["pixel_values_videos"] = torch.cat([as_tensor(video, torch.float32) for video in videos])
-            found["video_ends"] = torch.tensor([int(n == len(v)) for v in videos for n in range(1, len(v) + 1)])
-        return found
+            tensors["pixel_values_videos"] = torch.cat([as_tensor(video, torch.float32) for video in videos])
+            tensors["video_ends"] = torch.tensor([int(n == len(v)) for v in videos for n in range(1, len(v) + 1)])
+        return tensors
 
-    def _sizes(self, features: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    def _sizes(self, features: JsonMapping) -> list[tuple[int, int, int]]:
         """Height, width and tiles of each image; OneVision cuts those that are alone in their sample."""
         if not self.config.lines:
             return [(self.tiling.tile, self.tiling.tile, 1)] * len(features["pixel_values"])
@@ -112,11 +116,11 @@ class LlavaProcessor(Processor):
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that images and videos give."""
         sizes = media["image_tiles"].tolist() if "image_tiles" in media else []
-        found = {self.hf.image_token: sum(self.tiling.image_tokens(*size) for size in sizes)}
+        counts = {self.hf.image_token: sum(self.tiling.image_tokens(*size) for size in sizes)}
         if self.config.has_video:
             ends = media["video_ends"].tolist() if "video_ends" in media else []
-            found[self.hf.video_token] = sum(self.tiling.frame_tokens(last) for last in ends)
-        return found
+            counts[self.hf.video_token] = sum(self.tiling.frame_tokens(last) for last in ends)
+        return counts
 
     def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """Tiles, one by one."""
@@ -135,7 +139,7 @@ class LlavaProcessor(Processor):
         return Sketch(text, further, {"vision": [1] * tiles})
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> LlavaProcessor:
     """The processor of a run.
 
     Args:
@@ -152,7 +156,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcess
     return LlavaProcessor(hf, config)
 
 
-def find_markers(render: Callable[..., str], tokenizer: Any) -> ChatMarkers:
+def find_markers(render: Callable[..., str], tokenizer: PreTrainedTokenizerBase) -> ChatMarkers:
     """How a chat template writes an answer, read off an example.
 
     Headers that begin with a special token are found among the tokens; others are left empty. An answer that no special
@@ -168,7 +172,7 @@ def find_markers(render: Callable[..., str], tokenizer: Any) -> ChatMarkers:
     return ChatMarkers(header=between[opens:] if opens >= 0 else "", end=end)
 
 
-def _fit(hf: Any, config: LlavaConfig, source: str | None) -> None:
+def _fit(hf: ProcessorMixin, config: LlavaConfig, source: str | None) -> None:
     """Give the processor what it needs of the architecture, which older folders leave out, and a chat template."""
     tiling, images = config.tiling, hf.image_processor
     size = dict(images.crop_size or images.size)
@@ -191,7 +195,7 @@ def _fit(hf: Any, config: LlavaConfig, source: str | None) -> None:
         hf.chat_template = hf.tokenizer.chat_template or VICUNA
 
 
-def _make(config: LlavaConfig) -> Any:
+def _make(config: LlavaConfig) -> ProcessorMixin:
     """A processor of the bundled tokenizer, for the architecture's tiles."""
     import transformers
 
@@ -199,8 +203,8 @@ def _make(config: LlavaConfig) -> Any:
     kind = KINDS[config.hf.model_type].removesuffix("Processor")
     tile = config.tiling.tile
     square = {"height": tile, "width": tile}
-    plain: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    parts: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    plain: JsonObject = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    parts: JsonObject = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
     if config.has_video:
         plain |= {"size": square}
         parts["video_processor"] = transformers.LlavaOnevisionVideoProcessor(**plain)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,9 +11,13 @@ from zoo.data.errors import RowError
 from zoo.data.processors import sound, vision
 from zoo.data.processors.boxes import Coordinates
 from zoo.models.qwen25_omni.config import audio_tokens
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Qwen25OmniProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen25OmniProcessor:
     """The processor of a run.
 
     Args:
@@ -38,7 +42,7 @@ class Qwen25OmniProcessor(sound.OmniProcessor):
 
     coordinates = Coordinates("pixels")  # of the resized image, as Qwen2.5-VL's
 
-    def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
+    def audio_options(self, sounds: Sequence[Any]) -> JsonObject:
         """Sound is padded to the row's longest, and by so much more that no frame's window reaches over the end.
 
         transformers pads each clip to the feature extractor's longest, 300 seconds of published ones, and cuts what is longer
@@ -49,7 +53,7 @@ class Qwen25OmniProcessor(sound.OmniProcessor):
         longest = max(len(heard) for heard in sounds)
         return {"max_length": (-(-longest // hop) + -(-hears.n_fft // hop)) * hop, "truncation": False}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The towers' tensors; RowError for a clip too short for a token."""
         media = super().media_tensors(features)
         for number, frames in enumerate(media["feature_lens"].tolist() if "feature_lens" in media else ()):

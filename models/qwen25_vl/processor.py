@@ -6,8 +6,7 @@ Media tensors of a sample (each joined along dim 0 over samples), beside those o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +20,10 @@ from zoo.data.processors.fitting import Sketch
 from zoo.data.processors.processor import as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 # Config key -> the token, which the published tokenizer has no attributes for.
 TOKENS = {
@@ -33,7 +36,7 @@ TOKENS = {
 TINY_FRAME_TOKENS = (1, 256)
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Qwen25VLProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen25VLProcessor:
     """The processor of a run.
 
     Args:
@@ -53,18 +56,18 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen25VLProc
 class Qwen25VLProcessor(vision.PatchProcessor):
     """`Processor` around transformers' Qwen2_5_VLProcessor: text, images, videos."""
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: ProcessorMixin) -> None:
         ids = {key: hf.tokenizer.convert_tokens_to_ids(token) for key, token in TOKENS.items()}
         super().__init__(hf, ids)
 
     coordinates = Coordinates("pixels")  # of the resized image (Qwen2.5-VL's report, 2.1.1)
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """Frames are taken as they are; the seconds between them follow from their pace."""
         videos = media.arguments.get("videos")
         return {"videos_kwargs": vision.frames_as_they_are(self.hf, videos, media.paces)} if videos else {}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The vision tower's tensors, and the clock of the videos."""
         media = vision.vision_tensors(features)
         if "second_per_grid_ts" in features:
@@ -95,7 +98,7 @@ def _drops_parts_of_seconds() -> bool:
     return Version(transformers.__version__) < Version("5.18")
 
 
-def _make(geometry: dict[str, int]) -> Any:
+def _make(geometry: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
     video = Qwen2VLVideoProcessor(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.nn.inputs import RotaryShape
 from zoo.nn.towers.audio import audio_cost, check_audio
 from zoo.packing.cost import TowerCost
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ALIGNER = "Qwen3ASRForTokenClassification"
 
@@ -41,7 +44,7 @@ class Qwen3ASRConfig(FamilyConfig):
         check_audio(self.audio, "max_position_embeddings")
 
     @property
-    def audio(self) -> Any:
+    def audio(self) -> PretrainedConfig:
         """The audio tower's config."""
         return self.hf.audio_config
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder, Qwen3ASRMultiModalProjector
 
 from zoo.nn.family import FamilyConfig, tower_config
-from zoo.nn.inputs import Encoded
+from zoo.nn.inputs import Encoded, Media
 from zoo.nn.towers.audio import encode_clips
 from zoo.nn.vision_language import VisionLanguageModel
 
@@ -34,7 +31,7 @@ class Qwen3ASRModel(VisionLanguageModel):
         """The projector is idle when its tower is."""
         return super().zero_of(name) + super().zero_of("projector")
 
-    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+    def encode(self, media: Media) -> dict[str, Encoded]:
         """All clips through the audio tower in one call."""
         if "input_features" not in media:
             return {}

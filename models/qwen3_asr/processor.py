@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,9 +19,13 @@ from zoo.data.sources.row_set import ONE_SOUND
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Qwen3ASRProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen3ASRProcessor:
     """The processor of a run.
 
     Args:
@@ -50,15 +54,15 @@ class Qwen3ASRProcessor(Processor):
 
     modalities = ("text", ONE_SOUND)
 
-    def __init__(self, hf: Any, n_window: int) -> None:
+    def __init__(self, hf: ProcessorMixin, n_window: int) -> None:
         super().__init__(hf, MARKERS)
         self.n_window = n_window
 
-    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """The processor wants to be told that there is no sound."""
         return {} if "audio" in media.arguments else {"audio": None}
 
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+    def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors by name."""
         return sound.sound_tensors(features, "input_features_mask")
 
@@ -89,7 +93,7 @@ class Qwen3ASRProcessor(Processor):
         return frozenset(self.hf.audio_token_ids)
 
 
-def _make(n_window: int, mel_bins: int) -> Any:
+def _make(n_window: int, mel_bins: int) -> ProcessorMixin:
     from transformers import AutoTokenizer, Qwen3ASRFeatureExtractor
     from transformers import Qwen3ASRProcessor as Hf
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.data.processors import sound, vision
 from zoo.data.sample import Sample
 from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
 
 
-def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniProcessor:
+def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen3OmniProcessor:
     """The processor of a run.
 
     Args:
@@ -38,12 +42,12 @@ class Qwen3OmniProcessor(sound.OmniProcessor):
         position_id_per_seconds: temporal positions a second, which order sound among frames.
     """
 
-    def __init__(self, hf: Any, n_window: int, position_id_per_seconds: float) -> None:
+    def __init__(self, hf: ProcessorMixin, n_window: int, position_id_per_seconds: float) -> None:
         clock = {"position_id_per_seconds": position_id_per_seconds}
         super().__init__(hf, partial(audio_tokens, n_window=n_window), clock)
         self.n_window = n_window
 
-    def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
+    def audio_options(self, sounds: Sequence[Any]) -> JsonObject:
         """The chunks that tokens are counted by."""
         return {"n_window": self.n_window}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, Reader, run, to_hf
 from zoo.config.locate import Place
 from zoo.errors import UserError, size
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Saveable(Protocol):
+    """A processor of transformers, which writes its files into a folder."""
+
+    def save_pretrained(self, folder: Path, /) -> object: ...
 
 
 def export_hf(
@@ -41,12 +51,12 @@ def export_hf(
     shard: ShardInfo | None = None,
     comm: Comm | None = None,
     *,
-    config: Any = None,
+    config: PretrainedConfig | JsonMapping | None = None,
     source: Place | str | Path | None = None,
     source_has_frozen: bool = True,
-    processor: Any = None,
+    processor: Saveable | None = None,
     ends: Sequence[int] = (),
-    card: Callable[[Mapping[str, Any]], str] | None = None,
+    card: Callable[[JsonMapping], str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool | Literal["aside"] = False,
@@ -106,7 +116,7 @@ class HeldTensors:
     shapes: Mapping[str, tuple[int, ...]]
     bridge: Bridge
     dims: Dims
-    config: Any
+    config: PretrainedConfig | JsonMapping | None
     source: Place | None
     expect: Callable[[Sequence[str]], None] = lambda names: None
     frozen: Sequence[str] = ()
@@ -134,9 +144,9 @@ def export_tensors(
     held: HeldTensors,
     folder: str | Path,
     *,
-    processor: Any = None,
+    processor: Saveable | None = None,
     ends: Sequence[int] = (),
-    card: Callable[[Mapping[str, Any]], str] | None = None,
+    card: Callable[[JsonMapping], str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool | Literal["aside"] = False,
@@ -231,7 +241,7 @@ def _by_width(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tupl
         if name not in plan.copied
         for width in plan.widths(name, parameter)
     ]
-    return sorted(left, key=lambda found: -found[2])
+    return sorted(left, key=lambda output: -output[2])
 
 
 def _write_parameters(
@@ -244,7 +254,7 @@ def _write_parameters(
     shard_bytes: int,
 ) -> list[Shard]:
     """Gather and write each parameter; a rank that cannot write still gathers, as the others wait for it."""
-    planned = [tensor for one in parameters for tensor in _outputs(*one, plan, dims, shard)]
+    planned = [tensor for output in parameters for tensor in _outputs(*output, plan, dims, shard)]
     shards = ShardWriter(folder, planned, rank=comm.rank, shard_bytes=shard_bytes)
     failure: UserError | None = None
     for name, parameter, width in parameters:
@@ -334,9 +344,9 @@ def _commit(
     writer: ExportWriter,
     shards: list[Shard],
     plan: Plan,
-    processor: Any,
+    processor: Saveable | None,
     ends: Sequence[int],
-    card: Callable[[Mapping[str, Any]], str] | None,
+    card: Callable[[JsonMapping], str] | None,
 ) -> None:
     """On rank 0: check what was written, add the files beside the weights, and give the folder its name."""
     copied = [tensor.name for job in plan.copies for tensor in job.planned]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from zoo.bridge.streams import Job, by_width, copy_job, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
 from zoo.files import read_object
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 OF_TOKENS = re.compile("ForConditionalGeneration|ForCausalLM")  # what classes of language models end in
 
@@ -45,16 +49,16 @@ class Source:
     ) -> Source | None:
         if source is None:
             return None
-        place = source if isinstance(source, Place) else locate(str(source))
-        if place.kind == "run":
-            raise UserError(f"{place.folder}: tensors can't be carried over from a run's checkpoint")
-        own = place.kind == "zoo"
-        table, layouts = (native(bridge), read_layouts(place.folder)) if own else (bridge, {})
-        reader = SafetensorsFolder(place.weights)
-        dtypes = published_dtypes(place.folder) if own else {}
+        origin = source if isinstance(source, Place) else locate(str(source))
+        if origin.kind == "run":
+            raise UserError(f"{origin.folder}: tensors can't be carried over from a run's checkpoint")
+        own = origin.kind == "zoo"
+        table, layouts = (native(bridge), read_layouts(origin.folder)) if own else (bridge, {})
+        reader = SafetensorsFolder(origin.weights)
+        dtypes = published_dtypes(origin.folder) if own else {}
         resolution = table.resolve(reader.names(), zoo_names, dims)
-        grow_vocabulary(reader, resolution, table, dims, place.grown_from)
-        return cls(place.files, reader, resolution, bridge, dims, place.folder, layouts, dtypes)
+        grow_vocabulary(reader, resolution, table, dims, origin.grown_from)
+        return cls(origin.files, reader, resolution, bridge, dims, origin.folder, layouts, dtypes)
 
     def dtype_of(self, zoo_name: str, published: str = "") -> torch.dtype:
         """The dtype that a tensor has, or the `published` one that is a part of it."""
@@ -94,10 +98,10 @@ class Source:
         """A published entry, in the layout that the tensor has or had here where its rule keeps that."""
         if wanted.zoo in self.layouts:
             return in_layouts({wanted.zoo: wanted}, self.layouts, self.folder)[wanted.zoo]
-        found = self.resolution.entries.get(wanted.zoo)
-        if found is None or not wanted.rule.keeps_layout or found.layout not in wanted.rule.layouts:
+        entry = self.resolution.entries.get(wanted.zoo)
+        if entry is None or not wanted.rule.keeps_layout or entry.layout not in wanted.rule.layouts:
             return wanted
-        return replace(wanted, layout=found.layout)
+        return replace(wanted, layout=entry.layout)
 
     def keeps(self, zoo_name: str) -> bool:
         """Whether a frozen tensor can be written from here as it is."""
@@ -129,7 +133,7 @@ class Plan:
 
     entries: Mapping[str, Entry]
     names: Sequence[str]  # published ones of `entries`
-    config: dict[str, Any]
+    config: JsonObject
     source: Source | None
     dtype: torch.dtype | None
     copies: Sequence[Job] = field(default=())  # from the source, by rank 0
@@ -152,15 +156,15 @@ def make_plan(
     bridge: Bridge,
     zoo_names: Sequence[str],
     dims: Dims,
-    config: Any,
-    given: Place | str | Path | None,
+    config: PretrainedConfig | JsonMapping | None,
+    source_folder: Place | str | Path | None,
     dtype: torch.dtype | None,
     stated: torch.dtype | None,
     frozen: Sequence[str],
 ) -> Plan:
     """Pair names with rules and with the source; nothing is written yet."""
     entries = bridge.publish(zoo_names)
-    source = Source.open(given, bridge, zoo_names, dims)
+    source = Source.open(source_folder, bridge, zoo_names, dims)
     if source is not None:
         entries = {name: source.as_written(entry) for name, entry in entries.items()}
     names = bridge.published_names(entries.values(), dims)
@@ -173,13 +177,13 @@ def make_plan(
         others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
         plain = bridge.export_config(plain, [*names, *others])
     if SCORE in entries:
-        plain = _of_scores(plain)
+        plain = _classifier_config(plain)
     if stated is not None:
         plain = with_dtype(plain, stated)
     return Plan(entries, names, plain, source, dtype, copies, frozenset(kept), dims.experts)
 
 
-def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
+def _plain_config(config: PretrainedConfig | JsonMapping | None, source: Source | None) -> JsonObject:
     """The config as a dict, as save_pretrained would write it."""
     if isinstance(config, Mapping):
         return unquantised(dict(config))
@@ -193,19 +197,20 @@ def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
     return unquantised(read_object(path))
 
 
-def _of_scores(config: dict[str, Any]) -> dict[str, Any]:
+def _classifier_config(config: JsonObject) -> JsonObject:
     """The config of transformers' ForSequenceClassification model with one number a sequence."""
     names = [OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in config.get("architectures") or ()]
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:
     """The config with `dtype` at its top, and wherever a part of it states one."""
     name = str(dtype).removeprefix("torch.")
-    return {**_restated(config, name), "dtype": name}
 
+    def restated(part: JsonObject) -> JsonObject:
+        return {
+            key: name if key in ("dtype", "torch_dtype") else restated(value) if isinstance(value, dict) else value
+            for key, value in part.items()
+        }
 
-def _restated(value: Any, dtype: str) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {k: dtype if k in ("dtype", "torch_dtype") else _restated(v, dtype) for k, v in value.items()}
+    return {**restated(config), "dtype": name}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from zoo.bridge.export import HeldTensors
 from zoo.bridge.files.writer import Planned
 from zoo.bridge.streams import Job, joined
+from zoo.types import JsonObject
 
 
 class ExportedTensors:
@@ -26,31 +27,31 @@ class ExportedTensors:
     def __init__(self, held: HeldTensors) -> None:
         """Raises BridgeError for tensors that do not fit, UserError where the source is broken."""
         plan, jobs = held.plan()
-        self.config: dict[str, Any] = plan.config
+        self.config: JsonObject = plan.config
         held.expect(sorted({name for name, _ in jobs}))  # as zoo's names are gone through
         self._source = plan.source
-        self._of: dict[str, tuple[Job, Planned]] = {
+        self._planned_by_name: dict[str, tuple[Job, Planned]] = {
             planned.name: (job, planned) for job in (*(job for _, job in jobs), *plan.copies) for planned in job.planned
         }
         self._made: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
         """All published names, sorted."""
-        return sorted(self._of)
+        return sorted(self._planned_by_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
-        return self._of[name][1].shape
+        return self._planned_by_name[name][1].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is written in."""
-        return self._of[name][1].dtype
+        return self._planned_by_name[name][1].dtype
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
         if name not in self._made:
             self._made.clear()  # their memory goes first
-            self._made.update(self._make(self._of[name][0]))
+            self._made.update(self._make(self._planned_by_name[name][0]))
         tensor = self._made[name]
         return tensor if (first, last) == (0, None) else tensor[first:last]
 
@@ -59,7 +60,7 @@ class ExportedTensors:
     def _make(self, job: Job) -> Iterator[tuple[str, Tensor]]:
         """What a `ShardWriter` would write of a job, by name."""
         for name, pieces in job.make():
-            planned = self._of[name][1]
+            planned = self._planned_by_name[name][1]
             yield name, joined(pieces, planned.shape, planned.dtype)
 
     def close(self) -> None:

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
+from zoo.bridge.mapping.rules import compile_pattern
 from zoo.bridge.mapping.table import VOCABULARY, Bridge, Entry, Resolution, is_allowed
 from zoo.bridge.mapping.transforms import Dims
+from zoo.bridge.native import PASS_THROUGH
 from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, put, together
 from zoo.bridge.streams import Folder
+
+type Patterns = tuple[str, ...]
+"""zoo's names, or patterns of them."""
 
 
 def load_hf(
@@ -46,7 +51,7 @@ def load_hf(
     with together(comm, lambda: SafetensorsFolder(folder)) as reader:
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
         together(comm, lambda: grow_vocabulary(reader, resolution, bridge, dims, grown_from))
-        parameters = [(name, one) for name, one in parameters if name in resolution.entries]
+        parameters = [(name, parameter) for name, parameter in parameters if name in resolution.entries]
         entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
         together(comm, lambda: pass_over(resolution, reader) if comm.rank == 0 else None)
         together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard, moved))
@@ -126,10 +131,10 @@ def unequal(resolution: Resolution, reader: Folder) -> list[str]:
     return [name for name, tied in resolution.doubles.items() if not _equal(reader, source[name], source[tied])]
 
 
-def _equal(reader: Folder, one: str, other: str) -> bool:
-    if reader.dtype(one) != reader.dtype(other) or reader.shape(one) != reader.shape(other):
+def _equal(reader: Folder, name: str, tied_name: str) -> bool:
+    if reader.dtype(name) != reader.dtype(tied_name) or reader.shape(name) != reader.shape(tied_name):
         return False
-    return torch.equal(reader.get(one), reader.get(other))
+    return torch.equal(reader.get(name), reader.get(tied_name))
 
 
 def _misfits(
@@ -184,3 +189,37 @@ def _fill_all(
             parts = [reader.get(stack, expert, expert + 1)[0] for stack in stacks]
             parts = parts or read(entry.hf_names(expert))
             parameter[local].copy_(cut(transform.to_zoo(parts, dims), kind, shard))
+
+
+def stored_in_fp32(bridge: Bridge, weights: Path, *, native: bool, tied: bool) -> Patterns:
+    """The parameters that a folder's headers say; of a folder that is in fp32 as a whole, those of the family (`Bridge.fp32`).
+
+    Args:
+        weights: folder of the safetensors.
+        native: they have zoo's names.
+        tied: the head is the embedding.
+    """
+    with SafetensorsFolder(weights) as reader:
+        names = (
+            {name: [name] for name in reader.names() if not name.startswith(PASS_THROUGH)}
+            if native
+            else bridge.zoo_names(reader.names())
+        )
+        dtypes = {name: reader.dtype(name) for name in names}
+    if all(_is_wide(dtype) for dtype in dtypes.values()):
+        return bridge.fp32
+    wide = {zoo for name, several in names.items() if _is_wide(dtypes[name]) for zoo in several}
+    for rule in bridge.rules:
+        if tied and rule.tied_to and bridge.zoo_name(rule.tied_to) in wide:
+            wide.add(rule.zoo)
+    return tuple(sorted(wide))
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= torch.float32.itemsize
+
+
+def fitting_names(patterns: Patterns, names: Iterable[str]) -> set[str]:
+    """The names that one of the patterns fits."""
+    regexes = [compile_pattern(pattern) for pattern in patterns if "{" in pattern]
+    return {name for name in names if name in patterns or any(regex.fullmatch(name) for regex in regexes)}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,22 +26,20 @@ from zoo.bridge.parallel import Comm
 from zoo.config.locate import ABOUT
 from zoo.errors import printable
 from zoo.records import Check, are_texts, is_text, is_texts_by_name, read_record
+from zoo.types import JsonObject
 
 PASS_THROUGH = "carried."
 FORMAT = 2
 
 
-def _are_dtypes(value: Any) -> bool:
-    return value is None or (is_texts_by_name(value) and all(dtype in DTYPES for dtype in value.values()))
-
-
 _ABOUT: dict[str, Check] = {
-    "family": is_text, "allow": are_texts, "allowed": are_texts, "dtypes": _are_dtypes,
-    "layouts": is_texts_by_name, "changed": is_texts_by_name,
+    "family": is_text, "allow": are_texts, "allowed": are_texts, "layouts": is_texts_by_name,
+    "changed": is_texts_by_name,
+    "dtypes": lambda value: value is None or (is_texts_by_name(value) and all(name in DTYPES for name in value.values())),
 }  # fmt: skip
 
 
-def read_about(folder: str | Path) -> dict[str, Any]:
+def read_about(folder: str | Path) -> JsonObject:
     """What zoo.json says; CheckpointError for one of another format."""
     path = Path(folder) / ABOUT
     about = read_record(path, _ABOUT, hint="take another copy, or convert the source again", error=CheckpointError)

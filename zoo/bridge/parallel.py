@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.mapping.rules import PaddedRows, Sections, Shard
 from zoo.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 Axis = Literal["tp", "ep", "etp"]
 Cut = Literal["whole", "rows", "columns", "gate-up rows"]
@@ -47,7 +50,7 @@ class ShardInfo:
     edp_rank: int = 0  # among the replicas of an expert; rank 0 exports it
 
     @classmethod
-    def from_groups(cls, groups: Any) -> ShardInfo:
+    def from_groups(cls, groups: ProcessGroupCollection) -> ShardInfo:
         """Read a megatron.core ProcessGroupCollection (tp, ep, expt_tp, dp_cp, expt_dp)."""
         return cls(
             tp_rank=groups.tp.rank(),
@@ -78,7 +81,7 @@ class Comm:
         """The tensors of all ranks of this rank's `axis` group, in rank order; shapes are equal."""
         return [tensor]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects[T](self, value: T) -> list[T]:
         """The values of all ranks of the run, in rank order. Also a barrier."""
         return [value]
 
@@ -91,7 +94,7 @@ class TorchComm(Comm):
         self.rank = dist.get_rank()
 
     @classmethod
-    def from_groups(cls, groups: Any) -> TorchComm:
+    def from_groups(cls, groups: ProcessGroupCollection) -> TorchComm:
         """Take the groups of a megatron.core ProcessGroupCollection."""
         return cls({"tp": groups.tp, "ep": groups.ep, "etp": groups.expt_tp})
 
@@ -101,8 +104,8 @@ class TorchComm(Comm):
         dist.all_gather(pieces, tensor.contiguous(), group=group)
         return pieces
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
+    def gather_objects[T](self, value: T) -> list[T]:
+        values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
@@ -118,21 +121,21 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
     Without this, a rank that fails leaves the others waiting in their next collective.
     """
     error: Exception | None = None
-    result: T | None = None
+    results: list[T] = []
     try:
-        result = action()
+        results.append(action())
     except Exception as caught:
         error = caught
     failures = [f for f in comm.gather_objects(_describe(error, comm.rank)) if f is not None]
     reports = [failure for failure in failures if isinstance(failure, tuple)]
     if reports:
-        problems, helps = ([one for report in reports for one in report[part]] for part in (1, 2))
+        problems, helps = ([line for report in reports for line in report[part]] for part in (1, 2))
         raise BridgeError(reports[0][0], problems, helps)
     if error is not None:
         raise error
     if failures:
         raise UserError(failures[0])
-    return result  # type: ignore[return-value]  # set, as nothing was raised
+    return results[0]
 
 
 def _describe(error: Exception | None, rank: int) -> tuple[str, list[str], list[str]] | str | None:
@@ -151,40 +154,24 @@ def model_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     Wrappers (DDP, Float16Module) are looked through. `layers.{i}` gets the global, 0-based index wherever
     the layer has Megatron-Core's 1-based `layer_number`. BridgeError where two chunks share a name.
     """
-    found: list[tuple[str, nn.Parameter]] = []
+    parameters: list[tuple[str, nn.Parameter]] = []
     for chunk in chunks:
-        module = _unwrap(chunk)
-        renames = _layer_renames(module)
+        module = chunk
+        while [name for name, _ in module.named_children()] == ["module"]:
+            module = module.get_submodule("module")
+        renames = {}  # `decoder.layers.0.` -> `decoder.layers.24.` for each layer that knows its number
+        for name, layer in module.named_modules():
+            parent, _, index = name.rpartition(".")
+            if index.isdigit() and hasattr(layer, "layer_number"):
+                renames[f"{name}."] = f"{parent}.{layer.layer_number - 1}."
         for name, parameter in module.named_parameters():
-            found.append((_globalise(name, renames), parameter))
-    names = [name for name, _ in found]
+            local = next((prefix for prefix in renames if name.startswith(prefix)), "")
+            parameters.append((renames.get(local, "") + name.removeprefix(local), parameter))
+    names = [name for name, _ in parameters]
     twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
     if twice:
         raise BridgeError("model chunks", [f"{name}: in more than one place of this rank" for name in sorted(twice)])
-    return found
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    while [name for name, _ in module.named_children()] == ["module"]:
-        module = module.get_submodule("module")
-    return module
-
-
-def _layer_renames(module: nn.Module) -> dict[str, str]:
-    """`decoder.layers.0.` -> `decoder.layers.24.` for each layer that knows its number."""
-    renames = {}
-    for name, layer in module.named_modules():
-        parent, _, index = name.rpartition(".")
-        if index.isdigit() and hasattr(layer, "layer_number"):
-            renames[f"{name}."] = f"{parent}.{layer.layer_number - 1}."
-    return renames
-
-
-def _globalise(name: str, renames: Mapping[str, str]) -> str:
-    for local, wanted in renames.items():
-        if name.startswith(local):
-            return wanted + name.removeprefix(local)
-    return name
+    return parameters
 
 
 def shard_axis(shard: AnyShard) -> Axis:

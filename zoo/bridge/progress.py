@@ -14,8 +14,8 @@ _EVERY_TTY, _EVERY_FILE = 0.2, 10.0  # seconds between lines
 class Progress:
     """Counts bytes; writes on a terminal over its own line, elsewhere a plain line now and then."""
 
-    def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
-        self.what, self.total = what, total
+    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+        self.label, self.total = label, total
         self.stream = sys.stderr if stream is None else stream
         self.done = 0
         self._tty = self.stream.isatty()
@@ -40,7 +40,7 @@ class Progress:
         rate = self.done / seconds
         left = f"ETA {(self.total - self.done) / rate:.0f} s" if 0 < self.done < self.total else f"{seconds:.1f} s"
         share = 100 * self.done / max(self.total, 1)
-        text = f"{self.what}: {size(self.done)} of {size(self.total)} ({share:.0f} %)  {size(rate)}/s  {left}"
+        text = f"{self.label}: {size(self.done)} of {size(self.total)} ({share:.0f} %)  {size(rate)}/s  {left}"
         if self._tty:
             print(f"\r{text}\x1b[K", end="", file=self.stream, flush=True)
         else:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from queue import Empty, Queue
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ CHUNK = 16 * 2**20  # bytes of a piece of a tensor that is copied
 BELOW = (GateUp, Rows)  # transforms that lay tensors one below the other: nothing has to be held to join them
 AHEAD = 2  # pieces made before they are written
 
-Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
+type Made = Iterator[tuple[str, Iterable[Tensor]]]
+"""Name and pieces of each planned tensor, in order."""
+
+type Item = tuple[str, Tensor | None] | BaseException | None
+"""A tensor's name and one of its pieces, None at its end; or an error; None at the very end."""
 
 
 class Reader(Protocol):
@@ -62,7 +66,7 @@ def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] =
     """
     jobs = list(jobs)
     widths = {planned.name: planned.dtype.itemsize for job in jobs for planned in job.planned}
-    ahead: Queue[tuple[str, Tensor | None] | BaseException | None] = Queue(AHEAD)
+    ahead: Queue[Item] = Queue(AHEAD)
     stop = threading.Event()
     maker = threading.Thread(target=_make, args=(jobs, ahead, stop), name="zoo-convert", daemon=True)
     maker.start()
@@ -77,7 +81,7 @@ def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] =
         maker.join()
 
 
-def _make(jobs: Iterable[Job], ahead: Queue[Any], stop: threading.Event) -> None:
+def _make(jobs: Iterable[Job], ahead: Queue[Item], stop: threading.Event) -> None:
     """Put (name, piece) of every tensor, (name, None) at the end of each, and None at the very end."""
     try:
         for job in jobs:
@@ -92,7 +96,7 @@ def _make(jobs: Iterable[Job], ahead: Queue[Any], stop: threading.Event) -> None
         ahead.put(error)
 
 
-def _next(ahead: Queue[Any]) -> tuple[str, Tensor | None] | None:
+def _next(ahead: Queue[Item]) -> tuple[str, Tensor | None] | None:
     item = ahead.get()
     if isinstance(item, BaseException):
         raise item
@@ -100,7 +104,7 @@ def _next(ahead: Queue[Any]) -> tuple[str, Tensor | None] | None:
 
 
 def _pieces(
-    first: tuple[str, Tensor | None], ahead: Queue[Any], wrote: Callable[[int], None], width: int
+    first: tuple[str, Tensor | None], ahead: Queue[Item], wrote: Callable[[int], None], width: int
 ) -> Iterator[Tensor]:
     """The pieces of a tensor, of which the first has been taken already; `width`: bytes of an element that is written."""
     item: tuple[str, Tensor | None] | None = first
@@ -172,8 +176,8 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Cal
 
     def part_of_each(which: int) -> Iterator[Tensor]:
         for expert in range(shape[0]):
-            (one,) = reader.read(zoo_name, expert, expert + 1)
-            yield transform.to_hf(one, dims)[which]
+            (expert_weight,) = reader.read(zoo_name, expert, expert + 1)
+            yield transform.to_hf(expert_weight, dims)[which]
 
     def make() -> Made:
         if isinstance(transform, Copy) and not entry.layout.per_expert:
@@ -189,8 +193,8 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Cal
                 yield name, [part]
         elif entry.layout.per_expert:
             for expert in range(shape[0]):
-                (one,) = reader.read(zoo_name, expert, expert + 1)
-                for name, part in zip(entry.hf_names(expert), transform.to_hf(one, dims), strict=True):
+                (expert_weight,) = reader.read(zoo_name, expert, expert + 1)
+                for name, part in zip(entry.hf_names(expert), transform.to_hf(expert_weight, dims), strict=True):
                     yield name, [part]
         else:
             for which, name in enumerate(names):
@@ -207,7 +211,7 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Cal
 
 def _some(make: Callable[[], Made], planned: list[Planned]) -> Made:
     """Those of a job's tensors that are planned."""
-    wanted = {one.name for one in planned}
+    wanted = {tensor.name for tensor in planned}
     return ((name, pieces) for name, pieces in make() if name in wanted)
 
 

@@ -53,20 +53,20 @@ def weight_shards(
             continue
         held = local(name, parameter.detach())
 
-        def written(one: WeightShard, name: str = name, like: Tensor = parameter) -> WeightShard:
-            return replace(one, tensor=one.tensor.to(plan.dtype_of(name, like, one.name)))
+        def written(shard: WeightShard, name: str = name, like: Tensor = parameter) -> WeightShard:
+            return replace(shard, tensor=shard.tensor.to(plan.dtype_of(name, like, shard.name)))
 
         if not entry.rule.stacked:
             yield from map(written, _blocks(entry, held, dims, info))
             continue
         for index, expert in enumerate(held):
             number = info.ep_rank * len(held) + index
-            for one in map(written, _blocks(entry, expert, dims, info, number)):
+            for shard in map(written, _blocks(entry, expert, dims, info, number)):
                 if entry.layout.per_expert:
-                    yield one
+                    yield shard
                 else:
-                    place, whole = (number, *one.offset), (dims.experts, *one.full_shape)
-                    yield replace(one, tensor=one.tensor[None], offset=place, full_shape=whole)
+                    offset, full = (number, *shard.offset), (dims.experts, *shard.full_shape)
+                    yield replace(shard, tensor=shard.tensor[None], offset=offset, full_shape=full)
 
 
 def _blocks(
@@ -84,13 +84,13 @@ def _blocks(
     by_columns = size > 1 and whole[0] == held.shape[0]
     column = rank * held.shape[1] if by_columns else 0
     numbers = torch.arange(whole[0])
-    here = torch.full_like(numbers, -1)
+    held_row = torch.full_like(numbers, -1)
     mine = numbers if by_columns else cut(numbers, kind, info)
-    here[mine] = torch.arange(len(mine))
+    held_row[mine] = torch.arange(len(mine))
     turned = isinstance(entry.layout.transform, Transposed)
     rows = [numbers] if turned else entry.layout.transform.to_hf(numbers, dims)
     for name, part in zip(names, rows, strict=True):
-        for start, chosen in _runs(here[part]):
+        for start, chosen in _runs(held_row[part]):
             block = _taken(held, chosen)
             offset, shape = [start, *[0] * (len(whole) - 1)], [len(part), *whole[1:]]
             if by_columns:
@@ -107,14 +107,14 @@ def _full(shape: tuple[int, ...], kind: AnyShard, info: ShardInfo, expert: int |
     return full_shape((1, *shape), kind, info)[1:]
 
 
-def _runs(here: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _runs(held_row: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Places that follow one another in a published tensor and are held here: the first of each run, and the rows held there."""
-    places = (here >= 0).nonzero()[:, 0]
-    if not len(places):
+    rows = (held_row >= 0).nonzero()[:, 0]
+    if not len(rows):
         return
-    breaks = (places.diff() != 1).nonzero()[:, 0] + 1
-    for run in torch.tensor_split(places, breaks):
-        yield int(run[0]), here[run]
+    breaks = (rows.diff() != 1).nonzero()[:, 0] + 1
+    for run in torch.tensor_split(rows, breaks):
+        yield int(run[0]), held_row[run]
 
 
 def _taken(held: Tensor, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,13 @@ from zoo.bridge.export_plan import Plan, make_plan
 from zoo.bridge.mapping.rules import PaddedRows
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.parallel import Axis, ShardInfo, TorchComm, join, shard_axis, together
+from zoo.bridge.parallel import AnyShard, Axis, ShardInfo, TorchComm, join, shard_axis, together
 from zoo.config.locate import Place
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from transformers import PretrainedConfig
 
 BUCKET = 2**30  # bytes
 
@@ -68,9 +73,9 @@ class WeightStream:
         parameters: Sequence[tuple[str, Tensor]],
         bridge: Bridge,
         dims: Dims,
-        groups: Any,
+        groups: ProcessGroupCollection,
         *,
-        config: Any,
+        config: PretrainedConfig | JsonMapping | None,
         source: Place | None = None,
         dtype: torch.dtype | None = None,
         bucket: int = BUCKET,
@@ -93,7 +98,7 @@ class WeightStream:
         self.parameters = dict(parameters)
         mine = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
         held = self.comm.gather_objects((groups.pp.rank(), mine))
-        names = sorted({name for _, found in held for name, *_ in found})
+        names = sorted({name for _, parameters_of_rank in held for name, *_ in parameters_of_rank})
         self.plan: Plan = together(self.comm, lambda: make_plan(bridge, names, dims, config, source, dtype, None, ()))
         together(self.comm, lambda: check(self.plan, list(self.parameters.items()), dims, self.shard))
         self.buckets = list(self._buckets(self._pieces(held), bucket))
@@ -122,8 +127,8 @@ class WeightStream:
 
     def _pieces(self, held: Sequence[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]) -> Iterator[Piece]:
         seen = set()
-        for stage, found in held:
-            for name, shape, dtype in found:
+        for stage, parameters in held:
+            for name, shape, dtype in parameters:
                 entry = self.plan.entries[name]
                 if name in seen or not entry.rule.writes(self.dims):
                     continue
@@ -143,17 +148,17 @@ class WeightStream:
         return tuple(axis for axis in axes if self.shard.on(axis)[1] > 1)
 
     def _buckets(self, pieces: Iterator[Piece], most: int) -> Iterator[Bucket]:
-        def kind(piece: Piece) -> tuple[Any, ...]:
+        def kind(piece: Piece) -> tuple[int, torch.dtype, tuple[Axis, ...]]:
             return piece.stage, piece.dtype, self._axes(piece)
 
         for (_, dtype, axes), group in groupby(pieces, key=kind):
             ranks = 1
             for axis in axes:
                 ranks *= self.shard.on(axis)[1]
-            room = most // (dtype.itemsize * (ranks + 1))  # what is gathered, and this rank's part of it
+            capacity = most // (dtype.itemsize * (ranks + 1))  # what is gathered, and this rank's part of it
             taken: list[Piece] = []
             for piece in group:
-                if taken and sum(one.numel for one in taken) + piece.numel > room:
+                if taken and sum(other.numel for other in taken) + piece.numel > capacity:
                     yield Bucket(tuple(taken), axes)
                     taken = []
                 taken.append(piece)
@@ -212,7 +217,7 @@ class WeightStream:
             yield from ((name, whole.pop(name)) for name in entry.hf_names())
 
 
-def _joined(ranks: Tensor, kind: Any) -> Tensor:
+def _joined(ranks: Tensor, kind: AnyShard) -> Tensor:
     """The full tensor (of one expert) from the parts (ranks, ...) of all ranks; a view where rows lie one below the other."""
     if len(ranks) == 1:
         return ranks[0]

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.bridge.export import HeldTensors, export_tensors
@@ -32,9 +32,17 @@ from zoo.model.meta_model import family_of, on_meta
 from zoo.model.run_settings import settings_of
 from zoo.parallel.world import World, open_world
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 def export(
-    chunks: Sequence[Any], target: Path, assembly: build.Assembly, here: World, source: Place | None, **options: Any
+    chunks: Sequence[MegatronModule],
+    target: Path,
+    assembly: build.Assembly,
+    world: World,
+    source: Place | None,
+    **options: Any,
 ) -> Path:
     """Write this rank's share of the folder; `source` and `options` are those of `zoo.bridge.export_hf`.
 
@@ -42,14 +50,14 @@ def export(
     Parameters that are frozen now are written from the model: that run may have trained them.
     """
     source_has_frozen = source is None or source.kind != "run"
-    source = _beginning(source, here)
+    source = _beginning(source, world)
     return export_hf(
         chunks,
         target,
         assembly.family.load("bridge"),
         build.model_dims(assembly),
-        ShardInfo.from_groups(here.groups),
-        TorchComm.from_groups(here.groups),
+        ShardInfo.from_groups(world.groups),
+        TorchComm.from_groups(world.groups),
         config=assembly.config.hf,
         source=source,
         source_has_frozen=source_has_frozen,
@@ -59,12 +67,12 @@ def export(
     )
 
 
-def _beginning(source: Place | None, here: World) -> Place | None:
+def _beginning(source: Place | None, world: World) -> Place | None:
     """Where tensors that pass through come from: of a run's checkpoint, what that run started from."""
     while source is not None and source.kind == "run":
         source = loading.started_from(source)
     if source is not None and source.kind == "zoo":
-        verify_checksums(source.folder, TorchComm.from_groups(here.groups))
+        verify_checksums(source.folder, TorchComm.from_groups(world.groups))
     return source
 
 
@@ -73,7 +81,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
 
     Tensors go from file to file, a few at a time. Those of reward models with adapters go through a model in memory.
     """
-    with _opened(run) as (assembly, recipe, here):
+    with _opened(run) as (assembly, recipe, world):
         about = partial(
             model_card.trained,
             _recipe_of(run),
@@ -81,25 +89,25 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
             loading.started_from(run),
             ends=assembly.processor.ends,
         )
-        with _held(run, assembly, recipe, here) as held:
+        with _held(run, assembly, recipe, world) as held:
             if held is not None:
                 progress = None if quiet else partial(Progress, f"writing {target.name}")
                 ends = list(assembly.processor.ends.values())
                 files = {"processor": assembly.served, "ends": ends, "card": about}
                 return export_tensors(held, target, **{**files, **options}, progress=progress)
-        chunks = build.build_model(assembly, recipe, here)
-        adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
+        chunks = build.build_model(assembly, recipe, world)
+        adapters = initial_weights.load_run(chunks, run, assembly, recipe, world)
         if adapters is not None:
             adapters.freeze_others()
-        return export(chunks, target, assembly, here, loading.started_from(run), card=about, **options)
+        return export(chunks, target, assembly, world, loading.started_from(run), card=about, **options)
 
 
 @contextmanager
 def exported_tensors(run: Place) -> Iterator[ExportedTensors | None]:
     """What `export_run` would write, to be read tensor by tensor; None where it goes through a model in memory."""
     with ExitStack() as readers:
-        with _opened(run) as (assembly, recipe, here):
-            held = readers.enter_context(_held(run, assembly, recipe, here))
+        with _opened(run) as (assembly, recipe, world):
+            held = readers.enter_context(_held(run, assembly, recipe, world))
             tensors = None if held is None else readers.enter_context(ExportedTensors(held))
         yield tensors
 
@@ -113,50 +121,50 @@ def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
     settings = settings_of(run)
     recipe = recipe_for_weights(str(run.folder), family, keys, settings.layer)
-    with open_world(recipe) as here:
-        recipe = validate(recipe, here.size)
-        yield replace(build.assemble(recipe, run), settings=settings), recipe, here
+    with open_world(recipe) as world:
+        recipe = validate(recipe, world.size)
+        yield replace(build.assemble(recipe, run), settings=settings), recipe, world
 
 
 @contextmanager
-def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors | None]:
+def _held(run: Place, assembly: build.Assembly, recipe: Recipe, world: World) -> Iterator[HeldTensors | None]:
     """A run's tensors, read from its files; None of reward models with adapters."""
     origin = read_origin(run.folder)
     if "lora" not in origin:
-        with _whole(loading.open_weights(run.folder), run, assembly, recipe, here) as held:
+        with _whole(loading.open_weights(run.folder), run, assembly, recipe, world) as held:
             yield held
     elif not is_reward_model(run):
-        yield _merged(run, assembly, loading.with_adapters_of(recipe, origin), here)
+        yield _merged(run, assembly, loading.with_adapters_of(recipe, origin), world)
     else:
         yield None
 
 
 @contextmanager
-def _whole(index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors]:
+def _whole(index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, world: World) -> Iterator[HeldTensors]:
     """Those of a checkpoint without adapters."""
-    with on_meta(here) as nowhere:
+    with on_meta(world) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
         cut = cut_of_parameters(chunks, nowhere)
-        boxes = {name: (tuple(one.shape), cut[one]) for name, one in model_parameters(chunks)}
-    source = _beginning(run, here)
+        boxes = {name: (tuple(parameter.shape), cut[parameter]) for name, parameter in model_parameters(chunks)}
+    source = _beginning(run, world)
     shapes = {name: shape for name, (shape, _) in boxes.items()}
     bridge, dims = assembly.family.load("bridge"), build.model_dims(assembly)
     with WholeTensors(index, boxes) as reader:
         yield HeldTensors(reader, shapes, bridge, dims, assembly.config.hf, source, reader.expect)
 
 
-def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> HeldTensors:
+def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, world: World) -> HeldTensors:
     """Those of a checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
     base, bridge, dims = loading.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
     assert base is not None
-    with on_meta(here) as nowhere:
+    with on_meta(world) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
     lora.without_memory(chunks)
-    shapes = {name: tuple(one.shape) for name, one in model_parameters(chunks)}
-    adapters = lora.attach_zeros(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model_parameters(chunks)}
+    adapters = lora.attach_zeros(chunks, assembly.family, dims, read_arch(base.files), recipe, world)
     adapters.whole.allocate()
-    loading.load_adapters(adapters, run.folder, here)
-    added, whole = {one.target.zoo: one.adapter for one in adapters.held}, adapters.whole.trained
+    loading.load_adapters(adapters, run.folder, world)
+    added, whole = {parameter.target.zoo: parameter.adapter for parameter in adapters.held}, adapters.whole.trained
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None
     return HeldTensors(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zoo.bridge import Dims, ShardInfo, load_hf
+from zoo.bridge import Bridge, Dims, ShardInfo, load_hf
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import native, verify_checksums
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
@@ -25,8 +25,11 @@ from zoo.model import lora
 from zoo.model.build import Assembly, model_dims
 from zoo.parallel.world import World, on_all_cores
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
-def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
+
+def init_weights(chunks: list[MegatronModule], assembly: Assembly, recipe: Recipe, world: World) -> None:
     """Weights from the source folder, or random ones that don't depend on the parallel layout."""
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
     shard, source = ShardInfo.from_groups(world.groups), assembly.source
@@ -38,12 +41,12 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
             verify_checksums(source.folder, default_comm())
         table = native(bridge) if source.kind == "zoo" else bridge
         with on_all_cores(recipe, world):
-            found = load_hf(
+            resolution = load_hf(
                 chunks, source.weights, table, dims, shard,
                 moved=lambda done, whole: terminal.detail(part_of(done, whole)),
                 grown_from=source.grown_from,
             )  # fmt: skip
-        fresh = {name for name, _ in model_parameters(chunks)} - found.entries.keys()
+        fresh = {name for name, _ in model_parameters(chunks)} - resolution.entries.keys()
         if fresh:  # a reward model's head
             _draw(chunks, assembly, recipe, world, only=fresh)
         return
@@ -58,7 +61,9 @@ def weight_bytes(assembly: Assembly) -> int:
     return sum(file.stat().st_size for file in assembly.source.weights.glob("*.safetensors"))
 
 
-def load_run(chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters | None:
+def load_run(
+    chunks: list[MegatronModule], run: Place, assembly: Assembly, recipe: Recipe, world: World
+) -> lora.Adapters | None:
     """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
     origin = read_origin(run.folder)
     headless = recipe.train.scores and not is_reward_model(run)
@@ -77,7 +82,7 @@ def load_run(chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, 
     return adapters
 
 
-def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:
+def attach_adapters(chunks: list[MegatronModule], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:
     """New adapters beside the weights of `assembly.source`, a Hugging Face folder, or random ones."""
     source = assembly.source
     arch = read_arch(source.files) if source else json.loads(assembly.config.hf.to_json_string())
@@ -87,7 +92,7 @@ def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world
 
 
 def _draw(
-    chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World, only: Collection[str] | None = None
+    chunks: list[MegatronModule], assembly: Assembly, recipe: Recipe, world: World, only: Collection[str] | None = None
 ) -> None:
     """Random weights of a recipe, or of some of its parameters."""
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
@@ -97,8 +102,8 @@ def _draw(
 
 @torch.no_grad()
 def randomise(
-    chunks: list[Any],
-    bridge: Any,
+    chunks: list[MegatronModule],
+    bridge: Bridge,
     dims: Dims,
     shard: ShardInfo,
     seed: int,
@@ -111,7 +116,7 @@ def randomise(
     the numbers are drawn where the parameter lies (a core makes some 50 million a second). A parameter may bring its
     own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with. `only`: parameters of these names.
     """
-    parameters = {name: one for name, one in model_parameters(chunks) if only is None or name in only}
+    parameters = {name: parameter for name, parameter in model_parameters(chunks) if only is None or name in only}
     for name, entry in bridge.publish(parameters).items():
         parameter = parameters[name]
         initial = getattr(parameter, "initial", None)
@@ -131,7 +136,7 @@ def randomise(
             parameter[local].copy_(cut(full, how, shard))
 
 
-def _normal(shape: Any, std: float, name: str, device: torch.device) -> Tensor:
+def _normal(shape: Sequence[int], std: float, name: str, device: torch.device) -> Tensor:
     return torch.randn(*shape, generator=_generator(name, device), device=device).mul_(std)
 
 

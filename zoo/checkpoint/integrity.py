@@ -27,8 +27,8 @@ Checksum = str | list[str]  # of a whole file, or of each of its blocks
 
 def files_of(folder: Path) -> list[str]:
     """Names of all files in a folder and those below, relative to it, in order; but not of the manifest."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
 class CachedFiles:
@@ -103,14 +103,14 @@ def damaged(
         return {MANIFEST: str(error)}
     names = sorted(filter(concerns, wanted))[rank::ranks]
     with ThreadPoolExecutor(disk.READERS, "zoo-save-check") as pool:
-        found = pool.map(lambda name: _fault(folder, name, wanted[name], read=read), names)
-        return {name: fault for name, fault in zip(names, found, strict=True) if fault}
+        reasons = pool.map(lambda name: _fault(folder, name, wanted[name], read=read), names)
+        return {name: fault for name, fault in zip(names, reasons, strict=True) if fault}
 
 
 def block_checksums(folder: Path) -> dict[str, list[str]]:
     """The sums of blocks that a checkpoint's manifest has, by file; none of a file that was summed up as a whole."""
     checksums = _read_manifest(folder)
-    return {name: found for name, found in checksums.items() if isinstance(found, list)}
+    return {name: blocks for name, blocks in checksums.items() if isinstance(blocks, list)}
 
 
 def _read_manifest(folder: Path) -> dict[str, Checksum]:
@@ -178,10 +178,10 @@ def _fault(folder: Path, name: str, wanted: Checksum, *, read: bool) -> str | No
     try:
         if not read and isinstance(wanted, list):
             return None
-        found: Checksum = disk.digests(path) if isinstance(wanted, list) else disk.digest(path)
+        actual: Checksum = disk.digests(path) if isinstance(wanted, list) else disk.digest(path)
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
-    return None if found == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"
+    return None if actual == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"
 
 
 def remove(folders: Iterable[Path]) -> None:

@@ -49,9 +49,9 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> JsonObj
         fp32: parameters that a model in half precision holds in fp32, as the `Assembly` has them.
     """
     init = recipe.model.init
-    place = look(init)
+    folder = look(init)
     return {
-        "init": str(place.folder.absolute()) if place else init,
+        "init": str(folder.folder.absolute()) if folder else init,
         "mtp_loss": recipe.train.mtp_loss,
         **({"grown_from": source.grown_from} if source is not None and source.grown_from else {}),
         "fp32": list(fp32),
@@ -76,8 +76,8 @@ def started_from(run: Place) -> Place | None:
         raise UserError(f"{run.folder} holds adapters, and what they belong to is not in {base}; put it back")
     if saved["init"] == "random":
         return None
-    place = locate(saved["init"], key=f"{run.folder / STATE}: init")
-    return replace(place, grown_from=saved.get("grown_from", 0))
+    source = locate(saved["init"], key=f"{run.folder / STATE}: init")
+    return replace(source, grown_from=saved.get("grown_from", 0))
 
 
 def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:

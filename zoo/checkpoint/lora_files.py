@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -41,35 +41,39 @@ from zoo.model.lora import AdaptedWeight, Adapters, find_targets
 from zoo.model.whole_parts import WholeParts
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 def adapt(
-    chunks: list[Any],
+    chunks: list[MegatronModule],
     assembly: build.Assembly,
     recipe: Recipe,
-    here: World,
+    world: World,
     *,
     fresh: bool = True,
-    anew: bool = True,
+    new: bool = True,
     kept: bool = True,
     originals: bool = False,
 ) -> tuple[build.Assembly, Adapters]:
-    """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `anew`.
+    """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `new`.
 
     `originals`: passes without the adapters will be wanted, also where they are no reference, with copies of the weights that are trained
     whole beside them.
     """
-    assembly = load_base(chunks, assembly, recipe, here, fresh=fresh, kept=kept)
-    adapters = initial_weights.attach_adapters(chunks, assembly, recipe, here)
+    assembly = load_base(chunks, assembly, recipe, world, fresh=fresh, kept=kept)
+    adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
     if originals or recipe.train.reference == "base":
         adapters.whole.keep_originals()
-    if anew:
+    if new:
         start(adapters, recipe)
     return assembly, adapters
 
 
 def load_base(
-    chunks: list[Any], assembly: build.Assembly, recipe: Recipe, here: World, *, fresh: bool, kept: bool
+    chunks: list[MegatronModule], assembly: build.Assembly, recipe: Recipe, world: World, *, fresh: bool, kept: bool
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
@@ -78,21 +82,21 @@ def load_base(
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)
-    find_targets(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
+    find_targets(chunks, assembly.family, arch, recipe, TorchComm.from_groups(world.groups))
     if source is not None and source.kind == "hf" and not quantisation(arch):
-        initial_weights.init_weights(chunks, assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, world)
         return assembly
     assert recipe.run.dir is not None
     folder = Path(recipe.run.dir)
     if not fresh:
         based = replace(assembly, source=agreed(lambda: loading.started_from(locate(str(folder)))))
-        initial_weights.init_weights(chunks, based, recipe, here)
+        initial_weights.init_weights(chunks, based, recipe, world)
         return based
-    initial_weights.init_weights(chunks, assembly, recipe, here)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
     if not kept:
         return assembly
     about = partial(model_card.untrained, source)
-    export(chunks, folder / BASE, assembly, here, source, card=about, overwrite="aside")
+    export(chunks, folder / BASE, assembly, world, source, card=about, overwrite="aside")
     return replace(assembly, source=locate(str(folder / BASE)))
 
 
@@ -111,16 +115,16 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
     header = read_header(file)
-    shapes = {name: shape for one in adapters.held for name, shape in _shapes(adapters, one).items()}
+    shapes = {name: shape for adapted in adapters.held for name, shape in _shapes(adapters, adapted).items()}
     for saved, parameter in whole.saved:
         shapes |= saved.shapes(tuple(parameter.shape), adapters.dims)
     wanted = _names(adapters) - _left_out(whole, header.keys())
     match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
-        for one in adapters.held:
-            names = tensor_names(one.target.named, adapters.stacks)
+        for adapted in adapters.held:
+            names = tensor_names(adapted.target.named, adapters.stacks)
             pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
-            adapters.fill(one, *to_zoo(one.target, pairs, adapters.full_shape(one), adapters.dims))
+            adapters.fill(adapted, *to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
         for saved, parameter in whole.saved:
             if header.keys() >= set(saved.names):
                 tensors = [opened.get_tensor(name) for name in saved.names]
@@ -140,16 +144,16 @@ def _names(adapters: Adapters) -> set[str]:
     return {*adapters.whole.names, *(name for pair in tensor_names(every, adapters.stacks) for name in pair)}
 
 
-def _shapes(adapters: Adapters, one: AdaptedWeight) -> dict[str, tuple[int, ...]]:
+def _shapes(adapters: Adapters, adapted: AdaptedWeight) -> dict[str, tuple[int, ...]]:
     """The shapes of a target's tensors in PEFT's format, by name."""
-    shape, rank = adapters.full_shape(one), one.adapter.lowrank.rank
+    shape, rank = adapters.full_shape(adapted), adapted.adapter.lowrank.rank
     with torch.device("meta"):
-        if one.target.stacked:
+        if adapted.target.stacked:
             a, b = torch.empty(shape[0], rank, shape[2]), torch.empty(*shape[:2], rank)
         else:
-            a, b = torch.empty(len(one.target.named) * rank, shape[1]), torch.empty(shape[0], rank)
-    pairs = to_peft(one.target, a, b, adapters.dims)
-    names = tensor_names(one.target.named, adapters.stacks)
+            a, b = torch.empty(len(adapted.target.named) * rank, shape[1]), torch.empty(shape[0], rank)
+    pairs = to_peft(adapted.target, a, b, adapters.dims)
+    names = tensor_names(adapted.target.named, adapters.stacks)
     return {
         name: tuple(tensor.shape)
         for pair, made in zip(names, pairs, strict=True)
@@ -158,7 +162,7 @@ def _shapes(adapters: Adapters, one: AdaptedWeight) -> dict[str, tuple[int, ...]
 
 
 def export_adapters(
-    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, here: World, steps: int
+    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, world: World, steps: int
 ) -> Path:
     """Write the adapters as a folder that peft loads onto the weights they belong to; call it on every rank. `steps` are done.
 
@@ -167,12 +171,12 @@ def export_adapters(
     """
     comm, writer = adapters.comm, ExportWriter(target, overwrite="aside")
     try:
-        together(comm, lambda: writer.begin() if here.is_main else None)
+        together(comm, lambda: writer.begin() if world.is_main else None)
         mine = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
-        together(comm, lambda: _write(mine, writer.partial, here.rank))
-        together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if here.is_main else None)
+        together(comm, lambda: _write(mine, writer.partial, world.rank))
+        together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if world.is_main else None)
     except BaseException:
-        if here.is_main:
+        if world.is_main:
             writer.discard()
         raise
     return target
@@ -180,25 +184,25 @@ def export_adapters(
 
 def _tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     """PEFT's tensors that this rank writes; all ranks must ask."""
-    for one in adapters.held:
-        yield from _pairs(adapters, one)
+    for adapted in adapters.held:
+        yield from _pairs(adapters, adapted)
     if adapters.shard.dp_rank == 0 and adapters.shard.tp_rank == 0:
         yield from adapters.whole.tensors(adapters.dims).items()
 
 
-def _pairs(adapters: Adapters, one: AdaptedWeight) -> Iterator[tuple[str, Tensor]]:
+def _pairs(adapters: Adapters, adapted: AdaptedWeight) -> Iterator[tuple[str, Tensor]]:
     """PEFT's tensors of a target, on the rank that writes them; all ranks that share its parameters must ask."""
-    shard, comm, rule = adapters.shard, adapters.comm, one.target.entry.rule
+    shard, comm, rule = adapters.shard, adapters.comm, adapted.target.entry.rule
     stacked, kind = rule.stacked, rule.shard_for(adapters.dims)
     if (shard.edp_rank if stacked else shard.dp_rank) != 0:
         return
     full = []
     for name in ("a", "b"):
-        local = getattr(one.adapter, name).detach()
+        local = getattr(adapted.adapter, name).detach()
         if stacked and shard.ep_size > 1:
             local = torch.cat(comm.gather(local, "ep"))
         axis = shard_axis(kind)
-        if one.adapter.cuts[name].axis is None or shard.on(axis)[1] == 1:
+        if adapted.adapter.cuts[name].axis is None or shard.on(axis)[1] == 1:
             full.append(local)
             continue
         pieces = comm.gather(local, axis)
@@ -209,8 +213,8 @@ def _pairs(adapters: Adapters, one: AdaptedWeight) -> Iterator[tuple[str, Tensor
         full.append(local)
     if (shard.etp_rank or shard.ep_rank) if stacked else shard.tp_rank:
         return
-    names = tensor_names(one.target.named, adapters.stacks)
-    pairs = to_peft(one.target, full[0], full[1], adapters.dims)
+    names = tensor_names(adapted.target.named, adapters.stacks)
+    pairs = to_peft(adapted.target, full[0], full[1], adapters.dims)
     for pair, made in zip(names, pairs, strict=True):
         yield from zip(pair, made, strict=True)
 
@@ -222,15 +226,15 @@ def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     if adapters.held:
         device = adapters.held[0].weight.device
     held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in mine.items()])
-    for rank, found in enumerate(held):
-        for name, shape, dtype in found:
+    for rank, tensors_of_rank in enumerate(held):
+        for name, shape, dtype in tensors_of_rank:
             tensor = mine[name] if rank == comm.rank else torch.empty(shape, dtype=dtype, device=device)
             if len(held) > 1:
                 torch.distributed.broadcast(tensor, src=rank)
             yield name, tensor
 
 
-def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> dict[str, Any]:
+def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> JsonObject:
     """PEFT's adapter_config.json of these adapters."""
     assert assembly.source is not None
     init, settings = recipe.model.init, recipe.lora
@@ -264,13 +268,13 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
     """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
     assert assembly.source is not None
     parts = sorted(writer.partial.glob("rank*"))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in parts:
         with safe_open(part, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
-    assert found.keys() == _names(adapters), sorted(found.keys() ^ _names(adapters))
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
+    assert tensors.keys() == _names(adapters), sorted(tensors.keys() ^ _names(adapters))
     config = peft_config_of(adapters, assembly, recipe)
-    (file,) = _write(found, writer.partial, 0, "whole")
+    (file,) = _write(tensors, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
         file.rename(writer.partial / WEIGHTS)
         for part in parts:

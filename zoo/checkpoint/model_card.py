@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import zoo
 from zoo.bridge.export_plan import OF_TOKENS
@@ -21,6 +20,7 @@ from zoo.config.schema import Recipe, TrainConfig
 from zoo.errors import printable
 from zoo.files import expanded
 from zoo.pages import Markdown, code, render_markdown
+from zoo.types import JsonMapping
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of huggingface_hub
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
@@ -56,17 +56,17 @@ def base_of(source: Place | None) -> Base | None:
     )
 
 
-def name_of(source: Place, given: str) -> str:
+def name_of(source: Place, path: str) -> str:
     """What a conversion writes down of its source: a hub id, or the folder's name without the path to it."""
-    found = base_of(source)
-    return found.name if found is not None and found.on_hub else expanded(given).absolute().name
+    base = base_of(source)
+    return base.name if base is not None and base.on_hub else expanded(path).absolute().name
 
 
 def trained(
     recipe: Recipe | None,
     steps: int,
     source: Place | None,
-    arch: Mapping[str, Any],
+    arch: JsonMapping,
     *,
     adapter: bool = False,
     ends: Mapping[str, int] = NO_ENDS,
@@ -85,10 +85,10 @@ def trained(
             rows["trained whole"] += " (PEFT's modules_to_save; servers such as vLLM want the adapter merged)"
     if ends and not (recipe is not None and recipe.train.scores):
         rows["answers end at"] = ", ".join(f"{text} ({number})" for text, number in ends.items())
-    what = "adapters that were trained" if adapter else "a model that was trained"
+    summary = "adapters that were trained" if adapter else "a model that was trained"
     if recipe is not None and recipe.train.scores:
         arch = {**arch, "architectures": [OF_TOKENS.sub(_CLASSIFIER, str(_class(arch)))]}
-    return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter, ends=ends)
+    return _card(f"This folder holds {summary} with zoo.", rows, base_of(source), arch, adapter=adapter, ends=ends)
 
 
 def _of_recipe(recipe: Recipe) -> dict[str, str]:
@@ -115,26 +115,26 @@ def _schedule(train: TrainConfig) -> str:
     return f"{train.schedule} to {train.min_lr:g}"
 
 
-def untrained(source: Place | None, arch: Mapping[str, Any]) -> str:
+def untrained(source: Place | None, arch: JsonMapping) -> str:
     """The card of what a run's adapters belong to."""
-    what = "This folder holds the weights that the adapters of a run of zoo belong to."
-    return _card(what, {}, base_of(source), arch)
+    summary = "This folder holds the weights that the adapters of a run of zoo belong to."
+    return _card(summary, {}, base_of(source), arch)
 
 
-def converted(source: Place, arch: Mapping[str, Any], how: Mapping[str, str], *, native: bool = False) -> str:
+def converted(source: Place, arch: JsonMapping, how: Mapping[str, str], *, native: bool = False) -> str:
     """The card of a folder that holds the weights of another in another form; `how`: what was changed."""
-    what: str = "This folder holds weights that zoo has written in another format."
+    summary: str = "This folder holds weights that zoo has written in another format."
     if native:
         command = code("zoo train model.init=<this folder>")
-        what = Markdown(f"This folder holds weights in zoo's own format: {command} starts from them.")
-    return _card(what, how, base_of(source), arch, native=native)
+        summary = Markdown(f"This folder holds weights in zoo's own format: {command} starts from them.")
+    return _card(summary, how, base_of(source), arch, native=native)
 
 
 def _card(
-    what: str,
+    summary: str,
     rows: Mapping[str, str],
     base: Base | None,
-    arch: Mapping[str, Any],
+    arch: JsonMapping,
     *,
     adapter: bool = False,
     native: bool = False,
@@ -160,7 +160,7 @@ def _card(
         about={key: value for key, value in about.items() if value},
         mark=Markdown(MARK),
         title=_title(base, adapter),
-        what=what,
+        summary=summary,
         rows={key: printable(value, _LONGEST) for key, value in table.items()},
         usage=[] if native else _usage(arch, adapter, list(ends.values())),
     )
@@ -175,13 +175,13 @@ def _unknown_licence(base: Base | None) -> str:
     return "not known; that of the base model and of the data hold" if base else "not stated"
 
 
-def _class(arch: Mapping[str, Any]) -> str | None:
+def _class(arch: JsonMapping) -> str | None:
     names = arch.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and _CLASS.fullmatch(name) else None
 
 
-def _usage(arch: Mapping[str, Any], adapter: bool, ends: Sequence[int]) -> list[str]:
+def _usage(arch: JsonMapping, adapter: bool, ends: Sequence[int]) -> list[str]:
     """Lines that load the folder; none where transformers has no class for it."""
     name = _class(arch) or "AutoModelForImageTextToText"
     scores = name.endswith(_CLASSIFIER)
@@ -207,7 +207,7 @@ def _usage(arch: Mapping[str, Any], adapter: bool, ends: Sequence[int]) -> list[
     return [*lines, f"# model.generate(**inputs, max_new_tokens=100{told})"]
 
 
-def _classifier(arch: Mapping[str, Any], name: str) -> list[str]:
+def _classifier(arch: JsonMapping, name: str) -> list[str]:
     """Lines that import a reward model's class, or make it of transformers' generic one; none where it has no such model."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES

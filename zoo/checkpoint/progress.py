@@ -33,8 +33,8 @@ class Saving:
     def __str__(self) -> str:
         rate = self.written / self.seconds if self.seconds > 0 else 0.0
         done = part_of(self.written, self.total)
-        what = f"copying {done} to run.dir" if self.copying else f"saving {done}"
-        return f"{what}, {size(rate)}/s"
+        text = f"copying {done} to run.dir" if self.copying else f"saving {done}"
+        return f"{text}, {size(rate)}/s"
 
 
 def begin(folder: Path, step: int, total: int, copied_to: str | None = None) -> None:

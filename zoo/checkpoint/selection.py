@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -41,10 +40,10 @@ def faults(checkpoint: Path, *, read: bool = True) -> dict[str, str]:
     return _of_all_ranks(integrity.damaged(checkpoint, dist.get_rank(), dist.get_world_size(), read=read))
 
 
-def _of_all_ranks(found: dict[str, str]) -> dict[str, str]:
+def _of_all_ranks(own: dict[str, str]) -> dict[str, str]:
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
-    return {name: fault for one in everyone for name, fault in one.items()}
+    dist.all_gather_object(everyone, own)
+    return {name: fault for faults_of_rank in everyone for name, fault in faults_of_rank.items()}
 
 
 @contextlib.contextmanager
@@ -54,29 +53,20 @@ def together() -> Iterator[None]:
     Raises:
         Damaged: what any of them has read is not what was written; on all of them.
     """
-    found: dict[str, str] = {}
+    damage: dict[str, str] = {}
     try:
         yield
     except Damaged as error:
-        found = error.faults
+        damage = error.faults
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found = _of_all_ranks(found)
-    if found:
-        raise Damaged(found) from None
+        damage = _of_all_ranks(damage)
+    if damage:
+        raise Damaged(damage) from None
 
 
 def is_beside_weights(name: str) -> bool:
     """Whether a checkpoint's file serves its conversion alone: a run has what it says from elsewhere."""
     return name == _RECIPE or (name.startswith(f"{HF_PART}/") and ".." not in Path(name).parts)
-
-
-def _on_first[T](action: Callable[[], T]) -> T:
-    """What `action` gives on the first rank, on all of them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return action()
-    found: list[Any] = [action() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 def restore(checkpoint: Path, damaged: Iterable[str]) -> dict[str, Path]:
@@ -86,43 +76,43 @@ def restore(checkpoint: Path, damaged: Iterable[str]) -> dict[str, Path]:
     """
     run_dir = checkpoint.parent.parent
     others = [path for path in sorted(checkpoint.parent.glob("*iter_*")) if path != checkpoint]
-    beside = [run_dir / "export", run_dir / BASE, *_source_files(checkpoint)]
+    model_folders = [run_dir / "export", run_dir / BASE, *_source_files(checkpoint)]
 
     def copies(name: str) -> list[Path]:
-        own = [run_dir / _RECIPE] if name == _RECIPE else [folder / Path(name).name for folder in beside]
+        own = [run_dir / _RECIPE] if name == _RECIPE else [folder / Path(name).name for folder in model_folders]
         return [*(folder / name for folder in others), *own]
 
-    found = {name: integrity.restore(checkpoint, name, copies(name)) for name in damaged}
-    return {name: copy for name, copy in found.items() if copy is not None}
+    copy_of = {name: integrity.restore(checkpoint, name, copies(name)) for name in damaged}
+    return {name: copy for name, copy in copy_of.items() if copy is not None}
 
 
 def _source_files(checkpoint: Path) -> list[Path]:
     """The folder with the processor's files that a checkpoint's run started from, if it is one here."""
     try:
         weights = read_object(checkpoint / STATE, most=LONGEST_STATE).get("weights")
-        place = look(weights["init"]) if conforms(weights, {"init": is_text}, ("init",)) else None
+        source = look(weights["init"]) if conforms(weights, {"init": is_text}, ("init",)) else None
     except (OSError, UserError):
         return []
-    return [place.files] if place else []
+    return [source.files] if source else []
 
 
-def check_beside_weights(place: Place) -> None:
+def check_beside_weights(run: Place) -> None:
     """Before a run's checkpoint is read: what is damaged beside its weights is restored, and said, where it is whole elsewhere.
 
     All ranks call it alike. Raises UserError where it is not.
     """
-    if place.kind != "run":
+    if run.kind != "run":
         return
 
     def repair() -> tuple[dict[str, str], dict[str, Path]]:
-        found = integrity.damaged(place.folder, concerns=is_beside_weights)
-        found.pop(integrity.MANIFEST, None)  # named when the weights are read
-        restored = restore(place.folder, found) if found else {}
+        damage = integrity.damaged(run.folder, concerns=is_beside_weights)
+        damage.pop(integrity.MANIFEST, None)  # named when the weights are read
+        restored = restore(run.folder, damage) if damage else {}
         for name, copy in restored.items():
-            _warn(f"{found.pop(name)}; it was taken from {copy}")
-        return found, restored
+            _warn(f"{damage.pop(name)}; it was taken from {copy}")
+        return damage, restored
 
-    left, _ = _on_first(repair)
+    left, _ = agreed(repair)
     if left:
         raise UserError(
             f"{_summary(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
@@ -130,14 +120,14 @@ def check_beside_weights(place: Place) -> None:
         )
 
 
-def is_reward_model(place: Place) -> bool:
+def is_reward_model(source: Place) -> bool:
     """Whether a checkpoint gives an answer one number: by its run's recipe, or by its config.json."""
-    if place.kind == "run":
+    if source.kind == "run":
         try:
-            return load_recipe(place.folder / "config.yaml").train.scores
+            return load_recipe(source.folder / "config.yaml").train.scores
         except UserError:  # of another zoo, whose keys are not known here
             return False
-    names = read_arch(place.files).get("architectures") or ()
+    names = read_arch(source.files).get("architectures") or ()
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
@@ -147,14 +137,14 @@ def language_model(path: str | Path) -> Place:
     Raises:
         UserError: there are none, or they are those of a reward model, which says nothing.
     """
-    place = locate(str(path))
-    check_beside_weights(place)
-    if is_reward_model(place):
+    source = locate(str(path))
+    check_beside_weights(source)
+    if is_reward_model(source):
         raise UserError(
             f"{path}: it is a reward model, which gives an answer one number and has no probabilities of tokens; wanted a language "
             "model. `zoo convert` makes a Hugging Face folder of it, whose scores transformers gives (docs/preference.md)"
         )
-    return place
+    return source
 
 
 def repaired_source(recipe: Recipe) -> Place | None:
@@ -174,12 +164,12 @@ def _warn(text: str) -> None:
 
 def refuse_faults(checkpoint: Path) -> None:
     """Raises Damaged where a checkpoint's files are not those that were written; its tensors are checked as they are read."""
-    if found := faults(checkpoint, read=False):
-        raise Damaged(found) from None
+    if damage := faults(checkpoint, read=False):
+        raise Damaged(damage) from None
 
 
-def _summary(found: list[str]) -> str:
-    return found[0] + (f" (and {len(found) - 1} more faults)" if len(found) > 1 else "")
+def _summary(sentences: list[str]) -> str:
+    return sentences[0] + (f" (and {len(sentences) - 1} more faults)" if len(sentences) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -202,13 +192,13 @@ def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> 
     """
     passed_over: dict[str, str] = {}
     for checkpoint in reversed(_listed(run_dir)):
-        found = (known or {}).get(checkpoint.name) or faults(checkpoint, read=known is not None)
-        if all(map(is_beside_weights, found)):
+        damage = (known or {}).get(checkpoint.name) or faults(checkpoint, read=known is not None)
+        if all(map(is_beside_weights, damage)):
             if passed_over:
                 _put_away(run_dir, passed_over, checkpoint)
-            side_files = _on_first(partial(_repair_beside_weights, checkpoint, found))
+            side_files = agreed(partial(_repair_beside_weights, checkpoint, damage))
             return Chosen(checkpoint, passed_over, side_files)
-        passed_over[checkpoint.name] = _summary(list(found.values()))
+        passed_over[checkpoint.name] = _summary(list(damage.values()))
     if passed_over:
         newest = next(iter(passed_over.values()))
         raise UserError(
@@ -217,14 +207,14 @@ def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> 
     return Chosen(None)
 
 
-def _repair_beside_weights(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
+def _repair_beside_weights(checkpoint: Path, damage: Mapping[str, str]) -> dict[str, str]:
     """Restore what is damaged beside the weights of the checkpoint to resume from, and say what became of it."""
     step = step_of(checkpoint)
     if checkpoint.name != f"iter_{step}":
         _warn(f"{checkpoint} holds step {step}, and the run resumes from there")
     outcomes = {}
-    restored = restore(checkpoint, found) if found else {}
-    for name, fault in found.items():
+    restored = restore(checkpoint, damage) if damage else {}
+    for name, fault in damage.items():
         if name in restored:
             outcomes[name] = f"{fault}; it was taken from {restored[name]}"
         else:
@@ -268,7 +258,7 @@ def best_of(run_dir: Path, metric: str | None) -> Path | None:
         return None
     evaluations = evaluations_by_step(run_dir)
     latest = evaluations[max(evaluations)].get("data") if evaluations else None
-    evaluations = {step: found for step, found in evaluations.items() if found.get("data") == latest}
+    evaluations = {step: metrics for step, metrics in evaluations.items() if metrics.get("data") == latest}
     name, sign = parse_metric(metric, "train.keep_best")
     best: tuple[float, int, Path] | None = None
     for checkpoint in checkpoints(run_dir):
@@ -282,7 +272,7 @@ def best_of(run_dir: Path, metric: str | None) -> Path | None:
 def prune(run_dir: Path, keep: int, metric: str | None) -> None:
     """Keep the newest checkpoints and the best one, which the link `best` names; the first rank calls it."""
     best = best_of(run_dir, metric)
-    found = checkpoints(run_dir)
+    saved = checkpoints(run_dir)
     if best is not None:
         link, new = best.with_name(BEST), best.with_name(f".partial-{BEST}")
         with contextlib.suppress(OSError):  # a file system without links; the log names the best one too
@@ -291,7 +281,7 @@ def prune(run_dir: Path, keep: int, metric: str | None) -> None:
                 _remove_own([link])
             new.symlink_to(best.name, target_is_directory=True)
             os.replace(new, link)
-    _remove_own(old for old in found[: len(found) - keep] if old != best)
+    _remove_own(old for old in saved[: len(saved) - keep] if old != best)
 
 
 def _remove_own(folders: Iterable[Path]) -> None:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
 from zoo.bridge.files.side_files import GENERATION, write_generation_config
+from zoo.bridge.load import Patterns, fitting_names, stored_in_fp32
 from zoo.bridge.parallel import default_comm, model_parameters, together
-from zoo.bridge.wide import Patterns, among, stored_in_fp32
 from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
@@ -220,7 +220,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
         return chunks
     chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
     parameters = dict(model_parameters(chunks))
-    wide = [(name, parameters[name]) for name in among(fp32, parameters)]
+    wide = [(name, parameters[name]) for name in fitting_names(fp32, parameters)]
     if recipe.lora.base_dtype == "fp8":  # matrices become FP8 once they are loaded
         wide = [(name, p) for name, p in wide if p.ndim < 2 or not name.startswith("decoder.layers.")]
     for chunk in chunks:

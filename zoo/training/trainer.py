@@ -217,7 +217,7 @@ class Trainer:
         self.startup.mark("model")
         if recipe.lora.rank:
             assembly, self.adapters = lora_files.adapt(
-                chunks, assembly, recipe, world, fresh=self.resume_from is None, anew=fresh, kept=self.keeps_adapters
+                chunks, assembly, recipe, world, fresh=self.resume_from is None, new=fresh, kept=self.keeps_adapters
             )
             self.assembly = assembly
         elif fresh:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,7 +68,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise CheckpointError(
                     f"{file}: truncated or no safetensors file (header of {length}, {size} bytes in all)"
                 )
-            header = _load_json(stream.read(length), file)
+            header = parse_json(stream.read(length), file, most=_MAX_HEADER, unique=True, error=CheckpointError)
+            if not isinstance(header, dict):
+                raise CheckpointError(f"{file}: its JSON is no object")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     header.pop("__metadata__", None)
@@ -82,7 +83,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor_info(name: str, entry: Any, file: Path, data: int) -> tuple[TensorInfo, tuple[int, int]]:
+def _tensor_info(name: str, entry: object, file: Path, data: int) -> tuple[TensorInfo, tuple[int, int]]:
     """The TensorInfo of a header entry and its (begin, end) in the data, which begin at byte `data` of the file.
 
     CheckpointError where they contradict.
@@ -102,7 +103,7 @@ def _tensor_info(name: str, entry: Any, file: Path, data: int) -> tuple[TensorIn
     return info, (offsets[0], offsets[1])
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
@@ -116,14 +117,6 @@ def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, file: Path)
         position = end
     if position != data_bytes:
         raise CheckpointError(f"{file}: {data_bytes} bytes of data, wanted {position}: truncated or overlong")
-
-
-def _load_json(raw: bytes, file: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
-    value = parse_json(raw, file, most=_MAX_HEADER, unique=True, error=CheckpointError)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: its JSON is no object")
-    return value
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -70,8 +70,8 @@ class Scaled:
         """
         result = torch.empty(raw.shape, dtype=DTYPE)
         if raw.ndim > 2:
-            for one, stored, factors in zip(result, raw, scales, strict=True):
-                one.copy_(self.dequantise(stored, factors))
+            for expert, stored, factors in zip(result, raw, scales, strict=True):
+                expert.copy_(self.dequantise(stored, factors))
             return result
         of_row = self.rows.blocks(first, first + raw.shape[0])
         of_column = self.columns.blocks(0, self.columns.size)
@@ -89,12 +89,12 @@ def block_size(folder: Path) -> tuple[int, int] | None:
     """
     if not (folder / "config.json").is_file():
         return None
-    found = quantisation(read_arch(folder))
-    if not found:
+    settings = quantisation(read_arch(folder))
+    if not settings:
         return None
-    stated = found[0]
-    if not isinstance(stated, Mapping) or any(other != stated for other in found):
-        raise _refusal(folder, f"in a way that is not known ({str(found)[:80]})")
+    stated = settings[0]
+    if not isinstance(stated, Mapping) or any(other != stated for other in settings):
+        raise _refusal(folder, f"in a way that is not known ({str(settings)[:80]})")
     method, block = stated.get("quant_method"), stated.get("weight_block_size", _DEFAULT_BLOCK)
     if method != "fp8":
         raise _refusal(folder, f"by {str(method or 'a method that it does not name')[:80]}")
@@ -137,19 +137,19 @@ def scaled(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, in
     problems = [
         f"{name} has no {name.rpartition('.')[2]}{SCALE}" for name in sorted(eight) if name + SCALE not in tensors
     ]
-    found = {}
+    scaled_weights = {}
     for scale in sorted(scales):
         name = scale.removesuffix(SCALE)
         fitting = _fit(name, tensors, block)
         if isinstance(fitting, str):
             problems.append(fitting)
         else:
-            found[name] = fitting
+            scaled_weights[name] = fitting
     if problems:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
         problem = f"{folder}: its FP8 weights can't be read: {'; '.join(problems[:10])}{more}"
         raise UserError(printable(problem, LONGEST))
-    return found
+    return scaled_weights
 
 
 def _fit(name: str, tensors: Mapping[str, TensorInfo], block: tuple[int, int]) -> Scaled | str:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -185,17 +184,17 @@ def _faults(files: Iterable[_SummedFile]) -> list[str]:
 
 def _refuse(faults: Iterable[str | None]) -> None:
     """CheckpointError that names the first of the faults and counts the others; nothing where there are none."""
-    found = list(dict.fromkeys(fault for fault in faults if fault is not None))
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise CheckpointError(f"{found[0]}{more}; convert the source again, or take another copy")
+    distinct = list(dict.fromkeys(fault for fault in faults if fault is not None))
+    if distinct:
+        more = f" (and {len(distinct) - 1} more)" if len(distinct) > 1 else ""
+        raise CheckpointError(f"{distinct[0]}{more}; convert the source again, or take another copy")
 
 
 @dataclass(frozen=True)
 class _Record:
     """What a record says: the sum of each file, None for one without, and their algorithm."""
 
-    files: dict[str, Any]
+    files: dict[str, str | None]
     algorithm: str
 
 
@@ -209,5 +208,5 @@ def _read(folder: Path) -> _Record | None:
 
 def _files(folder: Path) -> list[str]:
     """Names of all files below a folder, relative to it."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,7 +46,7 @@ class SafetensorsFolder:
         """`on_read` takes the file, the offset and the bytes of whatever `read` reads, before anybody uses them."""
         self.folder = Path(folder)
         self._on_read = on_read
-        self._handles: dict[Path, Any] = {}
+        self._handles: dict[Path, safe_open] = {}
         self._open: tuple[Path, FileIO] | None = None  # the file that `read` read last
         block = quantised.block_size(self.folder)
         self._stored = self._read_headers()
@@ -155,11 +155,11 @@ class SafetensorsFolder:
     def _readable(self) -> dict[str, TensorInfo]:
         """What can be asked for: quantised weights in the dtype they are read as, and no factors."""
         factors = {how.scale for how in self._scaled.values()}
-        found = {name: info for name, info in self._stored.items() if name not in factors}
+        readable = {name: info for name, info in self._stored.items() if name not in factors}
         for name in self._scaled:
-            nbytes = math.prod(found[name].shape) * quantised.DTYPE.itemsize
-            found[name] = replace(found[name], dtype=quantised.DTYPE, nbytes=nbytes)
-        return found
+            nbytes = math.prod(readable[name].shape) * quantised.DTYPE.itemsize
+            readable[name] = replace(readable[name], dtype=quantised.DTYPE, nbytes=nbytes)
+        return readable
 
     def _close_read(self) -> None:
         if self._open is not None:
@@ -185,5 +185,5 @@ class SafetensorsFolder:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
         others = [f.name for f in sorted(self.folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-        found = f"; it has {others[0]}, but only safetensors is read" if others else ""
-        raise CheckpointError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} in it{found}")
+        instead = f"; it has {others[0]}, but only safetensors is read" if others else ""
+        raise CheckpointError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} in it{instead}")

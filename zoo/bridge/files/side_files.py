@@ -14,11 +14,11 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.config.locate import TEMPLATES, refuse_links_outside
 from zoo.errors import ConfigError, UserError
 from zoo.files import read_object
+from zoo.types import JsonMapping, JsonObject
 
 # Tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -64,7 +64,7 @@ def _copy(path: Path, target: Path) -> None:
         target.write_bytes(file.read(status.st_size))
 
 
-def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Sequence[int] = ()) -> None:
+def write_generation_config(folder: Path, config: JsonMapping, ends: Sequence[int] = ()) -> None:
     """Write generation_config.json into a folder with a tokenizer's files that has none, or add `ends` to the one it has.
 
     `config` is the model's config.json, `ends` are token ids that end an answer. Nothing is written where no end is known: then
@@ -86,13 +86,13 @@ def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Seque
     eos = [n for n in dict.fromkeys([named["eos"], *ends, *stated["eos"]]) if n is not None]
     if not eos:
         return
-    found: dict[str, Any] = {"eos_token_id": eos[0] if len(eos) == 1 else eos}
+    settings: JsonObject = {"eos_token_id": eos[0] if len(eos) == 1 else eos}
     for name in ("bos", "pad"):
         ids = [n for n in (named[name], *stated[name]) if n is not None]
         if ids:
-            found[f"{name}_token_id"] = ids[0]
-    found.setdefault("pad_token_id", eos[0])
-    (folder / GENERATION).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+            settings[f"{name}_token_id"] = ids[0]
+    settings.setdefault("pad_token_id", eos[0])
+    (folder / GENERATION).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _add_ends(path: Path, ends: Sequence[int]) -> None:
@@ -105,17 +105,17 @@ def _add_ends(path: Path, ends: Sequence[int]) -> None:
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _stated(config: Any, key: str) -> Iterator[int]:
+def _stated(config: object, key: str) -> Iterator[int]:
     """The ids of a token in a config and those of its parts that generate text."""
     while isinstance(config, Mapping):
         value = config.get(key)
-        for one in value if isinstance(value, list) else [value]:
-            if type(one) is int and one >= 0:
-                yield one
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int and number >= 0:
+                yield number
         config = config.get("thinker_config") or config.get("text_config")
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> JsonMapping:
     """A JSON object; an empty one where there is none that can be read: it is somebody else's file."""
     try:
         return read_object(path, most=_LONGEST)
@@ -133,22 +133,22 @@ def _token(folder: Path, name: str) -> str | None:
     return None
 
 
-def _special_tokens(folder: Path, fast: Mapping[str, Any]) -> dict[str, int]:
+def _special_tokens(folder: Path, fast: JsonMapping) -> dict[str, int]:
     """Text -> id of the tokens that were added to a tokenizer's vocabulary; `fast` is its tokenizer.json."""
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     added = fast.get("added_tokens")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int:
-            found[entry["content"]] = entry["id"]
+            tokens[entry["content"]] = entry["id"]
     decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit():
-            found.setdefault(entry["content"], int(number))
+            tokens.setdefault(entry["content"], int(number))
     more = _read(folder / "added_tokens.json")
     for text, number in more.items():
         if type(number) is int:
-            found.setdefault(text, number)
-    return found
+            tokens.setdefault(text, number)
+    return tokens
 
 
 def write_card(folder: Path, former: Path, text: str) -> None:
@@ -169,10 +169,10 @@ def licence_of(folder: Path) -> dict[str, str]:
         return {}
     end = next((at for at, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
     matches = filter(None, map(_LICENCE.fullmatch, lines[1:end]))
-    found = {match[1]: match[2] for match in matches}
-    if not _LINK.fullmatch(found.get("license_link", "")):
-        found.pop("license_link", None)
-    return found
+    fields = {match[1]: match[2] for match in matches}
+    if not _LINK.fullmatch(fields.get("license_link", "")):
+        fields.pop("license_link", None)
+    return fields
 
 
 def _beginning(path: Path) -> str:

@@ -11,7 +11,6 @@ import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,8 +36,8 @@ class FileStream:
         """Add bytes; the memory is free again afterwards."""
         while data:
             part, data = data[: GATHERED - self._filled], data[GATHERED - self._filled :]
-            place = self._buffers[0][self._filled : self._filled + len(part)]
-            np.copyto(place, np.frombuffer(part, np.uint8))  # other threads run meanwhile
+            gap = self._buffers[0][self._filled : self._filled + len(part)]
+            np.copyto(gap, np.frombuffer(part, np.uint8))  # other threads run meanwhile
             self._filled += len(part)
             if self._filled == GATHERED:
                 self._send()
@@ -66,17 +65,17 @@ class FileStream:
             self._flushing = self._threads.submit(os.fdatasync, self._handle)
             self._flushed = self._sent
         full = memoryview(self._buffers[0])[: self._filled]
-        self._writing = self._threads.submit(self._write_out, full, self._sent)
+        self._writing = self._threads.submit(self._write_blocks, full, self._sent)
         self._sent += self._filled
         self._filled = 0
         self._buffers.reverse()
 
-    def _write_out(self, data: memoryview, at: int) -> None:
+    def _write_blocks(self, data: memoryview, at: int) -> None:
         blocks = len(data) // BLOCK * BLOCK  # the rest, at the end of the file, is written plainly
         self._direct = write_at(self._handle, data[:blocks], at, self._direct)
         self._direct = write_at(self._handle, data[blocks:], at + blocks, self._direct)
 
 
-def _wait(future: Future[Any] | None) -> None:
+def _wait(future: Future[None] | None) -> None:
     if future is not None:
         future.result()

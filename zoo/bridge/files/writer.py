@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import xxhash
@@ -26,6 +26,7 @@ from zoo.bridge.files.record import foreign, write_record
 from zoo.bridge.files.stream import FileStream
 from zoo.errors import UserError, file_error
 from zoo.files import sync
+from zoo.types import JsonObject
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use
@@ -124,7 +125,7 @@ class ShardWriter:
     def _begin(self) -> None:
         self._group = self._waiting.pop()
         file = f"{self._prefix}-part{len(self.shards) + 1:05d}.tmp"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: JsonObject = {"__metadata__": {"format": "pt"}}
         at = 0
         for tensor in self._group:
             header[tensor.name] = {

@@ -38,11 +38,11 @@ class ByKeyHead:
     """
 
     def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        found: list[Tensor] = []
+        kinds: list[Tensor] = []
         for part, sizes in zip(parts, self._split(dims), strict=True):
             by_head = part.reshape(dims.linear_key_heads, -1, *part.shape[1:])
-            found += [kind.flatten(0, 1) for kind in by_head.split(sizes, dim=1)]
-        return torch.cat(found)
+            kinds += [rows.flatten(0, 1) for rows in by_head.split(sizes, dim=1)]
+        return torch.cat(kinds)
 
     def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
         kinds = [kind.unflatten(0, (dims.linear_key_heads, -1)) for kind in tensor.split(_projected(dims))]

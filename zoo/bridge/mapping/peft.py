@@ -17,7 +17,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError, printable
 from zoo.records import are_texts
+from zoo.types import JsonMapping, JsonObject
 
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -72,16 +72,16 @@ class Target:
         return self.entry.layout.transform.to_zoo(parts, dims)[:, 0]
 
 
-def candidates(zoo_names: Iterable[str], bridge: Bridge, config: Mapping[str, Any]) -> list[Target]:
+def candidates(zoo_names: Iterable[str], bridge: Bridge, config: JsonMapping) -> list[Target]:
     """The weights of those zoo names with their modules' names, nothing chosen yet."""
-    found = []
+    targets = []
     for name, entry in bridge.publish(zoo_names).items():
-        modules = tuple(one.removesuffix(".weight") for one in _in_memory(entry, bridge, config))
-        found.append(Target(name, entry, modules, (False,) * len(modules)))
-    return found
+        modules = tuple(parameter.removesuffix(".weight") for parameter in _in_memory(entry, bridge, config))
+        targets.append(Target(name, entry, modules, (False,) * len(modules)))
+    return targets
 
 
-def _in_memory(entry: Entry, bridge: Bridge, config: Mapping[str, Any]) -> tuple[str, ...]:
+def _in_memory(entry: Entry, bridge: Bridge, config: JsonMapping) -> tuple[str, ...]:
     """The names of transformers' parameters that a weight is; experts are a stack."""
     names = entry.hf_names()
     if entry.rule.stacked:
@@ -110,15 +110,11 @@ class Saved:
     def shapes(self, shape: Sequence[int], dims: Dims) -> dict[str, tuple[int, ...]]:
         """Shapes of PEFT's tensors of a weight of that shape, by name."""
         shapes = self.entry.hf_shapes(shape, dims).values()
-        return {name: tuple(one) for name, one in zip(self.names, shapes, strict=True)}
+        return {name: tuple(hf_shape) for name, hf_shape in zip(self.names, shapes, strict=True)}
 
 
 def modules_to_save(
-    zoo_names: Collection[str],
-    parts: Collection[str],
-    trained: Collection[str],
-    bridge: Bridge,
-    config: Mapping[str, Any],
+    zoo_names: Collection[str], parts: Collection[str], trained: Collection[str], bridge: Bridge, config: JsonMapping
 ) -> tuple[list[str], list[Saved]]:
     """The transformers modules whose own parameters are trained, the outermost ones alone, and the weights in them.
 
@@ -131,13 +127,13 @@ def modules_to_save(
     """
     entries = bridge.publish(zoo_names)
     names = {name: _in_memory(entry, bridge, config) for name, entry in entries.items()}
-    outside = {above for name in names if name not in parts for one in names[name] for above in _above(one)}
-    owners = {one.rpartition(".")[0] for name in trained for one in names[name]} - outside - {""}
+    outside = {above for name in names if name not in parts for parameter in names[name] for above in _above(parameter)}
+    owners = {parameter.rpartition(".")[0] for name in trained for parameter in names[name]} - outside - {""}
     modules = sorted(owner for owner in owners if owners.isdisjoint(_above(owner)))
     saved = [
-        Saved(name, entries[name], tuple(f"{PREFIX}{one}" for one in names[name]))
+        Saved(name, entries[name], tuple(f"{PREFIX}{parameter}" for parameter in names[name]))
         for name in parts
-        if all(not _above(one).isdisjoint(modules) for one in names[name])
+        if all(not _above(parameter).isdisjoint(modules) for parameter in names[name])
     ]
     return modules, saved
 
@@ -148,7 +144,7 @@ def _above(name: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
-def choose(there: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str]) -> list[Target]:
+def choose(available: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str]) -> list[Target]:
     """Those of `there` that a recipe's `lora.targets` mean; `everywhere`: the modules of all ranks' candidates.
 
     A target is ALL, a name or the end of one (`q_proj`, `self_attn.q_proj`), or a regular expression of a whole name.
@@ -162,12 +158,12 @@ def choose(there: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[
                 f"lora.targets={target}: no linear of lora.parts is called so; nearest: {', '.join(near)} "
                 f"({ALL}: all of them but experts)"
             )
-    found = []
-    for one in there:
-        chosen = tuple(any(means(target, name) for target in wanted) for name in one.modules)
+    chosen_targets = []
+    for candidate in available:
+        chosen = tuple(any(means(target, name) for target in wanted) for name in candidate.modules)
         if any(chosen):
-            found.append(Target(one.zoo, one.entry, one.modules, chosen))
-    return found
+            chosen_targets.append(Target(candidate.zoo, candidate.entry, candidate.modules, chosen))
+    return chosen_targets
 
 
 def means(target: str, name: str) -> bool:
@@ -219,11 +215,11 @@ def to_zoo(
         ((a, b),) = pairs
         experts = shape[0]
         return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-    given = iter(pairs)
+    remaining = iter(pairs)
     rank = pairs[0][1].shape[1]
     sizes = [part[0] for part in target.entry.hf_shapes(shape, dims).values()]
     bs = [
-        next(given)[1] if chosen else pairs[0][1].new_zeros(size, rank)
+        next(remaining)[1] if chosen else pairs[0][1].new_zeros(size, rank)
         for size, chosen in zip(sizes, target.chosen, strict=True)
     ]
     return torch.cat([a for a, _ in pairs]), target.entry.layout.transform.to_zoo(bs, dims)
@@ -240,7 +236,7 @@ def peft_config(
     experts: bool,
     whole: Iterable[str] = (),
     head: str | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """adapter_config.json of adapters of those modules and stacked parameters.
 
     `base`: folder or hub id of the weights that are adapted; `whole`: modules that are trained whole; `head`: the one among them
@@ -270,7 +266,7 @@ def peft_config(
 
 
 def check_config(
-    config: Mapping[str, Any],
+    config: JsonMapping,
     where: str,
     rank: int,
     alpha: float,

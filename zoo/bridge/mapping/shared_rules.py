@@ -7,11 +7,11 @@ where there are several.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from zoo.bridge.mapping.rules import Layout, PaddedRows, Rule, Shard, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.mapping.transforms import QKV, Dims, GateUp, Transform, Transposed
+from zoo.types import JsonObject
 
 
 def decoder_ends(hf: str, head: str, score: str = SCORE) -> tuple[Rule, ...]:
@@ -104,7 +104,7 @@ def singles(experts: str) -> tuple[Layout, Layout]:
     return per_expert_gate_up(experts), per_expert_down(experts)
 
 
-def published_experts(text: dict[str, Any]) -> dict[str, Any]:
+def published_experts(text: JsonObject) -> JsonObject:
     """A decoder's config.json with the number of experts under its published key, which transformers >= 5 renames as it saves."""
     if "num_local_experts" not in text:
         return text

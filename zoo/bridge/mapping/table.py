@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.mapping.rules import Layout, Rule, compile_pattern
 from zoo.bridge.mapping.transforms import Dims
+from zoo.types import JsonMapping, JsonObject
 
 # Buffers that a checkpoint may hold and every model makes for itself from its config, as transformers does: angles of
 # rotary embeddings, places of CLIP's patches.
@@ -65,9 +65,9 @@ class Entry:
 
     def hf_shapes(self, zoo_shape: Sequence[int], dims: Dims) -> dict[str, tuple[int, ...]]:
         """HF name -> shape for the full zoo tensor's shape; ValueError where the transform cannot take it."""
-        one = torch.empty(zoo_shape[1:] if self.rule.stacked else zoo_shape, device="meta")
+        full = torch.empty(zoo_shape[1:] if self.rule.stacked else zoo_shape, device="meta")
         try:
-            shapes = [tuple(part.shape) for part in self.layout.transform.to_hf(one, dims)]
+            shapes = [tuple(part.shape) for part in self.layout.transform.to_hf(full, dims)]
         except RuntimeError as error:
             raise ValueError(str(error)) from None
         if not self.rule.stacked:
@@ -115,11 +115,11 @@ class Bridge:
     fp32: tuple[
         str, ...
     ] = ()  # zoo's patterns of parameters that the family publishes in fp32, beside others in half precision
-    export_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    export_config: Callable[[JsonObject, Collection[str]], JsonObject] | None = None
     """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
-    fresh_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    fresh_config: Callable[[JsonObject, Collection[str]], JsonObject] | None = None
     """The same before it, for a model that did not begin with a folder's weights: what its config may say without them."""
-    module_names: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda config: {}
+    module_names: Callable[[JsonMapping], Mapping[str, str]] = lambda config: {}
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
 
     @cached_property
@@ -136,15 +136,15 @@ class Bridge:
 
     def zoo_name(self, hf_name: str) -> str | None:
         """The zoo tensor that the published name is a part of, whether or not a model has it."""
-        for regex, found in self._hf_regex:
+        for regex, rule in self._hf_regex:
             if match := regex.fullmatch(hf_name):
-                return found.zoo.format(**match.groupdict())
+                return rule.zoo.format(**match.groupdict())
         return None
 
     def zoo_names(self, hf_names: Collection[str]) -> dict[str, list[str]]:
         """A checkpoint's names -> the zoo tensors that each may be a part of; without what zoo carries along, and without unknown ones."""
         source, _ = self._translate(hf_names)
-        found = {
+        candidates = {
             actual: [
                 rule.zoo.format(**match.groupdict())
                 for regex, rule in self._hf_regex
@@ -153,9 +153,9 @@ class Bridge:
             for name, actual in source.items()
             if not self.passes_through(name)
         }
-        return {actual: names for actual, names in found.items() if names}
+        return {actual: names for actual, names in candidates.items() if names}
 
-    def in_memory(self, hf_name: str, config: Mapping[str, Any]) -> str:
+    def in_memory(self, hf_name: str, config: JsonMapping) -> str:
         """The name that a published one has in transformers' model of that config.json."""
         return _rename(hf_name, self.module_names(config))
 

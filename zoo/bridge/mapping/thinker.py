@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+
+from zoo.types import JsonMapping, JsonObject
 
 # Names as transformers saves a thinker by itself -> those of the whole model.
 THINKER_ALONE = {name: f"thinker.{name}" for name in ("model.", "lm_head.", "visual.", "audio_tower.")}
 
 
-def whole_config(kind: str, speaking: str, silent: str) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
+def whole_config(kind: str, speaking: str, silent: str) -> Callable[[JsonObject, Collection[str]], JsonObject]:
     """A bridge's `export_config`: the whole model's config.json, of model_type `kind`.
 
     A thinker's own config is wrapped, as ours are the published names, which begin with `thinker.`; the special token ids
@@ -17,7 +18,7 @@ def whole_config(kind: str, speaking: str, silent: str) -> Callable[[dict[str, A
     weights and without one, when HF must not build one either (enable_audio_output).
     """
 
-    def export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    def export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
         if config.get("model_type") == f"{kind}_thinker":
             thinker = {key: value for key, value in config.items() if key != "architectures"}
             config = {"model_type": kind, "thinker_config": thinker}
@@ -27,6 +28,6 @@ def whole_config(kind: str, speaking: str, silent: str) -> Callable[[dict[str, A
     return export_config
 
 
-def module_names(thinker: str) -> Callable[[Mapping[str, Any]], Mapping[str, str]]:
+def module_names(thinker: str) -> Callable[[JsonMapping], Mapping[str, str]]:
     """A bridge's `module_names`: a thinker by itself, of model_type `thinker`, has no name."""
     return lambda config: {"thinker.": ""} if config.get("model_type") == thinker else {}

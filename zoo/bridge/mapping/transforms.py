@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +39,12 @@ class Dims:
     tied: bool = False  # output layer shares the embedding's weight (the top-level tie_word_embeddings)
 
     @classmethod
-    def from_hf(cls, text_config: Any, *, tied: bool = False) -> Dims:
+    def from_hf(cls, text_config: PretrainedConfig | JsonMapping, *, tied: bool = False) -> Dims:
         """Read an HF text config (object or dict); `tied` is the top-level config's value, not the text config's.
 
         `head_dim` falls back to hidden_size // num_attention_heads, as in HF's attention classes.
         """
-        read = text_config.get if isinstance(text_config, Mapping) else _attribute_reader(text_config)
+        read = text_config.get if isinstance(text_config, Mapping) else partial(getattr, text_config)
         heads = read("num_attention_heads", None)
         key_heads, value_heads = (read(f"linear_num_{part}_heads", None) or 0 for part in ("key", "value"))
         return cls(
@@ -54,10 +60,6 @@ class Dims:
             linear_value_heads=value_heads,
             tied=tied,
         )
-
-
-def _attribute_reader(config: Any) -> Any:
-    return lambda name, default: getattr(config, name, default)
 
 
 class Transform(Protocol):

@@ -21,14 +21,14 @@ class Copier:
         self._retries, self._meter = Retries(stage.run_dir, stage.rank, stage.tick), Meter()
         self._orders: SimpleQueue[str] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._given = self._reported = 0
+        self._submitted = self._reported = 0
         self._copied: list[Copied] = []
         self.error: Exception | None = None
         self._changed = threading.Condition()
 
     def put(self, name: str) -> None:
         """Copy a staged checkpoint after those that were given before."""
-        self._given += 1
+        self._submitted += 1
         self._orders.put(name)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="zoo-save-copy", daemon=True)
@@ -52,12 +52,12 @@ class Copier:
     @property
     def unreported(self) -> bool:
         """Whether a checkpoint was given that `take` has not told of; the same on all ranks."""
-        return self._reported < self._given
+        return self._reported < self._submitted
 
     @property
     def left(self) -> int:
         """Checkpoints that are not copied yet, as this rank sees it."""
-        return self._given - len(self._copied)
+        return self._submitted - len(self._copied)
 
     @property
     def ready(self) -> bool:

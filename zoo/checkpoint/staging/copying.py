@@ -12,11 +12,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -44,7 +44,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _VisibleFiles:
     """What a rank sees of a staged checkpoint."""
 
     sizes: dict[str, int]  # bytes by file
@@ -89,28 +89,33 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
     began, control, main = time.monotonic(), stage.control, stage.is_main
     step = step_in_name(name)
     assert step is not None
-    seen: list[_Seen] = control.gather(control.together(lambda: _look(stage.staged(name))))
-    text = _manifest(seen, stage.staged(name))
-    checksums = integrity.parse_manifest(text.encode(), stage.staged(name) / integrity.MANIFEST)
-    parts = deal([one.sizes for one in seen], checksums, stage.staged(name))
-    total = _tensor_bytes([one.sizes for one in seen], checksums)
+    seen: list[_VisibleFiles] = control.gather(control.together(lambda: _look(stage.staged(name))))
+    staged = stage.staged(name)
+    manifests = [visible.manifest for visible in seen if visible.manifest is not None]
+    if not manifests:
+        raise UserError(f"{staged}: no rank sees its {integrity.MANIFEST}; take another checkpoint")
+    text = manifests[0]
+    checksums = integrity.parse_manifest(text.encode(), staged / integrity.MANIFEST)
+    parts = deal([visible.sizes for visible in seen], checksums, staged)
+    sizes = {file: size for visible in seen for file, size in visible.sizes.items() if file in checksums}
+    total = sum(size for file, size in sizes.items() if file.endswith(".bin"))
     meter = meter or Meter()
-    meter.begin(step, total, sum(seen[stage.rank].sizes[one] for one in parts[stage.rank]))
+    meter.begin(step, total, sum(seen[stage.rank].sizes[file] for file in parts[stage.rank]))
 
     def begin() -> Path | None:
         return retries.run(lambda: _begin(stage, name, step, total), step) if main else None
 
-    def copy(wanted: Callable[[str], bool]) -> None:
-        names = [one for one in parts[stage.rank] if wanted(one)]
-        files = Files(stage.staged(name), into, checksums, stage.tick, meter)
+    def copy(*, last: bool) -> None:
+        names = [file for file in parts[stage.rank] if (file == STATE) == last]
+        files = Files(staged, into, checksums, stage.tick, meter)
         retries.run(lambda: files.copy(names), step)
 
     try:
         begun = control.gather(control.together(begin))[0]
         assert begun is not None
         into = begun
-        control.together(lambda: copy(lambda one: one != STATE))
-        control.together(lambda: copy(lambda one: one == STATE))
+        control.together(lambda: copy(last=False))
+        control.together(lambda: copy(last=True))
         control.together(lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None)
     except Exception as error:
         if main:
@@ -123,22 +128,15 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
     return Copied(stage.target(name), step, time.monotonic() - began, total)
 
 
-def _look(folder: Path) -> _Seen:
+def _look(folder: Path) -> _VisibleFiles:
     if not folder.is_dir():
-        return _Seen({}, None)
+        return _VisibleFiles({}, None)
     sizes = {name: (folder / name).stat().st_size for name in integrity.files_of(folder)}
     manifest = folder / integrity.MANIFEST
-    return _Seen(sizes, manifest.read_text(encoding="utf-8") if manifest.is_file() else None)
+    return _VisibleFiles(sizes, manifest.read_text(encoding="utf-8") if manifest.is_file() else None)
 
 
-def _manifest(seen: Sequence[_Seen], folder: Path) -> str:
-    for one in seen:
-        if one.manifest is not None:
-            return one.manifest
-    raise UserError(f"{folder}: no rank sees its {integrity.MANIFEST}; take another checkpoint")
-
-
-def deal(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any], folder: Path) -> list[list[str]]:
+def deal(seen: Sequence[Mapping[str, int]], names: Collection[str], folder: Path) -> list[list[str]]:
     """Share files out among the ranks that see them: the largest first, each to the rank with the fewest bytes so far.
 
     Args:
@@ -154,19 +152,14 @@ def deal(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any], folder: Pa
     """
     parts: list[list[str]] = [[] for _ in seen]
     loads = [0] * len(seen)
-    sizes = {name: max((one[name] for one in seen if name in one), default=-1) for name in names}
+    sizes = {name: max((visible[name] for visible in seen if name in visible), default=-1) for name in names}
     for name, count in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         if count < 0:
             raise UserError(f"{folder}: no rank sees its file {name}; it lies on a node that is not of this run")
-        rank = min((loads[rank], rank) for rank, one in enumerate(seen) if name in one)[1]
+        rank = min((loads[rank], rank) for rank, visible in enumerate(seen) if name in visible)[1]
         parts[rank].append(name)
         loads[rank] += count
     return parts
-
-
-def _tensor_bytes(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any]) -> int:
-    sizes = {name: count for one in seen for name, count in one.items() if name in names}
-    return sum(count for name, count in sizes.items() if name.endswith(".bin"))
 
 
 def _begin(stage: Stage, name: str, step: int, total: int) -> Path:
@@ -185,18 +178,18 @@ def _begin(stage: Stage, name: str, step: int, total: int) -> Path:
 
 def _renames_folders(parent: Path) -> bool:
     """Whether a folder's file system renames folders with files: not all object stores do."""
-    one, other = parent / f"{PARTIAL}test-rename", parent / f"{PARTIAL}test-renamed"
+    before, after = parent / f"{PARTIAL}test-rename", parent / f"{PARTIAL}test-renamed"
     try:
-        for folder in (one, other):
+        for folder in (before, after):
             shutil.rmtree(folder, ignore_errors=True)
-        one.mkdir()
-        (one / "file").write_bytes(b"")
-        os.replace(one, other)
-        return (other / "file").is_file() and not one.exists()
+        before.mkdir()
+        (before / "file").write_bytes(b"")
+        os.replace(before, after)
+        return (after / "file").is_file() and not before.exists()
     except OSError:
         return False
     finally:
-        for folder in (one, other):
+        for folder in (before, after):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -244,10 +237,10 @@ class Files:
             target = self._target / name
             target.parent.mkdir(parents=True, exist_ok=True)
             wanted = self._checksums.get(name)
-            found = self._stream(self._source / name, target, wanted)
-            if found is None or self._failures:
+            actual = self._stream(self._source / name, target, wanted)
+            if actual is None or self._failures:
                 return
-            if wanted is not None and found != wanted:
+            if wanted is not None and actual != wanted:
                 path = self._source / name
                 raise disk.Damaged({name: f"{path} is damaged: its checksum is not the one in {integrity.MANIFEST}"})
             self._done.add(name)
@@ -256,8 +249,7 @@ class Files:
 
     def _stream(self, source: Path, target: Path, like: integrity.Checksum | None) -> integrity.Checksum | None:
         """Copy a file; its sum, of the kind of `like`; None where another file has failed meanwhile."""
-        blocks = isinstance(like, list)
-        summed: Any = disk.Digests() if blocks else xxhash.xxh3_128()
+        summed = disk.Digests() if isinstance(like, list) else xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(disk.CHUNK, max(1, source.stat().st_size))))
         with source.open("rb", buffering=0) as reads, target.open("wb", buffering=0) as writes:
             os.posix_fadvise(reads.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -268,15 +260,15 @@ class Files:
                 _write(writes, buffer[:count], target)
                 self._meter.add(count)
                 self._tick()
-            with _of(target):
+            with _naming(target):
                 os.fsync(writes.fileno())
                 for handle in (reads.fileno(), writes.fileno()):
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        return summed.values() if blocks else summed.hexdigest()
+        return summed.values() if isinstance(summed, disk.Digests) else summed.hexdigest()
 
 
 @contextlib.contextmanager
-def _of(path: Path) -> Any:
+def _naming(path: Path) -> Iterator[None]:
     """An OSError inside the block names the file."""
     try:
         yield
@@ -285,13 +277,13 @@ def _of(path: Path) -> Any:
         raise
 
 
-def _read(file: Any, buffer: memoryview, path: Path) -> int:
-    with _of(path):
+def _read(file: FileIO, buffer: memoryview, path: Path) -> int:
+    with _naming(path):
         return int(file.readinto(buffer))
 
 
-def _write(file: Any, data: memoryview, path: Path) -> None:
-    with _of(path):
+def _write(file: FileIO, data: memoryview, path: Path) -> None:
+    with _naming(path):
         while data:
             data = data[file.write(data) :]
 
@@ -316,18 +308,15 @@ def _finish(stage: Stage, name: str, into: Path, manifest: str, recipe: Recipe) 
 
 def _refused(error: OSError, stage: Stage, name: str) -> UserError:
     """One sentence for a copy that was given up."""
+    held = 0
+    with contextlib.suppress(OSError):
+        held = sum((stage.staged(name) / file).stat().st_size for file in integrity.files_of(stage.staged(name)))
     return UserError(
         f"{stage.target(name)}: the checkpoint can't be copied there ({_why(error)}). It is whole in {stage.staged(name)} "
-        f"({size(_bytes_here(stage.staged(name)))} on this node). Make that folder writable, with room enough, and run the same command on the same machines: "
+        f"({size(held)} on this node). Make that folder writable, with room enough, and run the same command on the same machines: "
         "it finishes the copy and resumes"
     )
 
 
 def _why(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"
-
-
-def _bytes_here(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
-    return 0

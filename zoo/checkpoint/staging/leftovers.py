@@ -41,9 +41,9 @@ def finish(stage: Stage, recipe: Recipe) -> None:
     """
     control = stage.control
     seen = control.gather(control.together(lambda: _staged(stage)))
-    whole = {name for one in seen for name, is_whole in one.items() if is_whole}
+    whole = {name for visible in seen for name, is_whole in visible.items() if is_whole}
     newest, reached = control.gather(control.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main)))[0]
-    for name in sorted({name for one in seen for name in one}, key=lambda name: step_in_name(name) or 0):
+    for name in sorted({name for visible in seen for name in visible}, key=lambda name: step_in_name(name) or 0):
         step = step_in_name(name) or 0
         if name not in whole or step <= newest:
             _remove(stage, name)
@@ -60,10 +60,10 @@ def _remove(stage: Stage, name: str) -> None:
 
 def _staged(stage: Stage) -> dict[str, bool]:
     """Staged checkpoints by name, and whether this rank sees what makes one whole."""
-    found = (stage.folder / "checkpoints").glob("iter_*")
+    folders = (stage.folder / "checkpoints").glob("iter_*")
     return {
         path.name: (path / integrity.MANIFEST).is_file()
-        for path in found
+        for path in folders
         if path.is_dir() and step_in_name(path.name) is not None
     }
 

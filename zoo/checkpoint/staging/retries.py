@@ -19,20 +19,20 @@ class Retries:
         """`tick` is called every second of a pause: a rank that waits does not hang."""
         self._run_dir, self._rank, self._tick = run_dir, rank, tick
 
-    def run[T](self, action: Callable[[], T], step: int, what: str = "the checkpoint") -> T:
-        """What the action returns; `what` of which `step` is copied, for the log. Raises its last OSError."""
+    def run[T](self, action: Callable[[], T], step: int, subject: str = "the checkpoint") -> T:
+        """What the action returns; `subject` of which `step` is copied, for the log. Raises its last OSError."""
         for pause in PAUSES:
             try:
                 return action()
             except OSError as error:
-                self._say(error, f"{what} of step {step}", step, pause)
+                self._say(error, f"{subject} of step {step}", step, pause)
             self._wait(pause)
         return action()
 
-    def _say(self, error: OSError, what: str, step: int, pause: float) -> None:
+    def _say(self, error: OSError, subject: str, step: int, pause: float) -> None:
         why = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
         print(
-            f"zoo: WARNING: {what} is not copied to the run folder yet ({why}); tried again in {pause:.0f} s",
+            f"zoo: WARNING: {subject} is not copied to the run folder yet ({why}); tried again in {pause:.0f} s",
             file=sys.stderr,
             flush=True,
         )

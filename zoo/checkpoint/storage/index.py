@@ -31,7 +31,7 @@ from zoo.checkpoint.storage.pieces import Shape
 from zoo.errors import UserError, printable
 from zoo.files import BLOCK, read_json, write_atomically
 from zoo.records import is_count
-from zoo.types import JsonMapping
+from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:  # importing it takes time and memory that a start has other use for
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -61,8 +61,8 @@ def write_index(folder: Path, ranks: Sequence[RankTable]) -> None:
     Raises:
         AssertionError: the pieces do not make up whole tensors.
     """
-    tensors: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
+    tensors: JsonObject = {}
+    objects: JsonObject = {}
     for rank, table in enumerate(ranks):
         for key, dtype, shape, at, offsets, sizes in table.pieces:
             entry = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})

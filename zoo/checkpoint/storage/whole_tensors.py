@@ -55,7 +55,7 @@ class WholeTensors:
     def expect(self, names: Sequence[str]) -> None:
         """Tensors will be read in this order; each may be read several times before the next."""
         self._groups = list(self._grouped(names))
-        self._group_of = {name: place for place, group in enumerate(self._groups) for name in group}
+        self._group_of = {name: number for number, group in enumerate(self._groups) for name in group}
 
     def _grouped(self, names: Sequence[str]) -> Iterator[list[str]]:
         group: list[str] = []
@@ -76,23 +76,23 @@ class WholeTensors:
         Raises:
             Damaged: bytes that were read are not those that were written.
         """
-        place = self._group_of[name]
-        for past in [one for one in self._read if one < place]:
+        number = self._group_of[name]
+        for past in [other for other in self._read if other < number]:
             del self._read[past]
-        for ahead in (place, place + 1):
+        for ahead in (number, number + 1):
             if ahead < len(self._groups) and ahead not in self._read:
                 self._read[ahead] = self._pool.submit(self._load, self._groups[ahead])
-        tensor = self._read[place].result()[name]
+        tensor = self._read[number].result()[name]
         return tensor if (first, last) == (0, None) else tensor[first:last]
 
     def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in names}
+        tensors = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in names}
         fill(
-            [piece for name, tensor in found.items() for piece in whole(self._boxes[name][1], tensor)],
+            [piece for name, tensor in tensors.items() for piece in whole(self._boxes[name][1], tensor)],
             self._index,
             direct=True,
         )
-        return found
+        return tensors
 
     def close(self) -> None:
         """Let go of what was read."""
