@@ -81,6 +81,8 @@ def read_arch(folder: Path, origin: str = "") -> JsonObject:
         raise ConfigError(f"{where}{path}: no such file; wanted a Hugging Face checkpoint folder")
     try:
         arch = read_object(path, error=ConfigError)
+        if not isinstance(arch.get("model_type"), str):
+            raise ConfigError(f"{path}: it has no model_type; wanted a Hugging Face model's config.json")
         check_arch(arch, str(path))
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
@@ -127,6 +129,24 @@ def check_side_files(folder: str | Path) -> None:
         path = Path(folder) / name
         if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_VOCABULARY):
             raise ConfigError(f"{path}: wanted a plain file of at most {MOST_VOCABULARY:,} bytes")
+
+
+def side_file_fault(folder: str | Path) -> str | None:
+    """The first file of tokenizer, processor and chat template that can't be read, and why, after transformers has failed to load them."""
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix == ".json" and path.name in (*SETTINGS, *VOCABULARIES):
+            try:
+                content = read_object(path, error=ConfigError, most=MOST_VOCABULARY)
+            except ConfigError as error:
+                return str(error)
+            if path.name == "tokenizer.json" and not {"model", "added_tokens"} <= content.keys():
+                return f"{path}: it has no 'model' or no 'added_tokens'; wanted a tokenizer that the tokenizers library has saved"
+        elif (path.suffix == ".jinja" or path.name in VOCABULARIES) and path.suffix != ".model":
+            try:
+                path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                return f"{path}: it is no UTF-8 text ({error.reason} at byte {error.start})"
+    return None
 
 
 def refuse_links_outside(folder: Path) -> None:

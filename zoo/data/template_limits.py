@@ -16,9 +16,11 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from jinja2 import Environment, Template, nodes, pass_context
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from zoo.errors import UserError
 
 MOST_STEPS = 2**20  # of one rendering; a chat of 4,096 turns takes some 10**5
 MOST_CHARACTERS = 2**27  # that one rendering makes on its way; the texts of a row have 4 MiB at most
@@ -281,3 +283,13 @@ def limit_templates() -> None:
 
     limited.limited = True  # type: ignore[attr-defined]
     chat_template_utils._compile_jinja_template = limited
+
+
+def check_template(template: str, folder: str) -> None:
+    """Raise UserError where a folder's chat template is no template of Jinja's."""
+    from transformers.utils import chat_template_utils
+
+    try:
+        chat_template_utils._compile_jinja_template(template)
+    except TemplateError as error:
+        raise UserError(f"chat_template.jinja of {folder} is no template: {error}") from error

@@ -41,8 +41,19 @@ from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, copy_job, run, to_hf, to_zoo
 from zoo.checkpoint import model_card as card
 from zoo.checkpoint.selection import check_beside_weights
-from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, quantisation, read_arch, unquantised
-from zoo.errors import UserError
+from zoo.config.locate import (
+    ABOUT,
+    HF_PART,
+    WEIGHTS_PART,
+    Place,
+    check_side_files,
+    locate,
+    quantisation,
+    read_arch,
+    side_file_fault,
+    unquantised,
+)
+from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import MetaModel, build_meta_model, published_names
@@ -122,6 +133,10 @@ def convert(
     source = run_of(source)
     place = locate(source, revision)
     check_beside_weights(place)
+    if place.kind != "run":  # whose files have checksums
+        check_side_files(place.files)
+        if (fault := side_file_fault(place.files)) is not None:
+            raise ConfigError(fault)
     target = expanded(target)
     if push_to and place.kind == "hf":
         raise UserError(f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's")

@@ -42,7 +42,7 @@ from zoo.data.processors.fitting import Overlong, Sketch, Written, find_fit
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
-from zoo.data.template_limits import limit_templates
+from zoo.data.template_limits import check_template, limit_templates
 from zoo.errors import ConfigError, UserError
 from zoo.types import JsonMapping, JsonObject
 
@@ -84,8 +84,11 @@ class Processor:
                 f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
                 "it is not the tokenizer of this family."
             )
-        if not getattr(hf, "chat_template", None):
+        template = getattr(hf, "chat_template", None)
+        if not template:
             raise UserError("The processor has no chat template; copy chat_template.jinja into its folder.")
+        if isinstance(template, str):
+            check_template(template, self.tokenizer.name_or_path)
         self._end = end[0]
         self._answers = AnswerFinder(self.tokenizer, markers)
         first = self.tokenizer("")["input_ids"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from zoo.config.locate import check_side_files
+from zoo.config.locate import check_side_files, side_file_fault
 from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.processor import ArchConfig, Features, Processor
 from zoo.data.tokenizer import ROOT
@@ -60,7 +60,7 @@ class TextProcessor(Processor):
             # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # of many kinds, by what lies in the folder
-            said = printable(" ".join(str(error).split()), 400)
+            said = printable(side_file_fault(folder) or " ".join(str(error).split()), 400)
             raise ConfigError(
                 f"model.init: no tokenizer can be loaded from {Path(folder)}: {said}; its folder should hold the "
                 "tokenizer's files and the chat template."

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.entries import PixelLimits
-from zoo.config.locate import check_side_files
+from zoo.config.locate import check_side_files, side_file_fault
 from zoo.data.media.sampling import Pace
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
@@ -73,7 +73,7 @@ def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str
         # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
         hf = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of many kinds, by what lies in the folder
-        said = printable(" ".join(str(error).split()), 400)
+        said = printable(side_file_fault(source) or " ".join(str(error).split()), 400)
         raise ConfigError(
             f"model.init: no processor can be loaded from {Path(source)}: {said}; its folder should hold "
             "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
