@@ -37,7 +37,7 @@ BUDGETS = {"receipts": 8192, "llava-mix": 8192, "long-video": 32768}
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class BalanceOptions(Bounded):
     """What is measured: `count` rows of each set on `ranks` ranks, each of which takes `bins` packed rows a step."""
 
     recipe: str = "qwen3_vl_sft"
@@ -70,22 +70,22 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Report:
+class BalanceReport:
     """The ways of each set, by its name."""
 
-    options: Options
+    options: BalanceOptions
     sets: dict[str, list[Way]]
 
 
-def run(options: Options) -> Report:
+def run(options: BalanceOptions) -> BalanceReport:
     """Plan every set in every way; raises UserError for too few rows."""
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
     config = build.assemble(recipe).config
     cost, rows = training_cost(config, recipe), config.tower_costs()["vision"].rows_per_token
-    return Report(options, {name: _set(name, options, cost, rows) for name in length_sets.SETS})
+    return BalanceReport(options, {name: _set(name, options, cost, rows) for name in length_sets.SETS})
 
 
-def _set(name: str, options: Options, cost: Callable[[SampleSize], int], rows_per_token: float) -> list[Way]:
+def _set(name: str, options: BalanceOptions, cost: Callable[[SampleSize], int], rows_per_token: float) -> list[Way]:
     rows = length_sets.draw(name, options.count, options.seed)
     lengths = [row.length for row in rows]
     sizes = [SampleSize(row.length, {"vision": [tokens * rows_per_token for tokens in row.items]}) for row in rows]
@@ -109,7 +109,7 @@ def _way(
     costs: Sequence[int],
     budget: int,
     seconds: float,
-    options: Options,
+    options: BalanceOptions,
 ) -> Way:
     # The last bins are what the buffer was left with; a stream has no such end.
     full = bins[: max(1, len(bins) - options.lookahead)]
@@ -136,7 +136,7 @@ def _over(work: Sequence[int], ranks: int, each: int, balanced: bool) -> list[fl
     return over
 
 
-def table(report: Report) -> str:
+def table(report: BalanceReport) -> str:
     """The report as text."""
     options = report.options
     lines = [
@@ -161,4 +161,4 @@ def table(report: Report) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, run, table, asdict))
+    sys.exit(script.main(__doc__, BalanceOptions, run, table, asdict))

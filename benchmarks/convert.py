@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +35,14 @@ from zoo.errors import UserError
 from zoo.errors import size as in_words
 from zoo.files import sync
 from zoo.model.meta_model import build_meta_model
+from zoo.types import JsonObject
 
 ROOT = Path(__file__).parents[1]
 CHUNK = 16 * 2**20  # bytes of random data made at once
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class ConvertOptions(Bounded):
     """What is measured, and where."""
 
     recipe: str = "qwen3_vl_sft"
@@ -52,7 +52,7 @@ class Options(Bounded):
     shard_mb: int = number(2000, 1, 10**8)  # most bytes of a weights file, in MB
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: ConvertOptions) -> JsonObject:
     """Seconds, bytes a second and peak memory of each way; `ratio` is to the copy's rate."""
     with scratch(options.folder) as folder:
         largest = make(folder / "hf", options)
@@ -64,7 +64,7 @@ def run(options: Options) -> dict[str, Any]:
             sync(file)
         through = time.monotonic() - began
         shutil.rmtree(folder / "copy")
-        report: dict[str, Any] = {
+        report: JsonObject = {
             "recipe": options.recipe,
             "size": options.size,
             "bytes": count,
@@ -81,7 +81,7 @@ def run(options: Options) -> dict[str, Any]:
         return report
 
 
-def make(folder: Path, options: Options) -> int:
+def make(folder: Path, options: ConvertOptions) -> int:
     """Write the synthetic checkpoint in bf16; returns the bytes of its largest tensor."""
     arch = load_recipe(options.recipe, [f"size={options.size}"]).model.arch
     if options.layers:
@@ -114,7 +114,7 @@ def _random(tensor: Planned, some: Tensor) -> Iterator[Tensor]:
         left -= min(left, len(some))
 
 
-def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
+def _measured(source: Path, target: Path, options: ConvertOptions) -> JsonObject:
     """A conversion in a process of its own."""
     code = "from benchmarks import convert; convert.measure_conversion()"
     command = [sys.executable, "-c", code, str(source), str(target), str(options.shard_mb)]
@@ -122,7 +122,7 @@ def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: JsonObject) -> str:
     """The report in a few lines."""
     lines = [
         f"{report['recipe']} size={report['size']}: {in_words(report['bytes'])}, largest tensor "
@@ -155,4 +155,4 @@ def measure_conversion() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, run, table))
+    sys.exit(script.main(__doc__, ConvertOptions, run, table))

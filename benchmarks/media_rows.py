@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
 import soundfile
 from PIL import Image, ImageDraw, ImageFont
+
+from zoo.types import JsonObject
 
 TEXT = (
     "river stone garden window paper winter market silver morning letter bridge forest candle harbour mirror summer engine violet "
@@ -31,7 +32,7 @@ TEXT = (
 WORDS = TEXT.split()
 TONES = {"low": 220.0, "middle": 440.0, "high": 880.0, "shrill": 1760.0}
 RATE, FRAMES_A_SECOND, SECONDS = 16_000, 24, 4
-Row = dict[str, Any]
+Row = JsonObject
 
 
 def page(folder: Path, number: int) -> Row:

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import script
-from benchmarks.packing_report import Case, Growth, Line, Options, Report, as_dict, table
+from benchmarks.packing_report import Case, Growth, Line, PackingOptions, PackingReport, as_dict, table
 from zoo.packing.layout import PackedLayout
 
 GROWTH = (1, 2, 4)  # times the tokens
@@ -57,7 +57,7 @@ class Batch:
         return [("ids", self.ids, 0, 0), ("labels", self.labels, 0, -100), ("positions", self.positions, 1, 0)]
 
 
-def run(options: Options) -> Report:
+def run(options: PackingOptions) -> PackingReport:
     """Measure every context-parallel size, and how the first one grows with the tokens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
@@ -69,10 +69,10 @@ def run(options: Options) -> Report:
     growth = Growth(
         [case.tokens for case in grown], [case.together.ms for case in grown], [case.together.flat_ms for case in grown]
     )
-    return Report(options, cases, growth)
+    return PackingReport(options, cases, growth)
 
 
-def make_batch(options: Options, times: int = 1) -> Batch:
+def make_batch(options: PackingOptions, times: int = 1) -> Batch:
     """A right-padded batch of random lengths, each `times` as long; the same for the same options."""
     draw = random.Random(options.seed)
     lengths = [times * draw.randint(options.shortest, options.longest) for _ in range(options.samples)]
@@ -87,7 +87,7 @@ def make_batch(options: Options, times: int = 1) -> Batch:
     return Batch(lengths, mask, rows(*two), rows(*two), rows(3, *two))
 
 
-def measure(options: Options, cp: int, times: int = 1) -> Case:
+def measure(options: PackingOptions, cp: int, times: int = 1) -> Case:
     """The operations for one context-parallel size, on `times` the tokens."""
     batch = make_batch(options, times)
     align = 2 * cp if cp > 1 else 1
@@ -135,7 +135,7 @@ def measure(options: Options, cp: int, times: int = 1) -> Case:
     return Case(cp, align, layout.total, padding, batch.mask.shape[1], lines, together)
 
 
-def _line(options: Options, name: str, call: Callable[[], Any], shape: torch.Size | None) -> Line:
+def _line(options: PackingOptions, name: str, call: Callable[[], object], shape: torch.Size | None) -> Line:
     """Time and traffic of a call that puts out `shape` (None: nothing), and those of its references.
 
     One after the other, not in turns: each then finds the allocator as its own last call left it.
@@ -149,7 +149,7 @@ def _line(options: Options, name: str, call: Callable[[], Any], shape: torch.Siz
 
 
 def _references(
-    options: Options, shape: torch.Size | None
+    options: PackingOptions, shape: torch.Size | None
 ) -> tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]:
     """index_select of so many int64 elements, flat and of rows; nothing for None."""
     if shape is None:
@@ -184,14 +184,14 @@ def _unpack(x: Tensor, fill: int, dim: int, layout: PackedLayout) -> Tensor:
     return layout.unpack(x, None, fill, dim)
 
 
-def _traffic(call: Callable[[], Any]) -> int:
+def _traffic(call: Callable[[], object]) -> int:
     """Bytes that a call moves; the call also warms caches."""
     with Traffic() as traffic:
         call()
     return traffic.moved
 
 
-def _ms(options: Options, call: Callable[[], Any]) -> float:
+def _ms(options: PackingOptions, call: Callable[[], object]) -> float:
     """Milliseconds of one call: on one core those of the core, so that other programs' do not count."""
     on_device = options.device != "cpu"
     clock = time.perf_counter if on_device or options.threads > 1 else time.thread_time
@@ -243,4 +243,4 @@ def _bytes(func: Any, args: Any, out: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, run, table, as_dict))
+    sys.exit(script.main(__doc__, PackingOptions, run, table, as_dict))

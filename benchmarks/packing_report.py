@@ -1,19 +1,19 @@
-"""Options and report of `benchmarks.packing`, as text and as JSON."""
+"""PackingOptions and report of `benchmarks.packing`, as text and as JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
 from zoo.errors import UserError
+from zoo.types import JsonObject
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class PackingOptions(Bounded):
     """What is measured: `samples` of `shortest` to `longest` tokens, for each context-parallel size in `cp`."""
 
     samples: int = number(64, 1, 10**6)
@@ -102,15 +102,15 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Report:
+class PackingReport:
     """What the bench shows."""
 
-    options: Options
+    options: PackingOptions
     cases: list[Case]
     growth: Growth
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: PackingReport) -> JsonObject:
     """The report as JSON takes it, with the ratios; 0 where there is none."""
     tree = asdict(report)
     tree["growth"] |= {"exponent": report.growth.exponent, "flat_exponent": report.growth.flat_exponent}
@@ -122,7 +122,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     return tree
 
 
-def table(report: Report) -> str:
+def table(report: PackingReport) -> str:
     """The report as text."""
     options = report.options
     lines = [

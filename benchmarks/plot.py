@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import script
 from zoo.errors import UserError
 from zoo.files import replaced
+from zoo.types import JsonObject
 
 COLOURS = {
     "packed": "tab:blue", "row": "tab:blue", "padded": "tab:orange", "padded to a width": "tab:red", "transformers": "tab:gray",
@@ -24,17 +24,17 @@ COLOURS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class PlotOptions:
     """What is drawn, and where."""
 
     results: str = "bench.json"
     out: str = "bench.png"
 
 
-def read_results(path: str | Path) -> dict[str, Any]:
+def read_results(path: str | Path) -> JsonObject:
     """A file of results; UserError if it holds none."""
     try:
-        report: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        report: JsonObject = json.loads(Path(path).read_text(encoding="utf-8"))
         if report["bench"] != "train":
             raise KeyError("bench")
     except (OSError, ValueError, KeyError, TypeError):
@@ -42,9 +42,9 @@ def read_results(path: str | Path) -> dict[str, Any]:
     return report
 
 
-def series(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def series(lines: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
     """Lines that belong together, by the tokens of a step."""
-    curves: dict[str, list[dict[str, Any]]] = {}
+    curves: dict[str, list[JsonObject]] = {}
     for line in sorted(lines, key=lambda line: line["tokens_per_step"]):
         way = "transformers" if line["way"] == "hf" else line["way"]
         if line["width"]:
@@ -55,7 +55,7 @@ def series(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return curves
 
 
-def draw(options: Options) -> Path:
+def draw(options: PlotOptions) -> Path:
     """Draw the picture as a PNG; UserError if nothing was measured."""
     report, path = read_results(options.results), Path(options.out)
     lines = [line for line in report["lines"] if "ms" in line]
@@ -91,4 +91,4 @@ def draw(options: Options) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, draw, lambda path: f"drawn to {path}", str))
+    sys.exit(script.main(__doc__, PlotOptions, draw, lambda path: f"drawn to {path}", str))

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,13 +45,14 @@ from zoo.launch.launcher import run_task
 from zoo.logging.startup_time import Startup
 from zoo.parallel.signals import interrupts
 from zoo.parallel.world import open_world
+from zoo.types import JsonObject
 
 BLOCK = 2**24  # bytes of one call of dd
 MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class SaveRateOptions(Bounded):
     """What is saved, and where. Keys with a dot are the recipe's own."""
 
     recipe: str = "qwen3_vl_sft"
@@ -67,11 +67,11 @@ class Options(Bounded):
     disk_mb: int = number(4096, 64, 10**7)  # MB that dd writes and reads
 
 
-def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def run(options: SaveRateOptions, overrides: Sequence[str] = ()) -> JsonObject:
     """Bytes, seconds and rates of the disk (before and afterwards), of each save and of the load. UserError for options that make no sense."""
     recipe = _recipe(options, overrides)
     with scratch(options.folder) as folder:
-        report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
+        report: JsonObject = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
         print(_of_disk(report["disk"]), file=sys.stderr, flush=True)  # the rest may take minutes
         recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
@@ -91,7 +91,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return report | found
 
 
-def _recipe(options: Options, overrides: Sequence[str]) -> Recipe:
+def _recipe(options: SaveRateOptions, overrides: Sequence[str]) -> Recipe:
     fixed = [
         f"size={options.size}", "model.init=random", "parallel.plan=[]", "log.tensorboard=false", "export=false",
         "run.dir=bench", "train.keep=1", "train.keep_best=null", f"packing.budget={options.packed * options.longest}", "train.steps=1000",
@@ -136,7 +136,7 @@ def _timed(commands: Sequence[Sequence[str]], direct: str) -> float:
     raise UserError("dd can't write to that folder")
 
 
-def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+def measure(recipe: Recipe, given: JsonObject) -> JsonObject:
     """On every rank: train, save, load."""
     startup = Startup("imports")
     with interrupts() as stop, open_world(recipe) as here:
@@ -146,7 +146,7 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 class SavesRun(BenchRun):
     """A run on synthetic rows that saves beside its steps."""
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> JsonObject:
         """Steps, saves beside further steps, and a load; the slowest rank's times."""
         self.build()
         lines = Lines()
@@ -156,19 +156,22 @@ class SavesRun(BenchRun):
             save_recipe(self.recipe, self.folder / "config.yaml")
         dist.barrier()
         began = time.monotonic()
-        for _ in range(self.given["steps"] + 1):  # they warm up
+        for _ in range(self.request["steps"] + 1):  # they warm up
             self.train_step()
             self.saver.prepare(self.trainable)
         self._say(
             f"{self.startup.seconds:.0f} s to the first step, {time.monotonic() - began:.0f} s for {self.done} steps"
         )
         saves = []
-        for number_ in range(self.given["saves"]):
+        for number_ in range(self.request["saves"]):
             saves.append(self._measured_save(lines))
             self._say(_of_save(number_ + 1, saves[-1]))
         done = len(lines.steps)
         plain = self._plain_step_ms(lines, max(int(save["steps"]) for save in saves))
-        self._say(_of_steps_behind([line["step_ms"] for line in lines.steps[done:]]))
+        behind = [line["step_ms"] for line in lines.steps[done:]]
+        quarter = max(1, len(behind) // 4)
+        first, last = median(behind[:quarter]), median(behind[-quarter:])
+        self._say(f"steps behind   {first:,.0f} ms at first, {last:,.0f} ms at last")
         loading = self._measured_load()
         self._say(_of_load(loading))
         self.saver.close()
@@ -181,7 +184,7 @@ class SavesRun(BenchRun):
 
         Taken after the last save: steps are faster by then than those that the run began with.
         """
-        count = max(self.given["steps"], min(beside, MOST_PLAIN))
+        count = max(self.request["steps"], min(beside, MOST_PLAIN))
         for _ in range(count):
             self.train_step()
         return self._most(median(line["step_ms"] for line in lines.steps[-count:]))
@@ -268,17 +271,11 @@ def _of_save(number_: int, save: dict[str, float]) -> str:
     )
 
 
-def _of_steps_behind(found: Sequence[float]) -> str:
-    part = max(1, len(found) // 4)
-    first, last = median(found[:part]), median(found[-part:])
-    return f"steps behind   {first:,.0f} ms at first, {last:,.0f} ms at last"
-
-
 def _of_load(load: dict[str, float]) -> str:
     return f"load           checked and loaded in {load['load_s']:.1f} s: {in_words(load['bytes'] / load['load_s'])}/s"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: JsonObject) -> str:
     """For people."""
     disk, load = found["disk"], found["load"]
     lines = [
@@ -300,4 +297,4 @@ def table(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, run, table, takes_recipe_keys=True))
+    sys.exit(script.main(__doc__, SaveRateOptions, run, table, takes_recipe_keys=True))

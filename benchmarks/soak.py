@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import script
 from zoo.bench.options import Bounded
@@ -32,6 +31,7 @@ from zoo.files import replaced, write_atomically
 from zoo.logging.result import records
 from zoo.records import line_of_json
 from zoo.subprocesses import module_command
+from zoo.types import JsonObject
 
 PERIOD = 0.25  # seconds between two looks
 SHORT_ROWS = {  # a step takes little, and whatever a step leaves behind shows all the same
@@ -47,7 +47,7 @@ SHORT_ROWS = {  # a step takes little, and whatever a step leaves behind shows a
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class SoakOptions(Bounded):
     """What is run."""
 
     recipe: str = "qwen3_vl_sft"
@@ -84,10 +84,10 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Report:
+class SoakReport:
     """What the soak shows."""
 
-    options: Options
+    options: SoakOptions
     seconds: float
     events: dict[str, int]  # of the run, by name
     marks: list[Mark]
@@ -98,7 +98,7 @@ class Report:
     cpu_ms: Growth  # of a step, with its share of evaluations and saves
 
 
-def run(options: Options, overrides: Sequence[str] = ()) -> Report:
+def run(options: SoakOptions, overrides: Sequence[str] = ()) -> SoakReport:
     """Train, watch, and write `soak.json` and `soak.png`.
 
     Raises:
@@ -116,7 +116,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> Report:
     return report
 
 
-def _command(options: Options, overrides: Sequence[str]) -> list[str]:
+def _command(options: SoakOptions, overrides: Sequence[str]) -> list[str]:
     given = {
         "recipe": options.recipe,
         "size": options.size,
@@ -198,7 +198,7 @@ def _look(pid: int) -> tuple[float, int, float] | None:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _report(options: Options, marks: list[Mark], records: list[dict[str, Any]], seconds: float) -> Report:
+def _report(options: SoakOptions, marks: list[Mark], records: list[JsonObject], seconds: float) -> SoakReport:
     steps_ms = [record["step_ms"] for record in records if "event" not in record]
     names = [record["event"] for record in records if "event" in record]
     tenth = (options.steps - options.after) // 10
@@ -210,7 +210,7 @@ def _report(options: Options, marks: list[Mark], records: list[dict[str, Any]], 
             raise UserError("the run is too fast to be watched: a window is over at once; give more steps")
         return Growth(*(of(some) for some in chosen))
 
-    return Report(
+    return SoakReport(
         options=options,
         seconds=seconds,
         events={name: names.count(name) for name in sorted(set(names))},
@@ -223,7 +223,7 @@ def _report(options: Options, marks: list[Mark], records: list[dict[str, Any]], 
     )
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: SoakReport) -> JsonObject:
     """Plain values, without the single steps and with some 500 of the marks."""
     found = asdict(report)
     del found["steps_ms"]
@@ -233,7 +233,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     return found
 
 
-def table(report: Report) -> str:
+def table(report: SoakReport) -> str:
     """The report in a few lines."""
     options, events = report.options, report.events
     tenth = (options.steps - options.after) // 10
@@ -258,7 +258,7 @@ def table(report: Report) -> str:
     )
 
 
-def plot(report: Report, path: Path) -> Path:
+def plot(report: SoakReport, path: Path) -> Path:
     """Draw memory, open files and step time over the steps."""
     import matplotlib
 
@@ -301,4 +301,4 @@ def plot(report: Report, path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(script.main(__doc__, Options, run, table, as_dict, takes_recipe_keys=True))
+    sys.exit(script.main(__doc__, SoakOptions, run, table, as_dict, takes_recipe_keys=True))

@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.files import write_atomically
+from zoo.types import JsonObject
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-Line = dict[str, Any]
+Line = JsonObject
 
 # What each row of the first table measures, and its result.
 MEASURED = (
@@ -62,9 +62,9 @@ def result(name: str) -> Path:
     return RESULTS / f"h200-{name}.json"
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> JsonObject:
     """The result of that name."""
-    report: dict[str, Any] = json.loads(result(name).read_text(encoding="utf-8"))
+    report: JsonObject = json.loads(result(name).read_text(encoding="utf-8"))
     return report
 
 

@@ -30,12 +30,13 @@ from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.mixture import SampleId
 from zoo.model import build
 from zoo.planner.sample_costs import training_cost
+from zoo.types import JsonObject
 
 MARKS = 10  # memory is read so often
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class DataBenchOptions(Bounded):
     """What is measured."""
 
     recipe: str = "qwen3_vl_sft"
@@ -49,7 +50,7 @@ class Options(Bounded):
 
 
 @dataclass(frozen=True)
-class Report:
+class DataBenchReport:
     """What `zoo bench data` shows.
 
     Attributes:
@@ -66,7 +67,7 @@ class Report:
         memory: MiB in use by the process at each tenth of them, before the first as well.
     """
 
-    options: Options
+    options: DataBenchOptions
     rows: int
     known: float
     measured: float
@@ -85,7 +86,7 @@ class Report:
         return self.memory[-1] - self.memory[MARKS // 2]
 
 
-def run(options: Options) -> Report:
+def run(options: DataBenchOptions) -> DataBenchReport:
     """Measure; raises UserError for a recipe or rows that can't be used."""
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
     if options.data:
@@ -98,15 +99,15 @@ def run(options: Options) -> Report:
         torch.set_num_threads(threads)
 
 
-def _run(options: Options, recipe: Recipe) -> Report:
+def _run(options: DataBenchOptions, recipe: Recipe) -> DataBenchReport:
     assembly = build.assemble(recipe)
     processor = assembly.processor
 
-    one = decoder_for(replace(recipe.data, workers=1))
+    single = decoder_for(replace(recipe.data, workers=1))
 
-    def source(decoder: Decoder = one, **changed: Any) -> SampleSource:
+    def source(decoder: Decoder = single, **changed: Any) -> SampleSource:
         data = with_defaults(replace(recipe.data, **changed))
-        more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
+        more: JsonObject = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         more |= {"budget": recipe.packing.budget, "decoder": decoder}
         return SampleSource.open(data.train, processor, data, **more)
 
@@ -123,10 +124,12 @@ def _run(options: Options, recipe: Recipe) -> Report:
     encoded, tokens = _encode(source(), some)
     first, prepared, wait = _wait(loader(prefetch=True), options)
     samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
-    for each in (decoder, one):
+    for each in (decoder, single):
         each.close()
     workers = getattr(decoder, "count", 0)
-    return Report(options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory)
+    return DataBenchReport(
+        options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
+    )
 
 
 def _measure(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
@@ -155,7 +158,7 @@ def _encode(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float
     return len(ids) / seconds, tokens / seconds
 
 
-def _wait(loader: BatchLoader, options: Options) -> tuple[float, float, float]:
+def _wait(loader: BatchLoader, options: DataBenchOptions) -> tuple[float, float, float]:
     """Seconds to the first batches, milliseconds to prepare a later step, and share of the steps spent waiting."""
     began = time.perf_counter()
     loader.next_step()
@@ -198,12 +201,12 @@ def _memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: DataBenchReport) -> JsonObject:
     """The report as JSON takes it."""
     return asdict(report) | {"growth": report.growth}
 
 
-def table(report: Report) -> str:
+def table(report: DataBenchReport) -> str:
     """The report in a few lines."""
     options = report.options
     measured = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
 
 from zoo.config.layers.keys import outside, shown_value
 from zoo.errors import UserError
+from zoo.types import JsonObject
 
 
 class Bounded:
@@ -32,7 +32,7 @@ def read_options[Options](kind: type[Options], arguments: Sequence[str]) -> Opti
         UserError: a key that it does not have, or a value of another type.
     """
     defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for argument in arguments:
         key, _, text = argument.partition("=")
         if key not in defaults:
@@ -42,7 +42,7 @@ def read_options[Options](kind: type[Options], arguments: Sequence[str]) -> Opti
     return kind(**values)
 
 
-def _read(argument: str, text: str, default: Any) -> Any:
+def _read(argument: str, text: str, default: object) -> object:
     """The value of an argument as its default's type."""
     try:
         if isinstance(default, tuple):

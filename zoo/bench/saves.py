@@ -7,21 +7,21 @@ import statistics
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from zoo.errors import UserError
 from zoo.logging.result import records
+from zoo.types import JsonObject
 
 
 @dataclass(frozen=True)
-class Options:
+class SaveBenchOptions:
     """Whose saves."""
 
     run: str = "runs/demo"
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveCosts:
     """Times in milliseconds, medians but for the shares. `beside`: steps during which a save was being written."""
 
     saves: int
@@ -36,7 +36,7 @@ class Report:
     copy_ms: float | None = None  # that a copy from run.stage to run.dir took; None without one
 
 
-def run(options: Options) -> Report:
+def run(options: SaveBenchOptions) -> SaveCosts:
     """Raises UserError where the run has too few steps or saves to compare."""
     folder = Path(options.run)
     if not (folder / "train.jsonl").is_file():
@@ -44,11 +44,11 @@ def run(options: Options) -> Report:
     return report(list(records(folder)))
 
 
-def report(lines: list[dict[str, Any]]) -> Report:
+def report(lines: list[JsonObject]) -> SaveCosts:
     """From the lines of a log, in order."""
     steps = {line["step"]: line["step_ms"] for line in lines if "event" not in line}
     steps.pop(min(steps, default=0), None)  # the first one warms up
-    last, saves, copies, beside = 0, [], [], set()
+    last, saves, copies, save_steps = 0, [], [], set()
     for line in lines:
         if "event" not in line:
             last = line["step"]
@@ -57,23 +57,23 @@ def report(lines: list[dict[str, Any]]) -> Report:
             if last <= line["step"]:
                 continue
             saves += [line] if line["event"] == "save" else []
-            beside |= {step for step in range(line["step"] + 1, last + 1) if step in steps}
-    away = [ms for step, ms in steps.items() if step not in beside]
-    if len(saves) < 2 or not away or not beside:
+            save_steps |= {step for step in range(line["step"] + 1, last + 1) if step in steps}
+    away = [ms for step, ms in steps.items() if step not in save_steps]
+    if len(saves) < 2 or not away or not save_steps:
         raise UserError(
             "too little to tell: wanted two saves with steps behind them, and steps that no save was written beside; "
             "run longer, or with a larger train.save_every"
         )
     plain = statistics.median(away)
     stalls = [save["stall_ms"] for save in saves]
-    slower = sum(steps[step] - plain for step in beside)
+    slower = sum(steps[step] - plain for step in save_steps)
     apart = [b["step"] - a["step"] for a, b in pairwise(saves)]
-    return Report(
+    return SaveCosts(
         saves=len(saves),
         save_every=int(statistics.median(apart)),
         step_ms=plain,
-        beside_ms=statistics.median(steps[step] for step in beside),
-        steps_beside=len(beside),
+        beside_ms=statistics.median(steps[step] for step in save_steps),
+        steps_beside=len(save_steps),
         stall_ms=statistics.median(stalls),
         write_ms=statistics.median(save["write_ms"] for save in saves),
         share_of_step=statistics.median(stalls) / plain,
@@ -82,21 +82,21 @@ def report(lines: list[dict[str, Any]]) -> Report:
     )
 
 
-def table(found: Report) -> str:
+def table(report: SaveCosts) -> str:
     """For people."""
     rows = {
-        f"a step, of {found.steps_beside} with a save beside it": f"{found.beside_ms:,.1f} ms",
-        "a step, of the others": f"{found.step_ms:,.1f} ms",
-        f"a save stalls training ({found.saves} saves)": f"{found.stall_ms:,.1f} ms, {found.share_of_step:.1%} of a step",
-        "and is published after": f"{found.write_ms:,.1f} ms",
-        f"all of it, at a save every {found.save_every} steps": f"{found.share_of_run:.1%} of the run's time",
+        f"a step, of {report.steps_beside} with a save beside it": f"{report.beside_ms:,.1f} ms",
+        "a step, of the others": f"{report.step_ms:,.1f} ms",
+        f"a save stalls training ({report.saves} saves)": f"{report.stall_ms:,.1f} ms, {report.share_of_step:.1%} of a step",
+        "and is published after": f"{report.write_ms:,.1f} ms",
+        f"all of it, at a save every {report.save_every} steps": f"{report.share_of_run:.1%} of the run's time",
     }
-    if found.copy_ms is not None:
-        rows["and is copied to run.dir in"] = f"{found.copy_ms:,.1f} ms"
+    if report.copy_ms is not None:
+        rows["and is copied to run.dir in"] = f"{report.copy_ms:,.1f} ms"
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 
 
-def as_json(found: Report) -> str:
+def as_json(report: SaveCosts) -> str:
     """For machines."""
-    return json.dumps(asdict(found), indent=2)
+    return json.dumps(asdict(report), indent=2)

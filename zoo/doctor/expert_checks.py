@@ -84,34 +84,34 @@ def _experts(subject: Subject) -> Iterator[Check]:
     experts, hidden, topk = config.num_moe_experts, config.hidden_size, layer.mlp.router.topk
     assert experts is not None
     tokens = -(-2 * rows_of(subject) // topk)
-    here = tokens * topk // 2
-    counts = _uneven(experts, here)
+    local = tokens * topk // 2
+    counts = _uneven(experts, local)
 
     def prepare() -> Trial:
         # A token may have an expert twice, which a router doesn't give; sums are the same.
-        every = torch.arange(experts + 1).repeat_interleave(torch.tensor([*counts, tokens * topk - here]))
+        every = torch.arange(experts + 1).repeat_interleave(torch.tensor([*counts, tokens * topk - local]))
         chosen = every[torch.randperm(len(every))].view(tokens, topk).to(subject.device)
-        given = {"x": randn(subject, tokens, hidden), "probs": torch.rand(tokens, topk, device=subject.device)}
-        ahead = module.leaves_room(given["x"], max_choices(chosen, experts))
+        inputs = {"x": randn(subject, tokens, hidden), "probs": torch.rand(tokens, topk, device=subject.device)}
+        ahead = module.leaves_room(inputs["x"], max_choices(chosen, experts))
         permutation = Permutation.from_choices(chosen, experts, None, ahead=ahead)
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
-            factors = _Taken.apply(probs, permutation)
+            factors = _GatherRows.apply(probs, permutation)
             out: Tensor = module(x, permutation.bounds, factors, permutation=permutation)[0]
             return out
 
         def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
-            order = chosen.flatten().argsort(stable=True)[:here]
-            found = references.experts(x[order // topk], probs.flatten()[order], weight1, weight2, counts)
-            return torch.zeros_like(x).index_add(0, order // topk, found)
+            order = chosen.flatten().argsort(stable=True)[:local]
+            exact_output = references.experts(x[order // topk], probs.flatten()[order], weight1, weight2, counts)
+            return torch.zeros_like(x).index_add(0, order // topk, exact_output)
 
         weights = {"weight1": module.weight1, "weight2": module.weight2}
-        return Trial(run, exact, given, weights)
+        return Trial(run, exact, inputs, weights)
 
     yield Check(
         "experts",
         _kernel(module, tokens * topk),
-        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {here} of {tokens} tokens' choices, some experts without any",
+        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {local} of {tokens} tokens' choices, some experts without any",
         subject.precision,
         BOUNDS[subject.precision],
         FP32_IS_PLAIN,
@@ -119,7 +119,7 @@ def _experts(subject: Subject) -> Iterator[Check]:
     )
 
 
-class _Taken(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Values (M, k) of each row of a permutation, and their gradient."""
 
     @staticmethod
@@ -154,8 +154,8 @@ def _permutation(subject: Subject) -> Iterator[Check]:
         count = int((chosen < experts).sum())
         permutation = Permutation.from_choices(chosen, experts, count)
         factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
-        here = (chosen < experts).flatten().nonzero().flatten()
-        order = here[chosen.flatten()[here].argsort(stable=True)]
+        local = (chosen < experts).flatten().nonzero().flatten()
+        order = local[chosen.flatten()[local].argsort(stable=True)]
 
         def run(x: Tensor) -> Tensor:
             out: Tensor = _ThereAndBack.apply(x, permutation, factors)

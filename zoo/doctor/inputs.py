@@ -24,11 +24,11 @@ def row_layout(subject: Subject) -> PackedLayout:
 def ragged(budget: int, align: int) -> PackedLayout:
     """Segments of LENGTHS, shortened for small budgets, as many as fit."""
     lengths: list[int] = []
-    room = budget
+    left = budget
     for length in LENGTHS:
         length = max(1, length * min(budget, MOST_TOKENS) // MOST_TOKENS)
-        room -= -(-length // align) * align
-        if room < 0 and lengths:
+        left -= -(-length // align) * align
+        if left < 0 and lengths:
             break
         lengths.append(length)
     return PackedLayout.from_lengths(lengths, align=align)
@@ -36,11 +36,11 @@ def ragged(budget: int, align: int) -> PackedLayout:
 
 def spans(layout: PackedLayout) -> list[tuple[int, int]]:
     """(start, stop) of each segment's real tokens."""
-    found, at = [], 0
+    boundaries, at = [], 0
     for length, padded in zip(layout.lengths, layout.padded_lengths, strict=True):
-        found.append((at, at + length))
+        boundaries.append((at, at + length))
         at += padded
-    return found
+    return boundaries
 
 
 def randn(subject: Subject, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

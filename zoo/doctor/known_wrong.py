@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,11 +20,15 @@ from zoo.nn.decoder.attention.gated_delta_net import fla_rule
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.attention.varlen import has_flash4, varlen_attention
 from zoo.packing import PackedLayout
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 LENGTHS = (1098, 771, 1300)  # the row with which both were found
 
 
-def known_wrong_checks(device: torch.device, groups: Any) -> Iterator[Check]:
+def known_wrong_checks(device: torch.device, groups: ProcessGroupCollection) -> Iterator[Check]:
     """A check for each of these kernels that runs on this machine.
 
     `groups`: megatron-core's process groups of the one rank, which Transformer Engine's attention wants.
@@ -42,7 +46,7 @@ def known_wrong_checks(device: torch.device, groups: Any) -> Iterator[Check]:
             yield _flash4(PackedLayout.from_lengths(LENGTHS).to(device), width)
 
 
-def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, width: int) -> Check:
+def _te_attention(groups: ProcessGroupCollection, layout: PackedLayout, heads: int, kv_heads: int, width: int) -> Check:
     def prepare() -> Trial:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
         from megatron.core.transformer.enums import AttnMaskType
@@ -61,7 +65,7 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
         core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
         params = SeqParams.from_layout(layout)
         shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
-        given = {
+        inputs = {
             name: torch.randn(layout.total, count, width, device=layout.cu_seqlens.device, dtype=torch.bfloat16)
             for name, count in shapes.items()
         }
@@ -73,7 +77,7 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return references.attention(q, k, v, spans(layout), width**-0.5, causal=True)
 
-        return Trial(run, exact, given, real=~layout.padding_mask[0])
+        return Trial(run, exact, inputs, real=~layout.padding_mask[0])
 
     shape = f"{heads} heads / {kv_heads} KV x {width}, {row_shape(layout)}"
     fix = "zoo uses PyTorch's attention for heads wider than 128"
@@ -92,9 +96,9 @@ def _flash4(layout: PackedLayout, width: int) -> Check:
         return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)
 
     def prepare() -> Trial:
-        where: dict[str, Any] = {"device": layout.cu_seqlens.device, "dtype": torch.bfloat16}
-        given = {name: torch.randn(layout.total, heads, width, **where) for name in "qkv"}
-        return Trial(run, exact, given)
+        where: JsonObject = {"device": layout.cu_seqlens.device, "dtype": torch.bfloat16}
+        inputs = {name: torch.randn(layout.total, heads, width, **where) for name in "qkv"}
+        return Trial(run, exact, inputs)
 
     shape = f"{heads} heads x {width}, {row_shape(layout)}"
     fix = "zoo pads heads of 72 and 80 to 96"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +21,9 @@ from zoo.nn.inputs import Stage, Vocabulary
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 from zoo.registry import get_family
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 MOST_EXPERTS = 32  # enough for a check of more, too: a grouped product does not mix experts
 
@@ -68,17 +71,19 @@ class Subject:
         for layer in self.model.decoder.layers:
             short = attention_window(self.config, layer.layer_number) is not None
             if windowed or short:
-                found = windowed and short
+                layer_type = windowed and short
             elif linear:
-                found = hasattr(layer.self_attention, "in_proj")
+                layer_type = hasattr(layer.self_attention, "in_proj")
             else:
-                found = hasattr(layer.mlp, "experts") if sparse else isinstance(layer.self_attention, SelfAttention)
-            if found:
+                layer_type = (
+                    hasattr(layer.mlp, "experts") if sparse else isinstance(layer.self_attention, SelfAttention)
+                )
+            if layer_type:
                 return layer
         return None
 
 
-def make_subject(recipe: Recipe, whole: Any, device: torch.device) -> Subject:
+def make_subject(recipe: Recipe, whole: MegatronModule, device: torch.device) -> Subject:
     """The subject of a validated recipe; megatron-core's process groups of one rank have to be there.
 
     Args:
@@ -133,7 +138,7 @@ def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
     return local
 
 
-def _towers(model: Any) -> Iterator[TowerHeads]:
+def _towers(model: MegatronModule) -> Iterator[TowerHeads]:
     """One attention of each tower."""
     for name in model.tower_names():
         modules = list(getattr(model, name).modules())

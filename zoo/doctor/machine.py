@@ -28,13 +28,13 @@ PACKAGES = {
 
 def machine() -> dict[str, str]:
     """Name to version of Python, the libraries that bring kernels, and the GPU; "-" for what is not installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {name: installed_version(*names) or "-" for name, names in PACKAGES.items()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {name: installed_version(*names) or "-" for name, names in PACKAGES.items()}
     if not torch.cuda.is_available():
-        return found | {"device": f"CPU ({platform.machine()})"}
+        return versions | {"device": f"CPU ({platform.machine()})"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "-"
-    return found | {
+    return versions | {
         "cuda": torch.version.cuda or "-",
         "driver": _driver(),
         "cudnn": _cudnn(),

@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from zoo.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class CheckResult:
         """Whether it ran and every error is within the bound."""
         return self.problem is None and self.worst[1] <= self.check.bound
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Plain values, for `--json` and the cache."""
         check = self.check
         return {
@@ -98,19 +99,19 @@ def run_check(check: Check) -> CheckResult:
 
 def compare(trial: Trial) -> dict[str, float]:
     """Relative errors of the result on its real rows, and of the gradient of every input and parameter."""
-    given = {name: _leaf(x, x.dtype) for name, x in trial.inputs.items()}
-    out = trial.kernel(**given)
+    originals = {name: _leaf(x, x.dtype) for name, x in trial.inputs.items()}
+    out = trial.kernel(**originals)
     upstream = torch.randn_like(out)
     if trial.real is not None:
         upstream = upstream * trial.real.reshape(*trial.real.shape, *[1] * (out.ndim - trial.real.ndim))
-    leaves = {name: x for name, x in given.items() if x.requires_grad} | dict(trial.parameters)
-    found = torch.autograd.grad(out, list(leaves.values()), upstream)
+    leaves = {name: x for name, x in originals.items() if x.requires_grad} | dict(trial.parameters)
+    measured = torch.autograd.grad(out, list(leaves.values()), upstream)
 
     exact = {name: _leaf(x, trial.exact) for name, x in {**trial.inputs, **trial.parameters}.items()}
     wanted = trial.reference(**exact)
     gradients = torch.autograd.grad(wanted, [exact[name] for name in leaves], upstream.to(trial.exact))
     errors = {"out": _error(out.detach(), wanted.detach(), trial.real)}
-    for name, got, right in zip(leaves, found, gradients, strict=True):
+    for name, got, right in zip(leaves, measured, gradients, strict=True):
         errors[f"d {name}"] = _error(got, right)
     return errors
 

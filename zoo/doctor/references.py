@@ -42,7 +42,7 @@ def attention(
     for start, stop in runs:
         ends[start:stop] = stop - 1
 
-    def one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, own: Tensor) -> Tensor:
+    def segment(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, own: Tensor) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -52,18 +52,18 @@ def attention(
             scores = scores.masked_fill(own <= own[:, None] - window, -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
-    return by_segment(one, spans, q, k, v, ends, torch.arange(len(q), device=q.device))
+    return by_segment(segment, spans, q, k, v, ends, torch.arange(len(q), device=q.device))
 
 
 def convolution(x: Tensor, weight: Tensor, spans: Spans) -> Tensor:
     """silu of the depthwise causal convolution of x (T, C) by weight (C, K), zeros before each segment."""
     width = weight.shape[1]
 
-    def one(x: Tensor) -> Tensor:
+    def segment(x: Tensor) -> Tensor:
         padded = F.pad(x, (0, 0, width - 1, 0))
         return F.silu(sum(padded[i : i + len(x)] * weight[:, i] for i in range(width)))  # type: ignore[arg-type]
 
-    return by_segment(one, spans, x)
+    return by_segment(segment, spans, x)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spans: Spans) -> Tensor:
@@ -73,7 +73,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spa
     whole segment, and the output is out_t = sum over i <= t of exp(g_i+1 + ... + g_t) (q_t . k_i) u_i / sqrt(K).
     """
 
-    def one(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def segment(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         repeats = v.shape[1] // q.shape[1]
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q, k = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (q, k))  # (G, L, K)
@@ -85,7 +85,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spa
         updates = torch.linalg.solve_triangular(system.tril(-1), wanted, upper=False, unitriangular=True)
         return ((q @ k.mT) * between @ updates).transpose(0, 1) * q.shape[-1] ** -0.5
 
-    return by_segment(one, spans, q, k, v, decay, beta)
+    return by_segment(segment, spans, q, k, v, decay, beta)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
 from zoo.packing.spans import BidirectionalSpans
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
 
@@ -71,12 +74,12 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
         yield check("attention_window", f"{sizes}, {row_shape(layout)}, {seen}", _windowed_attention, short)
 
 
-def _sizes(module: Any) -> str:
+def _sizes(module: MegatronModule) -> str:
     heads, groups, width = _attention_sizes(module)
     return f"{heads} heads / {groups} KV x {width}"
 
 
-def _windowed_attention(subject: Subject, module: Any) -> Trial:
+def _windowed_attention(subject: Subject, module: MegatronModule) -> Trial:
     """A quarter of each segment, but 256 tokens at most, sees itself both ways, as an image does."""
     heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
@@ -102,20 +105,20 @@ def _scale(subject: Subject, width: int) -> float:
     return width**-0.5 if scale is None else scale
 
 
-def core_name(module: Any, subject: Subject) -> str:
+def core_name(module: MegatronModule, subject: Subject) -> str:
     """What a layer's core attention runs as on this device."""
     name = type(module.core_attention).__name__
     return name if name.startswith("TE") else varlen_name(subject, module.config.kv_channels)
 
 
-def _attention_sizes(module: Any) -> tuple[int, int, int]:
+def _attention_sizes(module: MegatronModule) -> tuple[int, int, int]:
     """Query heads, key-value heads, and their width of a layer's attention."""
     config = module.config
     assert config.kv_channels is not None and config.num_query_groups is not None
     return config.num_attention_heads, config.num_query_groups, config.kv_channels
 
 
-def _packed_attention(subject: Subject, module: Any) -> Trial:
+def _packed_attention(subject: Subject, module: MegatronModule) -> Trial:
     heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
@@ -131,7 +134,7 @@ def _packed_attention(subject: Subject, module: Any) -> Trial:
     return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
 
 
-def _padded_attention(subject: Subject, module: Any) -> Trial:
+def _padded_attention(subject: Subject, module: MegatronModule) -> Trial:
     heads, groups, width = _attention_sizes(module)
     lengths = sorted((min(n, 1024) for n in row_layout(subject).lengths), reverse=True)[:4]
     tokens, rows = max(lengths), len(lengths)
@@ -176,8 +179,8 @@ def _inputs(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes) -> Ch
 
     def prepare() -> Trial:
         def run(mixed: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-            found = delta_rule_inputs(mixed, weight, a_log, dt_bias, layout, widths)
-            return torch.cat([one.float() for one in found], dim=1)
+            outputs = delta_rule_inputs(mixed, weight, a_log, dt_bias, layout, widths)
+            return torch.cat([output.float() for output in outputs], dim=1)
 
         def exact(mixed: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
             qkv, gate, beta, alpha = mixed.split([channels, values, heads, heads], dim=1)
@@ -185,13 +188,13 @@ def _inputs(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes) -> Ch
             decay = -a_log.exp() * torch.nn.functional.softplus(alpha + dt_bias)
             return torch.cat([mixed, gate, decay, beta.sigmoid()], dim=1)
 
-        given = {
+        inputs = {
             "mixed": randn(subject, layout.total, sum(widths) + 2 * heads),
             "weight": randn(subject, channels, taps),
             "a_log": randn(subject, heads),
             "dt_bias": randn(subject, heads),
         }
-        return Trial(run, exact, given, real=real_tokens(layout, subject.device))
+        return Trial(run, exact, inputs, real=real_tokens(layout, subject.device))
 
     return Check(
         "delta_inputs",
@@ -235,7 +238,7 @@ def delta_rule_trial(
     """The rule `run` on a row, its decays and betas like those of a layer that has just been made."""
     total = layout.total
     key_shape = (total, sizes.key_heads, sizes.key_width)
-    given = {
+    inputs = {
         "q": torch.randn(*key_shape, device=device, dtype=dtype),
         "k": torch.randn(*key_shape, device=device, dtype=dtype),
         "v": torch.randn(total, sizes.value_heads, sizes.value_width, device=device, dtype=dtype),
@@ -246,4 +249,4 @@ def delta_rule_trial(
     def exact(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return references.delta_rule(q, k, v, decay, beta, spans(layout))
 
-    return Trial(run, exact, given, real=real_tokens(layout, device))
+    return Trial(run, exact, inputs, real=real_tokens(layout, device))

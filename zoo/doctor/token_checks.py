@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.decoder.attention.self_attention import output_gate
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.fp8.linear import fp8_linear
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands
 FP8_BOUND = 0.06  # 3 bits of mantissa on either side of a product
@@ -65,17 +68,17 @@ def _norms(subject: Subject) -> Iterator[Check]:
     attention = layer.self_attention if layer is not None else None
     heads = config.num_attention_heads
     first = subject.model.decoder.layers[0].input_layernorm
-    found: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
+    norms: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
     if attention is not None and getattr(attention, "q_layernorm", None) is not None:
-        found.append(("qk_norm", attention.q_layernorm, (heads, attention.config.kv_channels)))
-    for name, module, shape in found:
+        norms.append(("qk_norm", attention.q_layernorm, (heads, attention.config.kv_channels)))
+    for name, module, shape in norms:
         yield _norm(subject, name, module, shape)
     linear = subject.layer(linear=True)
     if linear is not None:
         yield _gated_norm(subject, linear.self_attention.out_norm)
 
 
-def _gated_norm(subject: Subject, module: Any) -> Check:
+def _gated_norm(subject: Subject, module: MegatronModule) -> Check:
     heads, width = subject.config.linear_num_value_heads, subject.config.linear_value_head_dim
     rows = rows_of(subject)
     assert heads and width
@@ -87,8 +90,8 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
         def exact(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
             return references.rms_norm(x, weight, module.eps) * torch.nn.functional.silu(gate)
 
-        given = {"x": randn(subject, rows, heads, width), "gate": randn(subject, rows, heads, width)}
-        return Trial(lambda x, gate: module(x, gate), exact, given, {"weight": module.weight})
+        inputs = {"x": randn(subject, rows, heads, width), "gate": randn(subject, rows, heads, width)}
+        return Trial(lambda x, gate: module(x, gate), exact, inputs, {"weight": module.weight})
 
     sizes = f"{rows} x {heads} x {width}"
     return Check(
@@ -96,7 +99,7 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
     )
 
 
-def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:
+def _norm(subject: Subject, name: str, module: MegatronModule, shape: tuple[int, ...]) -> Check:
     config, rows = subject.config, rows_of(subject)
     zero_centred = config.layernorm_zero_centered_gamma
     before = name == "norm"  # in front of a branch: it also returns the residual, whose gradient it may add
@@ -160,7 +163,9 @@ def _rotary(subject: Subject) -> Iterator[Check]:
     yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
 
 
-def _heads(subject: Subject, attention: Any, turn: tuple[Tensor, Tensor], turned: Callable[[Tensor], Tensor]) -> Trial:
+def _heads(
+    subject: Subject, attention: MegatronModule, turn: tuple[Tensor, Tensor], turned: Callable[[Tensor], Tensor]
+) -> Trial:
     """Queries, keys, values and gates side by side; `turned`: what the reference makes of heads (T, H, D), their angles being `turn`."""
     config, width = subject.config, attention.config.kv_channels
     groups, gated = attention.num_query_groups_per_partition, bool(config.attention_output_gate)
@@ -173,8 +178,8 @@ def _heads(subject: Subject, attention: Any, turn: tuple[Tensor, Tensor], turned
             weight.normal_(0.0 if centered else 1.0, 0.25)
 
     def run(mixed: Tensor) -> Tensor:
-        found = attention.turned_heads(mixed.flatten(1)[:, None], *turn)
-        return torch.cat([x.reshape(len(mixed), -1, width) for x in found], dim=1)
+        heads = attention.turned_heads(mixed.flatten(1)[:, None], *turn)
+        return torch.cat([x.reshape(len(mixed), -1, width) for x in heads], dim=1)
 
     def exact(mixed: Tensor, **weights: Tensor) -> Tensor:
         query, *gate, key, value = (x.flatten(1, 2) for x in mixed.split(parts, dim=2))
@@ -197,8 +202,8 @@ def _swiglu(subject: Subject) -> Check:
             gate, up = x.chunk(2, dim=-1)
             return activation(gate) * up * probs[:, None]
 
-        given = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
-        return Trial(lambda x, probs: glu(x, activation, probs), exact, given)
+        inputs = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
+        return Trial(lambda x, probs: glu(x, activation, probs), exact, inputs)
 
     bound = BOUNDS[subject.precision]
     return Check("swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, FP32_IS_PLAIN, prepare)
@@ -212,8 +217,8 @@ def _output_gate(subject: Subject) -> Check:
         def exact(x: Tensor, gate: Tensor) -> Tensor:
             return x * gate.sigmoid()
 
-        given = {name: randn(subject, rows, channels) for name in ("x", "gate")}
-        return Trial(output_gate, exact, given)
+        inputs = {name: randn(subject, rows, channels) for name in ("x", "gate")}
+        return Trial(output_gate, exact, inputs)
 
     sizes, bound = f"{rows} x {channels}", BOUNDS[subject.precision]
     return Check("output_gate", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)

@@ -15,6 +15,7 @@ from zoo.doctor.layers import Subject, TowerHeads
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.towers.attention import NAME as VARLEN_TOWER
 from zoo.packing import PackedLayout
+from zoo.types import JsonObject
 
 BLOCK_BOUNDS = {"bf16": 3e-2, "fp32": 1e-3}  # a chain of eight kernels, each rounded
 PATCHES = (1024, 16, 576, 400, 4, 256)  # lengths of the images in a tower's row
@@ -81,7 +82,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
 
     def prepare() -> Trial:
         offsets = layout.cu_seqlens
-        lengths: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
+        lengths: JsonObject = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
         if varlen:
             lengths |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
-from zoo.data.sample import IGNORE, Sample
+from zoo.data.sample import IGNORE, MicroBatch, Sample
 from zoo.generation.prompts import most_positions
 from zoo.generation.sampling import Answers, Sampling
 from zoo.model import build
@@ -28,6 +28,10 @@ from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.inputs import ModelInputs
 from zoo.packing import PackedLayout
 from zoo.parallel.world import World
+from zoo.steps.packed_step import PackedStep
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True)
@@ -38,25 +42,25 @@ class Decoding:
         assembly: family, config and processor.
         chunks: this rank's model chunks.
         recipe: parallel sizes and packing.align.
-        here: the process groups.
+        world: the process groups.
         sampling: which tokens are taken.
         ends: tokens that end an answer.
         cached: keep keys, values and states between passes; default: where the layout allows it.
     """
 
     assembly: build.Assembly
-    chunks: Sequence[Any]
+    chunks: Sequence[MegatronModule]
     recipe: Recipe
-    here: World
+    world: World
     sampling: Sampling
     ends: Collection[int]
     cached: bool | None = None
 
     @cached_property
-    def step(self) -> Any:
+    def step(self) -> PackedStep:
         """The family's step, on packed rows of any length."""
         packing = {"packing.mode": "thd", "packing.pad_to": None}
-        step = build.build_step(self.assembly, self.recipe.replace(packing), self.here)
+        step = build.build_step(self.assembly, self.recipe.replace(packing), self.world)
         step.vocabulary = None  # tokens of answers are marked by negative ids, and have rows as the model chose them
         return step
 
@@ -74,7 +78,7 @@ class Decoding:
     @property
     def together(self) -> bool:
         """Whether data-parallel ranks must take each pass together: for experts, or to exchange tokens."""
-        return self.here.dp_size > 1 and (self.recipe.parallel.ep > 1 or not self.keeps_cache)
+        return self.world.dp_size > 1 and (self.recipe.parallel.ep > 1 or not self.keeps_cache)
 
     @torch.no_grad()
     def answer(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
@@ -85,8 +89,8 @@ class Decoding:
             rows: the number of each, for draws at random.
         """
         most = most_positions(self.assembly.config)
-        room = [min(self.sampling.max_new_tokens, most - sample.length) for sample in samples]
-        answers = Answers(room, self.ends)
+        limits = [min(self.sampling.max_new_tokens, most - sample.length) for sample in samples]
+        answers = Answers(limits, self.ends)
         if self.keeps_cache:
             self._with_cache(samples, rows, answers)
         else:
@@ -95,7 +99,7 @@ class Decoding:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set, here or on any rank that takes passes together with this one."""
-        return self.here.sum([float(flag)])[0] > 0 if self.together else flag
+        return self.world.sum([float(flag)])[0] > 0 if self.together else flag
 
     def _with_cache(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
         """Read the prompts, then a token of each answer a pass."""
@@ -107,28 +111,28 @@ class Decoding:
         params.cache = cache
         logits = self.step.forward(self.chunks[0], inputs)
         cache.prompts_read(params.layout, logits.device)
-        place = next_positions(inputs.positions, params.layout)
+        position = next_positions(inputs.positions, params.layout)
         for count in itertools.count():
             picks = self.sampling.choose(logits, rows, count)
             for number, token in enumerate(picks):
                 answers.add(number, token)
             if not self.any(bool(answers.growing)):
                 return
-            logits = self.step.forward(self.chunks[0], self._next_inputs(picks, place, cache))
+            logits = self.step.forward(self.chunks[0], self._next_inputs(picks, position, cache))
             cache.token_read()
-            place = place + 1
+            position = position + 1
 
-    def _next_inputs(self, tokens: Sequence[int], place: Tensor, cache: DecodeCache) -> ModelInputs:
+    def _next_inputs(self, tokens: Sequence[int], position: Tensor, cache: DecodeCache) -> ModelInputs:
         """One token of each sequence, padded to a multiple of `align`."""
         count = len(tokens)
         layout = PackedLayout.from_lengths([1] * count, 1, -(-count // self.align) * self.align)
-        params = SeqParams.from_layout(layout.to(place.device))
+        params = SeqParams.from_layout(layout.to(position.device))
         params.cache = cache
         padding = layout.total - count
-        ids = torch.tensor([*tokens, *[self.assembly.processor.pad_id] * padding])[None].to(place.device)
-        positions = torch.nn.functional.pad(place, (0, padding))[:, None]
-        mask = layout.padding_mask.to(place.device) if padding else None
-        rows = torch.arange(count, device=place.device)
+        ids = torch.tensor([*tokens, *[self.assembly.processor.pad_id] * padding])[None].to(position.device)
+        positions = torch.nn.functional.pad(position, (0, padding))[:, None]
+        mask = layout.padding_mask.to(position.device) if padding else None
+        rows = torch.arange(count, device=position.device)
         return ModelInputs(ids, positions, mask, params, label_rows=rows)
 
     def _recompute(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
@@ -140,24 +144,17 @@ class Decoding:
             numbers = growing or [0]
             grown = [_grown(samples[number], answers.tokens[number]) for number in numbers]
             logits = self._last_logits(grown)
-            picks = dict(zip(logits, self._choose(logits, [rows[n] for n in numbers], count), strict=True))
-            for segment, token in self._exchanged(picks).items():
+            picks: dict[int, int] = {}
+            if logits:
+                table = torch.stack(list(logits.values()))
+                chosen = self.sampling.choose(table, [rows[numbers[segment]] for segment in logits], count)
+                picks = dict(zip(logits, chosen, strict=True))
+            if self.world.size > 1:  # of ranks with the same samples, some have the logits
+                everyone: list[tuple[int, dict[int, int]]] = [(0, {})] * self.world.size
+                dist.all_gather_object(everyone, (self.world.dp_rank, picks))
+                picks = {s: t for rank, tokens in everyone if rank == self.world.dp_rank for s, t in tokens.items()}
+            for segment, token in picks.items():
                 answers.add(numbers[segment], token)
-
-    def _choose(self, logits: dict[int, Tensor], rows: Sequence[int], count: int) -> list[int]:
-        """The next token of each segment that this rank knows the logits of."""
-        if not logits:
-            return []
-        table = torch.stack(list(logits.values()))
-        return self.sampling.choose(table, [rows[segment] for segment in logits], count)
-
-    def _exchanged(self, picks: dict[int, int]) -> dict[int, int]:
-        """Token by segment, of all ranks with the same samples."""
-        if self.here.size == 1:
-            return picks
-        everyone: list[tuple[int, dict[int, int]]] = [(0, {})] * self.here.size
-        dist.all_gather_object(everyone, (self.here.dp_rank, picks))
-        return {s: t for rank, found in everyone if rank == self.here.dp_rank for s, t in found.items()}
 
     def _last_logits(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
         """Segment -> logits (vocab,) behind its last token, where this rank has them; one pass through all stages."""
@@ -165,17 +162,18 @@ class Decoding:
 
         batch = self._batch(samples)
 
-        def forward(data: Iterator[Any], model: Any) -> Any:
-            inputs, found = self.step.prepare(next(data), logits="last")
-            output = self.step.forward(model, replace(inputs, input_ids=_unmarked(inputs.input_ids)))
-            return output, lambda output: (output.sum(), {"logits": output, "of": found.label_segments})
+        def forward(data: Iterator[MicroBatch], model: MegatronModule) -> object:
+            inputs, loss_inputs = self.step.prepare(next(data), logits="last")
+            ids = inputs.input_ids
+            output = self.step.forward(model, replace(inputs, input_ids=torch.where(ids < 0, -1 - ids, ids)))
+            return output, lambda output: (output.sum(), {"logits": output, "of": loss_inputs.label_segments})
 
         many = len(self.chunks) > 1
         results = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[itertools.repeat(batch) for _ in self.chunks] if many else itertools.repeat(batch),
             model=list(self.chunks),
-            num_microbatches=self.here.pp_size if many else 1,
+            num_microbatches=self.world.pp_size if many else 1,
             seq_length=batch.input_ids.shape[1],
             micro_batch_size=1,
             forward_only=True,
@@ -184,7 +182,7 @@ class Decoding:
             return {}
         return dict(zip(results[0]["of"].tolist(), results[0]["logits"].float(), strict=True))
 
-    def _batch(self, samples: Sequence[Sample]) -> Any:
+    def _batch(self, samples: Sequence[Sample]) -> MicroBatch:
         return make_batch(samples, "thd", self.align, None, self.assembly.processor.pad_id)
 
 
@@ -194,10 +192,6 @@ def _grown(sample: Sample, tokens: Sequence[int]) -> Sample:
     return replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE))
 
 
-def _unmarked(ids: Tensor) -> Tensor:
-    return torch.where(ids < 0, -1 - ids, ids)
-
-
 def next_positions(positions: Tensor, layout: PackedLayout) -> Tensor:
     """(A, S) position of the token behind each prompt, of the positions (A, 1, T) of the packed prompts.
 
@@ -205,5 +199,5 @@ def next_positions(positions: Tensor, layout: PackedLayout) -> Tensor:
     `rope_deltas`.
     """
     pieces = positions[:, 0].split(list(layout.padded_lengths), dim=1)
-    found = [piece[:, :length].max() + 1 for piece, length in zip(pieces, layout.lengths, strict=True)]
-    return torch.stack(found).expand(len(positions), -1)
+    nexts = [piece[:, :length].max() + 1 for piece, length in zip(pieces, layout.lengths, strict=True)]
+    return torch.stack(nexts).expand(len(positions), -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -21,6 +21,10 @@ from zoo.generation.prompts import Prompt, make_prompt, most_positions
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.model import build
 from zoo.parallel.world import World, open_world
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,11 @@ class Generator:
 
     def all(
         self,
-        rows: Sequence[Any],
+        rows: Sequence[Row],
         numbers: Sequence[int],
         unanswered: frozenset[int] = frozenset(),
-        keep: Callable[[Mapping[int, dict[str, Any]]], object] = lambda results: None,
-    ) -> dict[int, dict[str, Any]]:
+        keep: Callable[[Mapping[int, JsonObject]], object] = lambda results: None,
+    ) -> dict[int, JsonObject]:
         """The results of all rows, by number, on every rank; see `result`.
 
         Args:
@@ -52,26 +56,26 @@ class Generator:
             unanswered: numbers of those whose last answer is a stand-in.
             keep: called with this rank's new results, as often on every rank.
         """
-        here, decoding = self.decoding.here, self.decoding
+        world, decoding = self.decoding.world, self.decoding
         groups = [numbers[first : first + self.batch] for first in range(0, len(numbers), self.batch)]
-        mine: dict[int, dict[str, Any]] = {}
-        bins = self._bins(groups[here.dp_rank :: here.dp_size], rows, unanswered)
-        spare: dict[int, Prompt] = {}
+        mine: dict[int, JsonObject] = {}
+        bins = self._bins(groups[world.dp_rank :: world.dp_size], rows, unanswered)
+        filler: dict[int, Prompt] = {}
         while decoding.any((prompts := next(bins, {})) != {}):
             if not prompts:  # other ranks have some left, which this one takes passes with
-                spare = spare or self._spare(rows, numbers, unanswered)
-            given = prompts or spare
-            samples = [prompt.sample for prompt in given.values()]
-            tokens = decoding.answer(samples, list(given))
+                filler = filler or self._filler(rows, numbers, unanswered)
+            read = prompts or filler
+            samples = [prompt.sample for prompt in read.values()]
+            tokens = decoding.answer(samples, list(read))
             new = {
                 number: self.result(prompt, answer)
                 for (number, prompt), answer in zip(prompts.items(), tokens, strict=False)
             }
             keep(new)
             mine |= new
-        return _gathered(mine, here)
+        return gather_rows(mine, world)
 
-    def result(self, prompt: Prompt, tokens: list[int]) -> dict[str, Any]:
+    def result(self, prompt: Prompt, tokens: list[int]) -> JsonObject:
         """An answer as users read it.
 
         `source` (the row's file and line), `kind`, `text`, `reference` (the row's own answer, or None), `prompt_tokens`,
@@ -97,12 +101,12 @@ class Generator:
         return make_prompt(assembly.processor, row, data, most=most, answered=answered)
 
     def _bins(
-        self, groups: Sequence[Sequence[int]], rows: Sequence[Any], unanswered: frozenset[int]
+        self, groups: Sequence[Sequence[int]], rows: Sequence[Row], unanswered: frozenset[int]
     ) -> Iterator[dict[int, Prompt]]:
         """Prompts by number that are read in one pass: a group's, up to packing.budget tokens."""
         budget, align = self.decoding.recipe.packing.budget, self.decoding.align
         for group in groups:
-            found: dict[int, Prompt] = {}
+            prompts: dict[int, Prompt] = {}
             tokens = 0
             for number in group:
                 try:
@@ -111,14 +115,14 @@ class Generator:
                     self.bad_rows.leave_out(number, error)
                     continue
                 length = -(-prompt.sample.length // align) * align
-                if found and tokens + length > budget:
-                    yield found
-                    found, tokens = {}, 0
-                found[number], tokens = prompt, tokens + length
-            if found:
-                yield found
+                if prompts and tokens + length > budget:
+                    yield prompts
+                    prompts, tokens = {}, 0
+                prompts[number], tokens = prompt, tokens + length
+            if prompts:
+                yield prompts
 
-    def _spare(self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int]) -> dict[int, Prompt]:
+    def _filler(self, rows: Sequence[Row], numbers: Sequence[int], unanswered: frozenset[int]) -> dict[int, Prompt]:
         """A prompt to take passes with, whose answer nobody reads."""
         for number in numbers:
             try:
@@ -128,24 +132,29 @@ class Generator:
         raise UserError(f"no row can be used ({self.bad_rows.summary()})")
 
 
+def load_model(recipe: Recipe, world: World) -> tuple[build.Assembly, list[MegatronModule]]:
+    """The model that a recipe's `model.init` names, and this rank's chunks of it, in evaluation mode."""
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, world)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
+    for chunk in chunks:
+        chunk.eval()
+    return assembly, chunks
+
+
 @contextmanager
 def load_generator(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Generator]:
     """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
-    with open_world(recipe) as here:
-        recipe = validate(recipe, here.size)
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, here)
-        initial_weights.init_weights(chunks, assembly, recipe, here)
-        for chunk in chunks:
-            chunk.eval()
+    with open_world(recipe) as world:
+        recipe = validate(recipe, world.size)
+        assembly, chunks = load_model(recipe, world)
         ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
-        decoding = Decoding(assembly, chunks, recipe, here, sampling, ends, cached)
+        decoding = Decoding(assembly, chunks, recipe, world, sampling, ends, cached)
         yield Generator(decoding, batch, BadRows(recipe.data))
 
 
-def _gathered(mine: Mapping[int, dict[str, Any]], here: World) -> dict[int, dict[str, Any]]:
-    """The results of all ranks, by row number."""
-    everyone: list[Mapping[int, dict[str, Any]]] = [{} for _ in range(here.size)]
+def gather_rows[Result](mine: Mapping[int, Result], world: World) -> dict[int, Result]:
+    """The results of all ranks, in the order of their rows' numbers."""
+    everyone: list[Mapping[int, Result]] = [{} for _ in range(world.size)]
     dist.all_gather_object(everyone, mine)
-    found = {number: result for of_rank in everyone for number, result in of_rank.items()}
-    return dict(sorted(found.items()))
+    return dict(sorted((number, result) for of_rank in everyone for number, result in of_rank.items()))

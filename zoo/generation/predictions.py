@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -26,12 +26,15 @@ from zoo.model.build import Assembly
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 SEARCHED = 512  # held-out rows, spread over all, that are looked through for kinds
 MARGIN = 8  # tokens that an answer may have above the longest one wanted
 
 
 def predict(
-    recipe: Recipe, assembly: Assembly, world: World, held_out: SampleSource, chunks: Sequence[Any]
+    recipe: Recipe, assembly: Assembly, world: World, held_out: SampleSource, chunks: Sequence[MegatronModule]
 ) -> list[Prediction]:
     """The answers to log.predictions rows, in the rows' order; every rank calls it, and gets them all.
 
@@ -58,11 +61,11 @@ def predict(
     share = -(-len(chosen) // world.dp_size)
     for chunk in chunks:
         chunk.eval()
-    found = Generator(decoding, share, BadRows(recipe.data)).all(held_out.rows, list(chosen))
+    results = Generator(decoding, share, BadRows(recipe.data)).all(held_out.rows, list(chosen))
     for chunk in chunks:
         chunk.train()
     predictions = []
-    for number, result in found.items():
+    for number, result in results.items():
         row = held_out.rows.row(SampleId(number))
         answers = row.answers or (chosen[number],)
         right = exact_match(result["text"], answers).value == 1.0
@@ -93,7 +96,10 @@ def _chosen(finder: Generator, held_out: SampleSource, most: int, refused: Colle
         if row.text is None and row.messages[-1].role == "assistant":
             kinds.setdefault(row.kind or " ".join(sorted(row.media)), []).append(number)
     chosen: dict[int, str] = {}
-    by_kind = [_spread_first(numbers, -(-most // len(kinds))) for numbers in kinds.values()]
+    by_kind = []
+    for numbers in kinds.values():  # as many as are wanted of all parts, then the others, where these can't be used
+        first = [numbers[index] for index in spread(len(numbers), -(-most // len(kinds)))]
+        by_kind.append([*first, *(number for number in numbers if number not in first)])
     for number in (n for turn in zip_longest(*by_kind) for n in turn if n is not None):
         if len(chosen) == most:
             break
@@ -104,9 +110,3 @@ def _chosen(finder: Generator, held_out: SampleSource, most: int, refused: Colle
         if reference:
             chosen[number] = reference
     return dict(sorted(chosen.items()))
-
-
-def _spread_first(numbers: Sequence[int], wanted: int) -> list[int]:
-    """The numbers, with as many as are wanted of all parts first; the others are there where these can't be used."""
-    first = [numbers[index] for index in spread(len(numbers), wanted)]
-    return [*first, *(number for number in numbers if number not in first)]

@@ -18,6 +18,7 @@ from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.row_set import check_modalities
 from zoo.data.sources.rows import Message, Row
+from zoo.types import JsonMapping, JsonObject
 
 STAND_IN = "."  # the answer of a row that has none, while its prompt is found
 
@@ -54,7 +55,11 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
     if row.text is not None:
         raise RowError(row.source, "plain_text", "a plain text has no question to answer; wanted messages.")
     check_modalities(row, processor.modalities)
-    asked, reference = _without_answer(row)
+    asked, reference = row, None
+    if row.messages[-1].role == "assistant":
+        asked, reference = replace(row, messages=row.messages[:-1]), row.messages[-1].content
+        if PLACEHOLDER.search(reference):
+            raise RowError(row.source, "media_in_answer", "the last answer has media, which no model here can write.")
     last = Message("assistant", STAND_IN if reference is None else reference)
     calls = (*row.calls, "") if row.calls and reference is None else row.calls
     whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
@@ -75,29 +80,19 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
     return Prompt(row, kept, plain(reference) if answered and reference is not None else None)
 
 
-def _without_answer(row: Row) -> tuple[Row, str | None]:
-    """The row without its last answer, and that answer."""
-    if row.messages[-1].role != "assistant":
-        return row, None
-    answer = row.messages[-1].content
-    if PLACEHOLDER.search(answer):
-        raise RowError(row.source, "media_in_answer", "the last answer has media, which no model here can write.")
-    return replace(row, messages=row.messages[:-1]), answer
-
-
 def most_positions(config: Any) -> int:
     """Positions that a family's model was made for."""
     return int(getattr(config.text, "max_position_embeddings", None) or 2**31)
 
 
-def ends_with_question(row: Mapping[str, Any]) -> bool:
+def ends_with_question(row: JsonMapping) -> bool:
     """Whether a row as a dict has no answer of its own."""
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list | tuple) and messages else None
     return isinstance(last, Mapping) and last.get("role") == "user"
 
 
-def with_stand_in(row: Mapping[str, Any]) -> dict[str, Any]:
+def with_stand_in(row: JsonMapping) -> JsonObject:
     """The row with an answer, which readers of rows want."""
     if not ends_with_question(row):
         return dict(row)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.data.processors.processor import Processor
 from zoo.errors import ConfigError, UserError
 from zoo.files import read_object
 
@@ -51,8 +51,8 @@ class Sampling:
             step: tokens that the answers have so far.
         """
         if self.temperature == 0.0:
-            found: list[int] = logits.argmax(-1).tolist()
-            return found
+            tokens: list[int] = logits.argmax(-1).tolist()
+            return tokens
         shares = torch.softmax(logits.float().cpu() / self.temperature, -1)
         return [self._draw(share, row, step) for share, row in zip(shares, rows, strict=True)]
 
@@ -97,15 +97,15 @@ class Answers:
             self.tokens[number].append(token)
 
 
-def end_tokens(files: Path | None, processor: Any) -> frozenset[int]:
+def end_tokens(files: Path | None, processor: Processor) -> frozenset[int]:
     """Tokens that end an answer: those of generation_config.json in `files`, and those that training teaches.
 
     Raises:
         ConfigError: the file's eos_token_id is no token id.
     """
     path = files / GENERATION if files is not None else None
-    given = read_object(path, error=ConfigError).get("eos_token_id") if path and path.is_file() else None
-    found = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(token) is int for token in found):
-        raise ConfigError(f"{path}: eos_token_id is {given!r}; wanted a token id, or a list of these")
-    return frozenset(found) | frozenset(processor.ends.values())
+    value = read_object(path, error=ConfigError).get("eos_token_id") if path and path.is_file() else None
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in tokens):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}; wanted a token id, or a list of these")
+    return frozenset(tokens) | frozenset(processor.ends.values())

@@ -6,16 +6,20 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.files import replaced
 from zoo.logging.result import records
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot_losses(folder: Path) -> Path | None:
     """Draw `folder`/plots/loss.png from its train.jsonl; returns the file, or None where no step was logged."""
-    steps: list[dict[str, Any]] = []
-    evals: list[dict[str, Any]] = []
+    steps: list[JsonObject] = []
+    evals: list[JsonObject] = []
     for record in records(folder):
         if "event" not in record:
             steps.append({key: record[key] for key in ("step", "loss", "skipped") if key in record})
@@ -43,7 +47,7 @@ def plot_losses(folder: Path) -> Path | None:
     return path
 
 
-def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+def _losses(axis: Axes, steps: list[JsonObject], evals: list[JsonObject]) -> None:
     good = [r for r in steps if "skipped" not in r]
     x = [r["step"] for r in good]
     y = [_height(r["loss"]) for r in good]
@@ -71,7 +75,7 @@ def _height(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
+def _exact_match(axis: Axes, evals: list[JsonObject]) -> None:
     """Lines over the steps, or bars where there is a single evaluation."""
     kinds = sorted({kind for r in evals for kind in r["by_kind"]})
     score = "exact_match" if all("exact_match" in r for r in evals) else "rewards/accuracies"
@@ -97,11 +101,11 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Mean over a centred window of a twentieth of the values, cut off at both ends; values that are not finite don't count."""
     reach = len(values) // 40
     finite = [value if math.isfinite(value) else 0.0 for value in values]
-    sums = [0.0, *accumulate(finite)]
+    cumulative = [0.0, *accumulate(finite)]
     counts = [0, *accumulate(math.isfinite(value) for value in values)]
     means = []
     for index in range(len(values)):
         first, end = max(index - reach, 0), min(index + reach + 1, len(values))
         count = counts[end] - counts[first]
-        means.append((sums[end] - sums[first]) / count if count else math.nan)
+        means.append((cumulative[end] - cumulative[first]) / count if count else math.nan)
     return means

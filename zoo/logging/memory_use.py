@@ -30,19 +30,19 @@ class MemoryUse:
         own = _most_bytes(self._on_gpu)
         return [size * (rank == self._world.rank) for rank in range(self._world.size) for size in own]
 
-    def note(self, log: RunLog, step: int, sums: Sequence[float]) -> None:
-        """After a step of this process: in the log, and on a GPU for people too. `sums`: begin with those of the ranks' `flags`."""
+    def note(self, log: RunLog, step: int, totals: Sequence[float]) -> None:
+        """After a step of this process: in the log, and on a GPU for people too. `totals`: begin with those of the ranks' `flags`."""
         self._steps += 1
         if self._steps != _STEPS:
             return
         kinds = len(_KINDS) if self._on_gpu else 1
-        told = sums[: kinds * self._world.size]
-        found = _in_gib([max(told[kind::kinds]) for kind in range(kinds)])
-        log.event("memory", step, **found)
-        if found["peak_gib"] is not None:
+        told = totals[: kinds * self._world.size]
+        maxima = _in_gib([max(told[kind::kinds]) for kind in range(kinds)])
+        log.event("memory", step, **maxima)
+        if maxima["peak_gib"] is not None:
             log.say(
-                f"at most {found['peak_gib']:.1f} GiB of a GPU in use, {found['reserved_gib']:.1f} with the gaps between, and "
-                f"{found['host_gib']:.1f} GiB of the host by a rank"
+                f"at most {maxima['peak_gib']:.1f} GiB of a GPU in use, {maxima['reserved_gib']:.1f} with the gaps between, and "
+                f"{maxima['host_gib']:.1f} GiB of the host by a rank"
             )
 
     def most(self) -> dict[str, float | None]:
@@ -74,5 +74,5 @@ def _most_bytes(on_gpu: bool) -> list[float]:
 
 
 def _in_gib(peaks: Sequence[float]) -> dict[str, float | None]:
-    found: dict[str, float | None] = dict.fromkeys(_KINDS)
-    return found | {name: round(peak / 2**30, 2) for name, peak in zip(_KINDS, peaks, strict=False)}
+    gib: dict[str, float | None] = dict.fromkeys(_KINDS)
+    return gib | {name: round(peak / 2**30, 2) for name, peak in zip(_KINDS, peaks, strict=False)}

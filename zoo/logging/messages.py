@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.config.derived import random_base
 from zoo.config.entries import parse_entry
@@ -13,6 +12,7 @@ from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader
+from zoo.types import JsonObject
 
 WITHOUT_MOMENTS = "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
 
@@ -92,7 +92,7 @@ def at_shrinking(rows: int, budget: int) -> str:
     )
 
 
-def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:
+def at_end(summary: JsonObject, losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:
     """Rows and steps left out, the course of the loss, and how to resume an interrupted run.
 
     Args:
@@ -112,9 +112,9 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         yield f"steps not applied: {steps}" + (f"; {bad_steps} has the rows of bad ones" if listed else "")
     done, total = summary["steps"], summary["total_steps"]
     if summary["interrupted"]:
-        what = "train on" if done < total else "evaluate and export"
+        remaining = "train on" if done < total else "evaluate and export"
         yield (
-            f"stopped at step {done} of {total}, saved in {summary['checkpoint']}; run the same command again to {what}"
+            f"stopped at step {done} of {total}, saved in {summary['checkpoint']}; run the same command again to {remaining}"
         )
     elif losses:
         if summary.get("stopped"):
@@ -180,5 +180,5 @@ def late_save(seconds: float, recipe: Recipe, about: str = "") -> str | None:
     )
 
 
-def _names(specs: Sequence[Any]) -> list[str]:
+def _names(specs: Sequence[object]) -> list[str]:
     return [Path(str(parse_entry(spec, ""))).name for spec in specs]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.references import settings_of_medium
 from zoo.data.sources.rows import Row
 from zoo.files import replaced
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RIGHT, WRONG, INK, QUIET, CARD = "#1a8f4b", "#c8313b", "#1d2433", "#6b7385", "#f6f7f9"
 COLUMNS, PANELS, FRAMES = 2, 4, 4  # cards side by side, media of a card, frames of a video
@@ -41,21 +46,21 @@ class Prediction:
         asked = [text for role, text in self.row.messages[:-1] if role == "user"]
         return _plain(asked[-1]) if asked else ""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """A line of predictions.jsonl, but for its step."""
         row = self.row
-        found = {"source": row.source, "kind": row.kind, "prompt": self.prompt, "answer": self.answer}
-        return {**found, "prediction": self.prediction, "right": self.right}
+        values = {"source": row.source, "kind": row.kind, "prompt": self.prompt, "answer": self.answer}
+        return {**values, "prediction": self.prediction, "right": self.right}
 
 
-def block(step: int, found: Sequence[Prediction]) -> str:
+def block(step: int, predictions: Sequence[Prediction]) -> str:
     """The predictions as lines of text."""
-    right = sum(one.right for one in found)
-    lines = [f"answers to {len(found)} held-out rows at step {step}, {right} right:"]
-    for one in found:
-        wanted = "" if one.right else f", wanted {_short(one.answer)}"
-        mark = "right" if one.right else "wrong"
-        lines.append(f"  {mark}  {one.row.kind or 'row'}: {_short(one.prediction)}{wanted}")
+    right = sum(prediction.right for prediction in predictions)
+    lines = [f"answers to {len(predictions)} held-out rows at step {step}, {right} right:"]
+    for prediction in predictions:
+        wanted = "" if prediction.right else f", wanted {_short(prediction.answer)}"
+        mark = "right" if prediction.right else "wrong"
+        lines.append(f"  {mark}  {prediction.row.kind or 'row'}: {_short(prediction.prediction)}{wanted}")
     return "\n".join(lines)
 
 
@@ -64,26 +69,26 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 50 else f"{text[:50]} ...")
 
 
-def plot_predictions(folder: Path, step: int, found: Sequence[Prediction], decoder: Decoder) -> Path:
+def plot_predictions(folder: Path, step: int, predictions: Sequence[Prediction], decoder: Decoder) -> Path:
     """Draw `folder`/plots/predictions.png, with media as `decoder` gives them; returns the file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = -(-len(found) // COLUMNS)
+    rows = -(-len(predictions) // COLUMNS)
     figure = pyplot.figure(figsize=(13, 0.7 + 1.9 * rows), facecolor="white")
-    right = sum(one.right for one in found)
+    right = sum(prediction.right for prediction in predictions)
     top = 1 - 0.62 / (0.7 + 1.9 * rows)
     title = f"{folder.resolve().name}: answers to held-out rows at step {step:,}"
     title = title if len(title) <= 80 else f"{ELLIPSIS}{title[-79:]}"
     figure.text(0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False)
     figure.text(
-        0.985, (1 + top) / 2, f"{right} of {len(found)} right", fontsize=12, color=QUIET, ha="right", va="center"
+        0.985, (1 + top) / 2, f"{right} of {len(predictions)} right", fontsize=12, color=QUIET, ha="right", va="center"
     )
     grid = figure.add_gridspec(rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12)
-    for number, one in enumerate(found):
-        _card(figure, grid[number // COLUMNS, number % COLUMNS], one, decoder)
+    for number, prediction in enumerate(predictions):
+        _card(figure, grid[number // COLUMNS, number % COLUMNS], prediction, decoder)
     path = folder / "plots" / "predictions.png"
     path.parent.mkdir(exist_ok=True)
     with replaced(path) as partial, warnings.catch_warnings():
@@ -93,18 +98,18 @@ def plot_predictions(folder: Path, step: int, found: Sequence[Prediction], decod
     return path
 
 
-def _card(figure: Any, place: Any, one: Prediction, decoder: Decoder) -> None:
+def _card(figure: Figure, spec: Any, prediction: Prediction, decoder: Decoder) -> None:
     """A row: media at the left, texts at the right, on a card with a coloured edge."""
-    colour = RIGHT if one.right else WRONG
-    back = figure.add_subplot(place)
+    colour = RIGHT if prediction.right else WRONG
+    back = figure.add_subplot(spec)
     back.set(xticks=[], yticks=[], facecolor=CARD, xlim=(0, 1), ylim=(0, 1))
     back.spines[:].set_visible(False)
     back.axvspan(0, 0.012, color=colour)
-    left, text = place.subgridspec(1, 2, width_ratios=(1.15, 1), wspace=0.02)
-    panels = list(_panels(one.row, decoder))[:PANELS]
+    left, text = spec.subgridspec(1, 2, width_ratios=(1.15, 1), wspace=0.02)
+    panels = list(_panels(prediction.row, decoder))[:PANELS]
     inner = left.subgridspec(3, max(len(panels), 1) + 2, width_ratios=(0.06, *[1] * max(len(panels), 1), 0.02), height_ratios=(0.06, 1, 0.06), wspace=0.06)  # fmt: skip
     for number, (kind, content) in enumerate(panels):
-        (_sound if kind == "sound" else _picture)(figure, inner[1, number + 1], content)
+        (_draw_audio if kind == "sound" else _draw_image)(figure, inner[1, number + 1], content)
     if not panels:
         axis = figure.add_subplot(inner[1, 1])
         axis.set_axis_off()
@@ -112,12 +117,15 @@ def _card(figure: Any, place: Any, one: Prediction, decoder: Decoder) -> None:
     axis = figure.add_subplot(text)
     axis.set(xlim=(0, 1), ylim=(0, 1))
     axis.set_axis_off()
-    style = {"va": "top", "parse_math": False, "transform": axis.transAxes}
+    style: JsonObject = {"va": "top", "parse_math": False, "transform": axis.transAxes}
     fit = _Fit(figure, axis)
-    axis.text(0, 0.93, fit.lines(one.row.kind or "row", 8, 0.7, 1), fontsize=8, color=QUIET, **style)
-    axis.text(0.98, 0.93, "\N{CHECK MARK} right" if one.right else "\N{BALLOT X} wrong", fontsize=10, color=colour, weight="bold", ha="right", **style)  # fmt: skip
-    axis.text(0, 0.80, fit.lines(one.prompt, 8.5, 0.98, _LINES), fontsize=8.5, color=INK, **style)
-    for y, name, said, shade in ((0.42, "answer", one.answer, INK), (0.22, "model", one.prediction, colour)):
+    axis.text(0, 0.93, fit.lines(prediction.row.kind or "row", 8, 0.7, 1), fontsize=8, color=QUIET, **style)
+    axis.text(0.98, 0.93, "\N{CHECK MARK} right" if prediction.right else "\N{BALLOT X} wrong", fontsize=10, color=colour, weight="bold", ha="right", **style)  # fmt: skip
+    axis.text(0, 0.80, fit.lines(prediction.prompt, 8.5, 0.98, _LINES), fontsize=8.5, color=INK, **style)
+    for y, name, said, shade in (
+        (0.42, "answer", prediction.answer, INK),
+        (0.22, "model", prediction.prediction, colour),
+    ):
         axis.text(0, y, name, fontsize=8, color=QUIET, **style)
         text, size = fit.answer(said or "(nothing)")
         axis.text(0.17, y + 0.015, text, fontsize=size, color=shade, weight="bold", **style)
@@ -128,7 +136,7 @@ class _Fit:
     """Breaks and cuts texts to the width that they take on a card, as its fonts measure them."""
 
     figure: Any
-    axis: Any
+    axis: Axes
 
     def answer(self, text: str) -> tuple[str, float]:
         """An answer in one line, or a longer one in two lines of smaller letters; and the size of its letters."""
@@ -178,8 +186,8 @@ class _Fit:
 
 
 def _plain(text: str) -> str:
-    while found := PLACEHOLDER.match(text.lstrip()):
-        text = text.lstrip()[found.end() :]
+    while match := PLACEHOLDER.match(text.lstrip()):
+        text = text.lstrip()[match.end() :]
     return " ".join(plain(PLACEHOLDER.sub(r" [\1] ", text)).split())
 
 
@@ -188,17 +196,17 @@ def _panels(row: Row, decoder: Decoder) -> Iterator[tuple[str, Any]]:
     decoder.start(row)
     try:
         for image in row.images[:PANELS]:
-            picture = decoder.image(image, row)
-            picture.thumbnail((LARGEST, LARGEST))
-            yield "picture", np.asarray(picture)
+            decoded = decoder.image(image, row)
+            decoded.thumbnail((LARGEST, LARGEST))
+            yield "picture", np.asarray(decoded)
         for video in row.videos[:PANELS]:
             fps, _, clip = how_taken(settings_of_medium(video), 1.0, FRAMES)
             frames, _ = decoder.video(video, row, fps, FRAMES, clip._replace(least=MIN_FRAMES, exactly=None))
             yield "picture", _strip(frames.permute(0, 2, 3, 1).numpy())
             if row.use_audio_in_video:
                 yield "sound", decoder.audio(video, row)
-        for sound in row.audios[:PANELS]:
-            yield "sound", decoder.audio(sound, row)
+        for audio in row.audios[:PANELS]:
+            yield "sound", decoder.audio(audio, row)
     except RowError:
         return
 
@@ -217,16 +225,16 @@ def _strip(frames: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _picture(figure: Any, place: Any, pixels: np.ndarray) -> None:
-    axis = figure.add_subplot(place)
+def _draw_image(figure: Figure, spec: Any, pixels: np.ndarray) -> None:
+    axis = figure.add_subplot(spec)
     axis.imshow(pixels, interpolation="nearest" if max(pixels.shape) < 128 else "antialiased")
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_color("#d4d8e0")
 
 
-def _sound(figure: Any, place: Any, samples: np.ndarray) -> None:
+def _draw_audio(figure: Figure, spec: Any, samples: np.ndarray) -> None:
     """The waveform above the spectrogram, up to 8 kHz, of 16 kHz samples."""
-    upper, lower = place.subgridspec(2, 1, height_ratios=(1, 1.6), hspace=0.03)
+    upper, lower = spec.subgridspec(2, 1, height_ratios=(1, 1.6), hspace=0.03)
     seconds = len(samples) / 16000
     axis = figure.add_subplot(upper)
     pieces = np.array_split(np.abs(samples), min(300, len(samples)))
@@ -248,5 +256,5 @@ def _spectrogram(samples: np.ndarray, window: int = 400) -> np.ndarray:
     padded = np.pad(samples, (0, max(0, window - len(samples))))
     hop = max(160, (len(padded) - window) // 400 or 160)
     frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop] * np.hanning(window)
-    found: np.ndarray = np.log10(np.abs(np.fft.rfft(frames, 512)).T ** 2 + 1e-10)
-    return found
+    decibels: np.ndarray = np.log10(np.abs(np.fft.rfft(frames, 512)).T ** 2 + 1e-10)
+    return decibels

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from zoo.logging.terminal import live_line
+from zoo.types import JsonObject
 
 ACCURACY = "rewards/accuracies"  # of preference pairs
 _LEAST, _MOST = 10, 30  # characters of the bar
 
 
-class Progress:
+class StepLine:
     """A live line on a terminal, a plain line every `every` steps elsewhere."""
 
     def __init__(self, total: int, done: int, every: int, stream: TextIO | None = None) -> None:
@@ -27,7 +28,7 @@ class Progress:
             0,
         )  # of the terminal and of the bar, which does not change with each number beside it
 
-    def step(self, metrics: dict[str, Any], beside: str = "") -> None:
+    def step(self, metrics: JsonObject, beside: str = "") -> None:
         """Show a step's metrics (`step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`) and `beside`."""
         step = metrics["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
@@ -62,16 +63,16 @@ class Progress:
     def _with_bar(self, parts: Sequence[tuple[str, int]], step: int) -> str:
         """The parts that fit into the terminal, and behind the first a bar in the room that is left."""
         columns = self._line.columns
-        place = "\0" * _LEAST
-        text = fitting([parts[0], (place, 2), *parts[1:]], columns)
-        if place not in text:
+        mark = "\0" * _LEAST
+        text = fitting([parts[0], (mark, 2), *parts[1:]], columns)
+        if mark not in text:
             return text
-        room = min(_LEAST + columns - len(text), _MOST)
-        self._width = min(room, self._width) if columns == self._columns else room
+        fits = min(_LEAST + columns - len(text), _MOST)
+        self._width = min(fits, self._width) if columns == self._columns else fits
         self._columns, width = columns, self._width
         plain = not (self._line.stream.encoding or "").lower().startswith("utf")
         bar = tqdm.format_meter(step, self.total, 0, ncols=width - 2, bar_format="{bar}", ascii=plain)
-        return text.replace(place, f"|{bar}|")
+        return text.replace(mark, f"|{bar}|")
 
 
 def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:

@@ -27,6 +27,7 @@ from zoo.records import (
     is_time,
     line_of_json,
 )
+from zoo.types import JsonObject
 
 Model = Any  # a path, a hub id, a recipe, a recipe's name or file, or a TrainResult
 
@@ -40,7 +41,7 @@ class TrainResult:
     steps: int  # optimizer steps done, over all starts of the run
     losses: list[float]  # training loss of each step, oldest first
     checkpoint: str | None  # the last checkpoint's folder
-    metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
+    metrics: JsonObject = field(default_factory=dict)  # of the last evaluation
     run_dir: str  # the run folder
     interrupted: bool = False  # stopped by a signal; resume from the checkpoint
     stopped: str | None = None  # why a callback or train.early_stop has ended it before its last step
@@ -77,7 +78,7 @@ class TrainResult:
         )
 
 
-def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+def read_summary(run_dir: str | Path) -> JsonObject | None:
     """`summary.json` of a run folder; None where no run has ended."""
     file = Path(run_dir) / "summary.json"
     if not file.is_file():
@@ -107,12 +108,12 @@ def losses_by_step(run_dir: str | Path) -> dict[int, float]:
     return dict(sorted(by_step.items()))
 
 
-def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
+def evaluations_by_step(run_dir: str | Path) -> dict[int, JsonObject]:
     """Step -> held-out metrics (`loss`, `exact_match` and so on) from `train.jsonl`."""
     return {record["step"]: record for record in records(run_dir) if record.get("event") == "eval"}
 
 
-def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+def records(run_dir: str | Path) -> Iterator[JsonObject]:
     """The lines of `train.jsonl`, one at a time: steps, which have a `loss`, and events by `event`.
 
     Every line has a `step`, and each field that zoo reads is of its type. Lines that are not so are left out: those that a
@@ -142,7 +143,7 @@ _SUMMARY: dict[str, Check] = {
 }
 
 
-def _is_record(record: Any) -> bool:
+def _is_record(record: object) -> bool:
     if not conforms(record, _FIELDS, ("step",)) or not ("event" in record or "loss" in record):
         return False
     return all(not isinstance(value, int) or value.bit_length() <= 100 for value in record.values())

@@ -6,19 +6,20 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.files import Lines, finite, write_atomically
+from zoo.logging import messages
 from zoo.logging.loss_plot import plot_losses
 from zoo.logging.predictions_plot import Prediction, block, plot_predictions
-from zoo.logging.progress_line import ACCURACY, Progress
+from zoo.logging.progress_line import ACCURACY, StepLine
 from zoo.packages import installed_version
 from zoo.records import is_count, line_of_json
+from zoo.types import JsonObject
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-qla", "flash-attn-4", "quack-kernels", "triton",
@@ -28,7 +29,7 @@ PACKAGES = (
 PREDICTIONS = "predictions.jsonl"
 
 
-def environment() -> dict[str, Any]:
+def environment() -> JsonObject:
     """Versions and machine, which results may depend on."""
     import torch
 
@@ -41,7 +42,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def append_event(folder: Path, name: str, step: int, **fields: Any) -> None:
+def append_event(folder: Path, name: str, step: int, **fields: object) -> None:
     """Write an event to an existing train.jsonl, for callers without the :class:`RunLog`."""
     path = folder / "train.jsonl"
     if path.is_file():
@@ -58,7 +59,7 @@ def has_ended(folder: Path) -> bool:
     return any(line.startswith('{"event": "end"') for line in last)
 
 
-def _timed(record: dict[str, Any]) -> str:
+def _timed(record: JsonObject) -> str:
     """A line of train.jsonl; `time` is in seconds since 1970."""
     return json.dumps(finite({**record, "time": round(time.time(), 3)}))
 
@@ -73,7 +74,7 @@ class RunLog:
         self.folder = Path(recipe.run.dir)
         self.recipe = recipe
         self.total_steps = total_steps
-        self.progress = Progress(total_steps, done, recipe.train.log_every)
+        self.progress = StepLine(total_steps, done, recipe.train.log_every)
         self._told_total = total_steps
         if not main:
             return
@@ -87,10 +88,15 @@ class RunLog:
         """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
         for path in (self.folder / "train.jsonl", self.folder / PREDICTIONS):
             if path.is_file():
-                lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-                write_atomically(path, "".join(f"{line}\n" for line in lines if _stays(line, done)))
+                kept = []
+                for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                    record = line_of_json(line)  # None: a line that a killed run left half-written
+                    step = 0 if record is None else record.get("step", 0)
+                    if record is not None and (record.get("event") == "end" or (is_count(step) and step <= done)):
+                        kept.append(f"{line}\n")
+                write_atomically(path, "".join(kept))
 
-    def step(self, metrics: dict[str, Any], beside: object = None) -> None:
+    def step(self, metrics: JsonObject, beside: object = None) -> None:
         """One optimizer step: a line in train.jsonl, the progress line; `beside`: a save under way, say."""
         if not self.main:
             return
@@ -108,7 +114,7 @@ class RunLog:
             self.say(f"train.epochs comes to {total_steps} steps, not {self._told_total}, by the rows so far")
             self._told_total = total_steps
 
-    def evaluation(self, step: int, metrics: dict[str, Any], data: list[str]) -> None:
+    def evaluation(self, step: int, metrics: JsonObject, data: list[str]) -> None:
         """One evaluation; `data`: the entries of data.eval."""
         if not self.main:
             return
@@ -119,18 +125,18 @@ class RunLog:
         match = f", exact match {metrics[score]:.1%}" if score != ACCURACY else ""
         self.say(f"eval at step {step}: loss {metrics['loss']:.4f}{accuracy}{match} ({kinds})")
 
-    def predictions(self, step: int, found: Sequence[Prediction]) -> tuple[Path, str] | None:
+    def predictions(self, step: int, predictions: Sequence[Prediction]) -> tuple[Path, str] | None:
         """Answers to some held-out rows: a block of lines, predictions.jsonl and the picture; returns picture and block."""
-        if not self.main or not found:
+        if not self.main or not predictions:
             return None
         with contextlib.closing(Lines(self.folder / PREDICTIONS)) as lines:
-            for one in found:
-                lines.write(json.dumps({"step": step, **one.as_dict()}, ensure_ascii=False))
-        text = block(step, found)
+            for prediction in predictions:
+                lines.write(json.dumps({"step": step, **prediction.as_dict()}, ensure_ascii=False))
+        text = block(step, predictions)
         self.say(text)
-        return plot_predictions(self.folder, step, found, decoder_for(self.recipe.data)), text
+        return plot_predictions(self.folder, step, predictions, decoder_for(self.recipe.data)), text
 
-    def event(self, name: str, step: int, **fields: Any) -> None:
+    def event(self, name: str, step: int, **fields: object) -> None:
         """An event, for the log alone."""
         if self.main:
             self._line({"event": name, "step": step, **fields})
@@ -145,10 +151,10 @@ class RunLog:
         if self.main:
             self.progress.show(text)
 
-    def _line(self, record: dict[str, Any]) -> None:
+    def _line(self, record: JsonObject) -> None:
         self._file.write(_timed(record))
 
-    def finish(self, summary: dict[str, Any], reason: str, why: str | None = None) -> None:
+    def finish(self, summary: JsonObject, reason: str, why: str | None = None) -> None:
         """Write the log's last line, summary.json and the plot; `why`: of a run that a callback stopped."""
         if not self.main:
             return
@@ -158,9 +164,22 @@ class RunLog:
         plot_losses(self.folder)
 
 
-def _stays(line: str, done: int) -> bool:
-    record = line_of_json(line)
-    if record is None:  # a line that a killed run left half-written
-        return False
-    step = record.get("step", 0)
-    return record.get("event") == "end" or (is_count(step) and step <= done)
+class RowCounts:
+    """What the log has of them; `budget` is packing.budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._left_out: dict[str, int] = {}
+        self._shrunk = 0
+
+    def note(self, log: RunLog, step: int, left_out: Mapping[str, int], shrunk: int) -> None:
+        """Log what has changed up to this step: rows left out by cause, and rows made smaller."""
+        left_out = dict(left_out)
+        if left_out != self._left_out:
+            log.event("rows_left_out", step, counts=left_out)
+            self._left_out = left_out
+        if shrunk != self._shrunk:
+            if not self._shrunk:
+                log.say(messages.at_shrinking(shrunk, self.budget))
+            log.event("rows_shrunk", step, count=shrunk)
+            self._shrunk = shrunk

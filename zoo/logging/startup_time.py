@@ -6,9 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from zoo.logging import terminal
+
+if TYPE_CHECKING:
+    from zoo.logging.run_log import RunLog
 
 # What is done after each stage, as it is said on a terminal.
 _NEXT = {
@@ -52,7 +55,7 @@ class Startup:
         """Seconds from the command to the last mark."""
         return round(self._last - self.began, 2)
 
-    def finish(self, log: Any, step: int) -> None:
+    def finish(self, log: RunLog, step: int) -> None:
         """Log the stages, after the first step. `log`: the run's; `step`: the number of that step."""
         self.mark("first step")
         self.done = True

@@ -9,9 +9,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 PARTS = ("data", "tower", "network", "save")
 _WINDOW = 50  # steps in the running median
@@ -25,9 +30,9 @@ class Spans:
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
         self.active = False  # nothing is recorded outside of steps
-        self._open: dict[str, Any] = {}
+        self._open: JsonObject = {}
         self._closed: list[tuple[str, Any, Any]] = []
-        self._spare: list[Any] = []
+        self._unused: list[Any] = []
 
     def start(self, name: str) -> None:
         """Begin a span."""
@@ -41,21 +46,21 @@ class Spans:
 
     def take(self) -> dict[str, float]:
         """Seconds by name since the last call; call it when the device has finished the step."""
-        sums: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for name, start, stop in self._closed:
             if not self._gpu:
                 seconds = stop - start
             else:
                 seconds = start.elapsed_time(stop) / 1e3 if stop.query() else 0.0
-                self._spare += [start, stop]
-            sums[name] = sums.get(name, 0.0) + seconds
+                self._unused += [start, stop]
+            totals[name] = totals.get(name, 0.0) + seconds
         self._closed.clear()
-        return sums
+        return totals
 
     def _now(self) -> Any:
         if not self._gpu:
             return time.monotonic()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -70,7 +75,7 @@ class StepTimes:
         self._factor = factor
         self._past: deque[dict[str, float]] = deque(maxlen=_WINDOW)
 
-    def observe(self, chunks: Sequence[Any], wrapped: Sequence[Any]) -> None:
+    def observe(self, chunks: Sequence[MegatronModule], wrapped: Sequence[MegatronModule]) -> None:
         """Time the towers of bare model chunks, and the exchange of gradients of wrapped ones."""
         for chunk in chunks:
             for name in getattr(chunk, "tower_names", tuple)():
@@ -102,7 +107,7 @@ class StepTimes:
         self.save = 0.0
         return [waited, spans.get("tower", 0.0), spans.get("network", 0.0), save]
 
-    def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]]) -> JsonObject | None:
         """The fields of a `slow_step` event; None where the step was not slow.
 
         All ranks wait for the longest of data, tower and save. An exchange takes the time of the last rank to join it; for
@@ -113,18 +118,18 @@ class StepTimes:
             ranks: the parts of each rank, from `take`.
         """
         columns = list(zip(*ranks, strict=True))
-        found = {part: max(column) for part, column in zip(PARTS, columns, strict=True)}
-        found["network"] = min(columns[PARTS.index("network")])
-        found["step"] = seconds + found["save"]
+        slowest = {part: max(column) for part, column in zip(PARTS, columns, strict=True)}
+        slowest["network"] = min(columns[PARTS.index("network")])
+        slowest["step"] = seconds + slowest["save"]
         past = list(self._past)
-        self._past.append(found)
+        self._past.append(slowest)
         if not self._factor or len(past) < _ENOUGH:
             return None
-        usual = {name: statistics.median(record[name] for record in past) for name in found}
-        over = found["step"] - usual["step"]
-        if found["step"] < self._factor * usual["step"] or over < _LEAST:
+        usual = {name: statistics.median(record[name] for record in past) for name in slowest}
+        over = slowest["step"] - usual["step"]
+        if slowest["step"] < self._factor * usual["step"] or over < _LEAST:
             return None
-        excess = {part: found[part] - usual[part] for part in PARTS}
+        excess = {part: slowest[part] - usual[part] for part in PARTS}
         cause = max(excess, key=lambda part: excess[part])
         if excess[cause] < over / 3:
             cause = "compute"
@@ -133,9 +138,9 @@ class StepTimes:
             column = columns[PARTS.index(cause)]
             rank = {"rank": column.index(max(column))}
         return {
-            "seconds": round(found["step"], 3),
+            "seconds": round(slowest["step"], 3),
             "median": round(usual["step"], 3),
             "cause": cause,
             **rank,
-            **{f"{part}_seconds": round(found[part], 3) for part in PARTS},
+            **{f"{part}_seconds": round(slowest[part], 3) for part in PARTS},
         }

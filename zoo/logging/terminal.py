@@ -31,21 +31,21 @@ class LiveLine:
         self.live = can_erase(stream)
         self._text = ""  # what the line says, also while other text is written
         self._drawn = self._unfinished = False  # the line is seen; other text stands there without an end
-        self._what, self._detail, self._since = "", "", 0.0  # what is being done, how far, since when
+        self._label, self._detail, self._since = "", "", 0.0  # what is being done, how far, since when
         self._last = 0.0  # when how far it is was drawn
         self._ended = threading.Event()
         self._clock: threading.Thread | None = None
 
     def show(self, text: str) -> None:
         """Draw a text in the place of what was there."""
-        self._what = ""
+        self._label = ""
         self._say(text)
 
-    def set_status(self, what: str) -> None:
+    def set_status(self, status: str) -> None:
         """Say what is being done, and after a while for how long, until `show` or the next call."""
         if not self.live:
             return
-        self._what, self._detail, self._since = what, "", time.monotonic()
+        self._label, self._detail, self._since = status, "", time.monotonic()
         self._say(self._status())
         if self._clock is None:
             self._clock = threading.Thread(target=self._tick, name="zoo-terminal", daemon=True)
@@ -54,7 +54,7 @@ class LiveLine:
     def detail(self, text: str) -> None:
         """Say how far it is; from any thread, as often as is convenient."""
         now = time.monotonic()
-        if self._what and now - self._last >= _REDRAW:
+        if self._label and now - self._last >= _REDRAW:
             self._detail, self._last = text, now
             self._say(self._status())
 
@@ -89,13 +89,13 @@ class LiveLine:
 
     def hand_over(self) -> None:
         """Leave the line to a process that draws its own; the next text here erases whatever that has left."""
-        self._what = self._text = ""
+        self._label = self._text = ""
         self._drawn = self.live
 
     def close(self) -> None:
         """Remove the line for good."""
         self._ended.set()
-        self._what = self._text = ""
+        self._label = self._text = ""
         self.erase()
 
     @property
@@ -110,7 +110,7 @@ class LiveLine:
     def _status(self) -> str:
         seconds = time.monotonic() - self._since
         took = f" ({seconds:.0f} s)" if seconds >= _LONG else ""
-        return " ".join(filter(None, (self._what, self._detail))) + took
+        return " ".join(filter(None, (self._label, self._detail))) + took
 
     def _say(self, text: str) -> None:
         if self.live:
@@ -127,7 +127,7 @@ class LiveLine:
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK):
-            if self._what:
+            if self._label:
                 self._say(self._status())
 
 
@@ -179,10 +179,10 @@ def live_line(stream: TextIO | None = None) -> LiveLine:
     return LiveLine(stream) if stream is not None else _line or LiveLine(sys.stdout)
 
 
-def set_status(what: str) -> None:
-    """Say on the terminal what is being done."""
+def set_status(status: str) -> None:
+    """Say on the terminal status is being done."""
     if _line is not None:
-        _line.set_status(what)
+        _line.set_status(status)
 
 
 def detail(text: str) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.data.processors.processor import Processor
 from zoo.packing.binning import plan_bins
 from zoo.packing.lengths import rows_from_mask
 from zoo.steps.batch import HostBatch
 from zoo.steps.shard import IGNORE
+from zoo.types import JsonMapping, JsonObject
 
 MASKS = ("loss_mask", "response_mask")  # two names for the same
 MEDIA = ("media", "multi_modal_inputs")  # the same
@@ -32,7 +33,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedRows:
     """A batch of B rows, which may be none, padded to T tokens on either side, on the host.
 
     Attributes:
@@ -42,7 +43,7 @@ class Rows:
         lengths: real tokens of each row.
         media: by row, the tensors of its media as the family's step takes them.
         temperature: of all rows, or (B,) float32.
-        given: the caller's batch.
+        tensors: the caller's batch.
         experts: (B, T, L, k) int64, experts that are to be taken; None: routers choose.
     """
 
@@ -52,13 +53,13 @@ class Rows:
     lengths: tuple[int, ...]
     media: tuple[Mapping[str, Tensor], ...]
     temperature: float | Tensor
-    given: Mapping[str, Any]
+    tensors: JsonMapping
     experts: Tensor | None = None
 
     @classmethod
     def read(
-        cls, batch: Mapping[str, Any], processor: Any, temperature: float | Tensor = 1.0, sparse: Sparse | None = None
-    ) -> Rows:
+        cls, batch: JsonMapping, processor: Processor, temperature: float | Tensor = 1.0, sparse: Sparse | None = None
+    ) -> PaddedRows:
         """Check a batch, as `zoo.Engine` describes it, and bring what the host needs of it to the host.
 
         Args:
@@ -110,8 +111,8 @@ class Rows:
             return HostBatch(token, None, torch.ones_like(token).bool(), None, {})
         at = torch.tensor(rows)
         media = [self.media[row] for row in rows]
-        names = dict.fromkeys(name for one in media for name in one)
-        joined = {name: torch.cat([one[name] for one in media if name in one]) for name in names}
+        names = dict.fromkeys(name for tensors in media for name in tensors)
+        joined = {name: torch.cat([tensors[name] for tensors in media if name in tensors]) for name in names}
         labels = None if self.labels is None else self.labels[at]
         return HostBatch(self.input_ids[at], labels, self.mask[at], None, joined)
 
@@ -126,24 +127,24 @@ class Rows:
         """(b, T, L, k) experts of these rows; None: routers choose."""
         return None if self.experts is None or not rows else self.experts[torch.tensor(rows)]
 
-    def part(self, rows: Sequence[int], device: torch.device) -> dict[str, Any]:
+    def part(self, rows: Sequence[int], device: torch.device) -> JsonObject:
         """The caller's batch with these rows: tensors on `device` and lists that have one entry a row; the rest as it is."""
-        found: dict[str, Any] = {}
-        for name, value in self.given.items():
+        parts: JsonObject = {}
+        for name, value in self.tensors.items():
             if isinstance(value, Tensor) and value.ndim and len(value) == len(self):
                 value = value[torch.tensor(rows, device=value.device)].to(device, non_blocking=True)
             elif isinstance(value, list | tuple) and len(value) == len(self):
                 value = [value[row] for row in rows]
-            found[name] = value
-        return found
+            parts[name] = value
+        return parts
 
 
 type Bin = tuple[int, ...]
-"""Rows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
+"""PaddedRows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
 
 
 def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
-    """Rows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
+    """PaddedRows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
 
     Raises:
         ValueError: a row has more tokens than the budget.
@@ -154,24 +155,24 @@ def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
                 f"row {row} of the batch has {length} tokens (padded to a multiple of {align}), packing.budget is {budget}; "
                 "give a larger packing.budget"
             )
-    found = plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))
-    return [tuple(rows) for rows in found]
+    bins = plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))
+    return [tuple(rows) for rows in bins]
 
 
 def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
     """The same rows in `count` micro-batches or more: the fullest are halved, then some without a row are added."""
-    found = list(bins)
-    while len(found) < count:
-        at = max(range(len(found)), key=lambda i: len(found[i]), default=0)
-        rows = found[at] if found else ()
+    spread_bins = list(bins)
+    while len(spread_bins) < count:
+        at = max(range(len(spread_bins)), key=lambda i: len(spread_bins[i]), default=0)
+        rows = spread_bins[at] if spread_bins else ()
         if len(rows) < 2:
-            found.append(())
+            spread_bins.append(())
         else:
-            found[at : at + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    return found
+            spread_bins[at : at + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return spread_bins
 
 
-def _same_shape(value: Any, name: str, ids: Tensor) -> Tensor:
+def _same_shape(value: object, name: str, ids: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != ids.shape:
         seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
@@ -180,11 +181,11 @@ def _same_shape(value: Any, name: str, ids: Tensor) -> Tensor:
     return value.cpu()
 
 
-def _one_of(batch: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    given = [name for name in names if batch.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"the batch has both {' and '.join(given)}, two names for the same; leave one out")
-    return given[0] if given else None
+def _one_of(batch: JsonMapping, names: Sequence[str]) -> str | None:
+    present = [name for name in names if batch.get(name) is not None]
+    if len(present) > 1:
+        raise ValueError(f"the batch has both {' and '.join(present)}, two names for the same; leave one out")
+    return present[0] if present else None
 
 
 def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
@@ -201,37 +202,37 @@ def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
     return heat
 
 
-def _media(batch: Mapping[str, Any], processor: Any, rows: int) -> tuple[Mapping[str, Tensor], ...]:
+def _media(batch: JsonMapping, processor: Processor, rows: int) -> tuple[Mapping[str, Tensor], ...]:
     name = _one_of(batch, MEDIA)
     if name is None:
         return ({},) * rows
-    given = batch[name]
-    if isinstance(given, Mapping) or len(given) != rows:
-        seen = "a mapping" if isinstance(given, Mapping) else f"{len(given)} entries"
+    media = batch[name]
+    if isinstance(media, Mapping) or len(media) != rows:
+        seen = "a mapping" if isinstance(media, Mapping) else f"{len(media)} entries"
         raise ValueError(
             f"the batch's {name} is {seen}; wanted a list of {rows}, for each row what the Hugging Face processor returned of "
             "its media, or None"
         )
     return tuple(
         features if isinstance(features, Prepared) else processor.media_tensors(features) if features else {}
-        for features in given
+        for features in media
     )
 
 
-def _experts(batch: Mapping[str, Any], ids: Tensor, sparse: Sparse | None) -> Tensor | None:
-    given = batch.get("routing")
-    if given is None:
+def _experts(batch: JsonMapping, ids: Tensor, sparse: Sparse | None) -> Tensor | None:
+    routing = batch.get("routing")
+    if routing is None:
         return None
     if sparse is None:
         raise ValueError("the batch has routing, but the model has no experts; leave it out")
     wanted = (*ids.shape, sparse.layers, sparse.topk)
-    if not isinstance(given, Tensor) or tuple(given.shape) != wanted or given.is_floating_point():
-        seen = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    if not isinstance(routing, Tensor) or tuple(routing.shape) != wanted or routing.is_floating_point():
+        seen = tuple(routing.shape) if isinstance(routing, Tensor) else type(routing).__name__
         raise ValueError(
             f"the batch's routing has shape {seen}; integers of shape {wanted} are wanted: rows, tokens, layers with experts, and "
             "experts of a token"
         )
-    experts = given.cpu().long()
+    experts = routing.cpu().long()
     if not experts.numel():
         return experts
     if int(experts.max()) >= sparse.experts or int(experts.min()) < -1:

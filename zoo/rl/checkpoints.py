@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from zoo.optim.adamw import allocate_state, optimizers
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
 from zoo.rl.parts import EngineParts
+from zoo.types import JsonObject
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Checkpoints:
             self._control = ControlGroup(TIMEOUT)
         agreed(lambda: self._begin(folder))
         allocate_state(trainable.optimizer)
-        state: dict[str, Any] = {
+        state: JsonObject = {
             "step": step,
             **asdict(counts),
             "model": loading.describe(self.recipe, self.parts.assembly.config.hf),
@@ -98,8 +98,8 @@ class Checkpoints:
         initial_weights.init_weights(
             list(parts.chunks), replace(parts.assembly, source=source), self.recipe, self.world
         )
-        for one in optimizers(parts.optimizer) if parts.optimizer is not None else ():
-            for state in one.state.values():
+        for optimizer in optimizers(parts.optimizer) if parts.optimizer is not None else ():
+            for state in optimizer.state.values():
                 if state[MASTER].dtype == torch.int16:  # what completed the former bf16 weights to fp32
                     state[MASTER].zero_()
 

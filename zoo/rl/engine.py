@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +14,13 @@ from zoo.errors import UserError
 from zoo.generation.sampling import Sampling
 from zoo.parallel.determinism import plain_fp32
 from zoo.parallel.world import settings
-from zoo.rl.batch import Rows
+from zoo.rl.batch import PaddedRows
 from zoo.rl.generation import Generated, generate
 from zoo.rl.lifecycle import OpenModel
 from zoo.rl.memory import KINDS
 from zoo.rl.passes import LossFunction
 from zoo.rl.training import StepOutcome
+from zoo.types import JsonMapping, JsonObject
 
 
 class Engine(OpenModel):
@@ -54,7 +54,7 @@ class Engine(OpenModel):
         processor: the Hugging Face processor.
     """
 
-    def logprobs(self, batch: Mapping[str, Any], *, temperature: float | Tensor = 1.0) -> Tensor:
+    def logprobs(self, batch: JsonMapping, *, temperature: float | Tensor = 1.0) -> Tensor:
         """Log-probability of each token given those before it in its row.
 
         Args:
@@ -71,13 +71,13 @@ class Engine(OpenModel):
         """
         return self._values(batch, temperature, entropy=False)["logprobs"]
 
-    def entropy(self, batch: Mapping[str, Any], *, temperature: float | Tensor = 1.0) -> Tensor:
+    def entropy(self, batch: JsonMapping, *, temperature: float | Tensor = 1.0) -> Tensor:
         """Entropy in nats of the distribution that each token was drawn from; arguments, layout and errors of `logprobs`."""
         return self._values(batch, temperature, entropy=True)["entropy"]
 
     def train_step(
         self,
-        batch: Mapping[str, Any],
+        batch: JsonMapping,
         loss_fn: LossFunction,
         loss_scale: float | None = None,
         *,
@@ -131,7 +131,7 @@ class Engine(OpenModel):
 
     def generate(
         self,
-        rows: Sequence[Row | Mapping[str, Any]],
+        rows: Sequence[Row | JsonMapping],
         *,
         samples: int = 1,
         max_new_tokens: int = 256,
@@ -194,7 +194,7 @@ class Engine(OpenModel):
         """
         return self._stream(lambda: self._weights.shards(dtype), "hf_shards")
 
-    def adapter_weights(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+    def adapter_weights(self) -> tuple[Iterator[tuple[str, Tensor]], JsonObject]:
         """The adapters by themselves: PEFT's names and whole tensors, as `hf_weights` gives them, and PEFT's adapter_config.json.
 
         Raises:
@@ -217,9 +217,7 @@ class Engine(OpenModel):
                 return
             yield item
 
-    def logprobs_and_routing(
-        self, batch: Mapping[str, Any], *, temperature: float | Tensor = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs_and_routing(self, batch: JsonMapping, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probabilities as `logprobs` gives them, and the experts that each token took.
 
         Returns:
@@ -233,13 +231,13 @@ class Engine(OpenModel):
             raise UserError("the model has no experts; call logprobs")
         passes, rows = self._open("model"), self._read(batch, temperature)
         with settings(self.recipe, self.device):
-            found = passes.values(rows, sparse=self._sparse)
-        return found["logprobs"], found["routing"]
+            values = passes.values(rows, sparse=self._sparse)
+        return values["logprobs"], values["routing"]
 
-    def _read(self, batch: Mapping[str, Any], temperature: float | Tensor) -> Rows:
-        return Rows.read(batch, self._parts.assembly.processor, temperature, self._sparse)
+    def _read(self, batch: JsonMapping, temperature: float | Tensor) -> PaddedRows:
+        return PaddedRows.read(batch, self._parts.assembly.processor, temperature, self._sparse)
 
-    def _values(self, batch: Mapping[str, Any], temperature: float | Tensor, *, entropy: bool) -> dict[str, Tensor]:
+    def _values(self, batch: JsonMapping, temperature: float | Tensor, *, entropy: bool) -> dict[str, Tensor]:
         passes, rows = self._open("model"), self._read(batch, temperature)
         with settings(self.recipe, self.device):
             return passes.values(rows, entropy=entropy)

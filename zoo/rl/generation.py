@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from zoo.generation.sampling import Sampling, end_tokens
 from zoo.parallel.world import World
 from zoo.rl.batch import Prepared
 from zoo.rl.parts import EngineParts
+from zoo.types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Generated:
         answers: dicts as `zoo.generate` returns them: `text`, `reference` (the row's own answer, or None), `token_ids`, ...
     """
 
-    batch: dict[str, Any]
-    answers: list[dict[str, Any]]
+    batch: JsonObject
+    answers: list[JsonObject]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def generate(
     parts: EngineParts,
     recipe: Recipe,
     world: World,
-    rows: Sequence[Row | Mapping[str, Any]],
+    rows: Sequence[Row | JsonMapping],
     samples: int,
     sampling: Sampling,
     batch: int,
@@ -73,24 +73,21 @@ def generate(
     every = [row for row in asked for _ in range(samples)]
     open_ones = {at for at, row in enumerate(rows) if not isinstance(row, Row) and ends_with_question(row)}
     unanswered = frozenset(number for number in range(len(every)) if number // samples in open_ones)
-    found = generator.all(every, range(len(every)), unanswered)
-    mine = [number for number in found if number // samples % world.dp_size == world.dp_rank]
+    results = generator.all(every, range(len(every)), unanswered)
+    mine = [number for number in results if number // samples % world.dp_size == world.dp_rank]
     prompts = [generator.prompt(every[number]) for number in mine]
-    answers = [found[number] for number in mine]
-    said = [_spoken(one["token_ids"], assembly.processor.media_ids) for one in answers]
+    answers = [results[number] for number in mine]
+    # An answer ends before the first token that would stand for a medium, which there is none of.
+    media = assembly.processor.media_ids
+    said = [list(takewhile(lambda token: token not in media, answer["token_ids"])) for answer in answers]
     return Generated(_batch(prompts, said, assembly.processor.pad_id), answers)
 
 
-def _row(item: Mapping[str, Any], literal: bool) -> Row:
+def _row(item: JsonMapping, literal: bool) -> Row:
     return make_row(with_stand_in(item), "", Access(Path(), outside=True), Form(literal_tags=literal))
 
 
-def _spoken(tokens: Sequence[int], media: Container[int]) -> list[int]:
-    """An answer's tokens before the first one that would stand for a medium, which there is none of."""
-    return list(takewhile(lambda token: token not in media, tokens))
-
-
-def _batch(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], pad: int) -> dict[str, Any]:
+def _batch(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], pad: int) -> JsonObject:
     """Prompts and answers in rows (B, T), padded on the right."""
     pairs = [
         (prompt.sample.input_ids, torch.tensor(tokens, dtype=torch.int64))

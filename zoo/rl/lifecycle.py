@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class Ranks:
 
     world: World
     stack: ExitStack  # destroys them
-    engines: list[Any] = field(default_factory=list)  # open ones
+    engines: list[OpenModel] = field(default_factory=list)  # open ones
 
 
 class OpenModel:
@@ -148,7 +148,7 @@ class OpenModel:
         return self._passes is None
 
     @property
-    def dp_group(self) -> Any:
+    def dp_group(self) -> torch.distributed.ProcessGroup:
         """The torch.distributed group of this rank and its like in the other replicas."""
         return self._world.groups.dp
 

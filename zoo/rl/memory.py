@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Memory:
     """
 
     parts: EngineParts
-    away: dict[Kind, list[tuple[Any, Tensor | None, int]]] = field(default_factory=dict)
+    away: dict[Kind, list[tuple[torch.UntypedStorage, Tensor | None, int]]] = field(default_factory=dict)
 
     @torch.no_grad()
     def move(self, there: bool, kinds: Iterable[Kind]) -> Moved:
@@ -100,8 +100,8 @@ class Memory:
     def _tensors(self, kind: Kind) -> Iterator[Tensor]:
         """One tensor of each storage of a kind that has any bytes."""
         seen = set() if kind == "model" else {_key(tensor) for tensor in self._of_model()}
-        found = {"model": self._of_model, "optimizer": self._of_optimizer, "gradients": self._of_gradients}
-        for tensor in found[kind]():
+        by_kind = {"model": self._of_model, "optimizer": self._of_optimizer, "gradients": self._of_gradients}
+        for tensor in by_kind[kind]():
             if _key(tensor) not in seen and tensor.untyped_storage().nbytes():
                 seen.add(_key(tensor))
                 yield tensor
@@ -111,13 +111,13 @@ class Memory:
             yield from chunk.parameters()
 
     def _of_optimizer(self) -> Iterator[Tensor]:
-        for one in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
-            for parameter, state in one.state.items():
-                if one.on_host(parameter):
+        for optimizer in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
+            for parameter, state in optimizer.state.items():
+                if optimizer.on_host(parameter):
                     continue
                 yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
-                for name in one.moment_names(parameter):
-                    exponents = one.moment(parameter, name).exponents
+                for name in optimizer.moment_names(parameter):
+                    exponents = optimizer.moment(parameter, name).exponents
                     if exponents is not None:
                         yield exponents
 
@@ -132,7 +132,7 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _bytes(storage: Any) -> Tensor:
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """The whole storage as (N,) uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

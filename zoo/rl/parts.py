@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zoo.checkpoint import initial_weights, lora_files
 from zoo.config.schema import Recipe
 from zoo.model import build, lora
 from zoo.parallel.world import World
+from zoo.steps.packed_step import PackedStep
 from zoo.training import optimization
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class EngineParts:
     """
 
     assembly: build.Assembly
-    chunks: Sequence[Any]
-    step: Any
+    chunks: Sequence[MegatronModule]
+    step: PackedStep
     adapters: lora.Adapters | None
     optimizer: Any = None
     scheduler: Any = None

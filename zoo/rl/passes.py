@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,12 @@ from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
 from zoo.parallel.world import World
-from zoo.rl.batch import Bin, Rows, Sparse, bins_of, spread
+from zoo.rl.batch import Bin, PaddedRows, Sparse, bins_of, spread
+from zoo.steps.packed_step import PackedStep
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 type LossFunction = Callable[..., Any]  # what `zoo.Engine.train_step` says
 
@@ -21,7 +26,7 @@ type LossFunction = Callable[..., Any]  # what `zoo.Engine.train_step` says
 class Micro:
     """One micro-batch on its way through the pipeline."""
 
-    rows: Rows
+    rows: PaddedRows
     bin: Bin
     filler: int  # a token of text, which runs where there is no row
 
@@ -37,26 +42,26 @@ class Passes:
         budget, align: tokens of a micro-batch, and what each row is padded to.
     """
 
-    step: Any
-    chunks: Sequence[Any]
+    step: PackedStep
+    chunks: Sequence[MegatronModule]
     world: World
     budget: int
     align: int
 
-    def bins(self, rows: Rows) -> list[Bin]:
+    def bins(self, rows: PaddedRows) -> list[Bin]:
         """Micro-batches of this rank, at least one: as many as those of the ranks that it exchanges tokens of experts with."""
-        found = bins_of(rows.lengths, self.budget, self.align)
-        count = max(1, len(found))
+        bins = bins_of(rows.lengths, self.budget, self.align)
+        count = max(1, len(bins))
         if self.world.groups.ep.size() > 1 and self.world.dp_size > 1:
             most = torch.tensor(count, device=self.world.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.world.groups.dp)
             count = int(most)
         if len(self.chunks) > 1:  # the interleaved schedule wants a multiple of the stages
             count = -(-count // self.world.pp_size) * self.world.pp_size
-        return spread(found, count)
+        return spread(bins, count)
 
     @torch.no_grad()
-    def values(self, rows: Rows, *, entropy: bool = False, sparse: Sparse | None = None) -> dict[str, Tensor]:
+    def values(self, rows: PaddedRows, *, entropy: bool = False, sparse: Sparse | None = None) -> dict[str, Tensor]:
         """`logprobs`, and with `entropy` that too, each (B, T) fp32 on this rank's device and whole on every rank.
 
         With `sparse`, the model's layers with experts, also `routing`, (B, T, L, k) int16: the experts of each token.
@@ -68,7 +73,7 @@ class Passes:
             noted = torch.full((*shape, sparse.layers, sparse.topk), -1, dtype=torch.int32, device=device)
         for chunk in self.chunks:
             chunk.eval()
-        found = self._schedule(
+        outputs = self._schedule(
             rows,
             bins,
             lambda values, micro: (next(iter(values.values())).sum(), values),
@@ -78,10 +83,10 @@ class Passes:
         )
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
         whole = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
-        for one, values in zip(bins, found, strict=False):
-            if one:
+        for bin_rows, values in zip(bins, outputs, strict=False):
+            if bin_rows:
                 for name in names:
-                    whole[name][torch.tensor(one, device=device)] = values[name].float()
+                    whole[name][torch.tensor(bin_rows, device=device)] = values[name].float()
         results = {name: self._from_last_stage(value) for name, value in whole.items()}
         if noted is not None:
             for group in (self.world.groups.tp_cp, self.world.groups.pp):
@@ -91,8 +96,8 @@ class Passes:
         return results
 
     def gradients(
-        self, rows: Rows, loss_fn: LossFunction, scale: float, *, entropy: bool
-    ) -> tuple[list[dict[str, Any]], int]:
+        self, rows: PaddedRows, loss_fn: LossFunction, scale: float, *, entropy: bool
+    ) -> tuple[list[JsonObject], int]:
         """Accumulate the gradient of `scale` times the sum of `loss_fn` over all micro-batches of all replicas.
 
         Returns:
@@ -105,7 +110,7 @@ class Passes:
         # What DDP and megatron-core's schedule divide by: replicas, of which the mean is taken, and micro-batches.
         divisor = self.world.dp_size * len(bins)
 
-        def loss(values: dict[str, Tensor], micro: Micro) -> tuple[Tensor, dict[str, Any]]:
+        def loss(values: dict[str, Tensor], micro: Micro) -> tuple[Tensor, JsonObject]:
             if not micro.bin:
                 return values["logprobs"].sum() * 0.0, {}
             total, metrics = _called(loss_fn, values, micro.rows.part(micro.bin, self.world.device))
@@ -116,14 +121,14 @@ class Passes:
 
     def _schedule(
         self,
-        rows: Rows,
+        rows: PaddedRows,
         bins: Sequence[Bin],
-        loss: Callable[[dict[str, Tensor], Micro], tuple[Tensor, dict[str, Any]]],
+        loss: Callable[[dict[str, Tensor], Micro], tuple[Tensor, JsonObject]],
         *,
         entropy: bool,
         forward_only: bool,
         noted: Tensor | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """What `loss` returned beside the loss, of each micro-batch, on the last stage; [] on the others.
 
         `noted`: gets the experts that this rank's tokens took in its layers.
@@ -132,16 +137,17 @@ class Passes:
 
         step, chunks = self.step, list(self.chunks)
 
-        def forward(data: Iterator[Micro], model: Any) -> Any:
+        def forward(
+            data: Iterator[Micro], model: MegatronModule
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, JsonObject]]]:
             micro = next(data)
             taken, heat = micro.rows.take(micro.bin, micro.filler), micro.rows.temperatures(micro.bin)
-            experts: Tensor | str | None = micro.rows.routing(micro.bin)
+            experts: Tensor | Literal["noted"] | None = micro.rows.routing(micro.bin)
             if experts is None and noted is not None:
                 experts = "noted"
-            options = {"entropy": entropy, "temperature": heat, "experts": experts}
-            inputs, about = step.prepare(taken, logprobs=True, **options)
+            inputs, about = step.prepare(taken, logprobs=True, entropy=entropy, temperature=heat, experts=experts)
 
-            def of_output(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            def of_output(output: Tensor) -> tuple[Tensor, JsonObject]:
                 values = {"logprobs": step.logprobs(output, about)}
                 if entropy:
                     values["entropy"] = step.entropy(output, about)
@@ -149,13 +155,14 @@ class Passes:
 
             output = step.forward(model, inputs)
             if noted is not None and micro.bin:
+                assert inputs.routing is not None and about.token_source is not None
                 self._note(noted, micro.bin, inputs.routing, about.token_source)
             return output, of_output
 
         media = {token for tokens in step.tower_tokens().values() for token in tokens}
         filler = next(token for token in range(len(media) + 1) if token not in media)
-        micros = [Micro(rows, one, filler) for one in bins]
-        found: list[dict[str, Any]] = get_forward_backward_func()(
+        micros = [Micro(rows, rows_of_bin, filler) for rows_of_bin in bins]
+        results: list[JsonObject] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -164,17 +171,17 @@ class Passes:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return found
+        return results
 
     def _note(self, noted: Tensor, rows: Sequence[int], routing: Routing, source: Tensor) -> None:
         """Put the experts of a micro-batch's tokens on this rank where the caller has the tokens."""
         if self.chunks[0].config.sequence_parallel:
             source = source.chunk(self.world.groups.tp.size())[self.world.tp_rank]
-        width, here = noted.shape[1], source >= 0
-        place = torch.tensor(rows)[source[here] // width] * width + source[here] % width
-        here, place = here.to(noted.device), place.to(noted.device)
+        width, known = noted.shape[1], source >= 0
+        columns = torch.tensor(rows)[source[known] // width] * width + source[known] % width
+        known, columns = known.to(noted.device), columns.to(noted.device)
         for layer, taken in routing.noted.items():
-            noted.flatten(0, 1)[place, layer] = taken[here].to(noted.dtype)
+            noted.flatten(0, 1)[columns, layer] = taken[known].to(noted.dtype)
 
     def _from_last_stage(self, value: Tensor) -> Tensor:
         """The last pipeline stage's tensor, on all stages."""
@@ -184,9 +191,7 @@ class Passes:
         return value
 
 
-def _called(
-    loss_fn: LossFunction, values: Mapping[str, Tensor], batch: dict[str, Any]
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _called(loss_fn: LossFunction, values: Mapping[str, Tensor], batch: JsonObject) -> tuple[Tensor, JsonMapping]:
     """The loss that a caller's function gives, and its metrics."""
     further = {name: value for name, value in values.items() if name != "logprobs"}
     result = loss_fn(values["logprobs"], batch, **further)

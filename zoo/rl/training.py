@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,11 @@ from zoo.model import lora
 from zoo.optim import adamw
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
-from zoo.rl.batch import Rows
+from zoo.rl.batch import PaddedRows
 from zoo.rl.checkpoints import Counts
 from zoo.rl.parts import EngineParts
 from zoo.rl.passes import LossFunction, Passes
+from zoo.types import JsonMapping
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Training:
     tokens: int = 0
 
     def step(
-        self, rows: Rows, loss_fn: LossFunction, scale: float | None, *, entropy: bool, update: bool
+        self, rows: PaddedRows, loss_fn: LossFunction, scale: float | None, *, entropy: bool, update: bool
     ) -> StepOutcome:
         """Gradients of the loss, and an update by them; `scale` None: 1 / tokens."""
         tokens = self._tokens(rows)
@@ -70,11 +70,11 @@ class Training:
         lora.seed_dropout(self.recipe, self.counts.train_steps, self.world)
         self.counts.train_steps += 1
         self.tokens = tokens
-        found, count = self.passes.gradients(rows, loss_fn, scale, entropy=entropy)
-        sums = self._sums(found)
-        loss = sums.pop("loss", 0.0)
+        outputs, count = self.passes.gradients(rows, loss_fn, scale, entropy=entropy)
+        totals = self._totals(outputs)
+        loss = totals.pop("loss", 0.0)
         norm, applied = self.update(loss) if update else (None, False)
-        return StepOutcome(loss, tokens, count, sums, norm, applied, self.learning_rate)
+        return StepOutcome(loss, tokens, count, totals, norm, applied, self.learning_rate)
 
     def update(self, loss: float = 0.0, *, advance: bool = True) -> tuple[float, bool]:
         """Update the weights by the gradients at hand, unless these are of no token, or they or the loss are not finite.
@@ -113,23 +113,23 @@ class Training:
             chunk.zero_grad_buffer()  # the optimizer has views of it alone, which it keeps
         self.tokens = 0
 
-    def _tokens(self, rows: Rows) -> int:
+    def _tokens(self, rows: PaddedRows) -> int:
         if self.world.dp_size == 1:
             return rows.targets
         total = torch.tensor(rows.targets, device=self.world.device)
         dist.all_reduce(total, group=self.world.groups.dp)
         return int(total)
 
-    def _sums(self, found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _totals(self, outputs: Sequence[JsonMapping]) -> dict[str, float]:
         """Sums over this rank's micro-batches and over replicas, of each of which one rank counts."""
         mine: dict[str, float] = {}
         if self.world.counts_loss and self.world.cp_rank == 0:
-            for metrics in found:
+            for metrics in outputs:
                 for name, value in metrics.items():
                     mine[name] = mine.get(name, 0.0) + float(value)
         everyone: list[dict[str, float]] = [mine]
         if self.world.size > 1:
             everyone = [{} for _ in range(self.world.size)]
             dist.all_gather_object(everyone, mine)
-        names = dict.fromkeys(name for one in everyone for name in one)
-        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+        names = dict.fromkeys(name for metrics in everyone for name in metrics)
+        return {name: sum(metrics.get(name, 0.0) for metrics in everyone) for name in names}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from zoo.model import build, lora
 from zoo.nn.decoder import frozen_fp8
 from zoo.parallel.world import World
 from zoo.rl.parts import EngineParts
+from zoo.types import JsonObject
 
 
 class Weights:
@@ -53,7 +53,7 @@ class Weights:
     def without_adapters(self) -> Iterator[None]:
         """Passes inside the block add nothing of the adapters, and have the first weights of parts that are trained whole."""
         adapters = self._held()
-        held = [(one.adapter, one.adapter.lowrank) for one in adapters.held]
+        held = [(entry.adapter, entry.adapter.lowrank) for entry in adapters.held]
         try:
             for adapter, lowrank in held:
                 adapter.lowrank = replace(lowrank, scale=0.0)
@@ -68,7 +68,7 @@ class Weights:
             raise UserError("the model has no adapters: the recipe's lora.rank is 0; call hf_weights() for its weights")
         return self.parts.adapters
 
-    def peft_config(self, recipe: Recipe) -> dict[str, Any]:
+    def peft_config(self, recipe: Recipe) -> JsonObject:
         """PEFT's adapter_config.json."""
         return lora_files.peft_config_of(self._held(), self.parts.assembly, recipe)
 
@@ -95,13 +95,13 @@ class Weights:
 
     def _merged(self, name: str, parameter: Tensor) -> Tensor:
         """The parameter with its adapter added, as `Adapters.merge` adds it; itself where it has none."""
-        for one in self.parts.adapters.held if self.parts.adapters is not None else ():
-            if one.target.zoo == name:
-                return one.merged()
+        for entry in self.parts.adapters.held if self.parts.adapters is not None else ():
+            if entry.target.zoo == name:
+                return entry.merged()
         return parameter
 
     def _own_parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters of the model itself, without those of adapters."""
         adapters = self.parts.adapters.held if self.parts.adapters is not None else ()
-        beside = {id(parameter) for one in adapters for parameter in one.adapter.parameters()}
-        return [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in beside]
+        adapter_ids = {id(parameter) for entry in adapters for parameter in entry.adapter.parameters()}
+        return [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in adapter_ids]

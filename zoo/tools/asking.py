@@ -25,6 +25,8 @@ from zoo.config.locate import Place, read_arch
 from zoo.config.recipes.hand_built import split_overrides
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on, with_defaults
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.processors.processor import Processor
 from zoo.data.sources.formats.choose import fits
 from zoo.data.sources.streams import is_stream
 from zoo.data.sources.tables import check_entry, first_item
@@ -35,6 +37,7 @@ from zoo.launch.prepare import world_size
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import family_of
 from zoo.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
+from zoo.types import JsonObject
 
 # Keys that hold for a model that is asked, of the sections that serve training; and those of data that serve training alone.
 _ASKED = {
@@ -51,32 +54,34 @@ _TRAINED = (
 _HOLDING = "nproc, hardware, model, parallel, packing, engine, data but for what serves training alone, "
 
 # Rows to ask about: a path, a bundled set, "auto" (the run's held-out rows), an entry of data.train, several of these, or rows as objects.
-Rows = Any
+AskedRows = Any
 
 
-def recipe_of(place: Place, overrides: Overrides, *, quiet: bool = False) -> Recipe:
+def recipe_of(source: Place, overrides: Overrides, *, quiet: bool = False) -> Recipe:
     """The recipe under which a checkpoint's model is run, with the settings of its run, which are said unless it is `quiet`.
 
     Raises:
         ConfigError: an override, or a setting of the run's, is wrong; or an override is of a key that serves training alone.
     """
     _refuse_training_keys(overrides)
-    family, settings = family_of(read_arch(place.files)).name, settings_of(place)
-    recipe = recipe_for_weights(str(place.folder), family, overrides, settings.layer)
-    plain = recipe_for_weights(str(place.folder), family, overrides)
-    told = [f"{key}={shown_value(_at(recipe, key))}" for key in settings.values if _at(recipe, key) != _at(plain, key)]
-    if told and not quiet:
-        _say(f"settings of {settings.origin}: {', '.join(told)}; key=value sets another")
+    family, settings = family_of(read_arch(source.files)).name, settings_of(source)
+    recipe = recipe_for_weights(str(source.folder), family, overrides, settings.layer)
+    plain = recipe_for_weights(str(source.folder), family, overrides)
+    changed = [
+        f"{key}={shown_value(_at(recipe, key))}" for key in settings.values if _at(recipe, key) != _at(plain, key)
+    ]
+    if changed and not quiet:
+        _say(f"settings of {settings.origin}: {', '.join(changed)}; key=value sets another")
     return recipe
 
 
 @contextmanager
-def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe]:
+def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[Recipe]:
     """The recipe that asks a checkpoint's model about rows, which are its data.eval; call `run_task` with it inside the block.
 
     Args:
         path: where the checkpoint lies, or what names its run (`run_of`).
-        rows: see `Rows`. None is "auto", or what an override says of data.eval.
+        rows: see `AskedRows`. None is "auto", or what an override says of data.eval.
         overrides: of the recipe.
 
     Raises:
@@ -86,12 +91,12 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
     place = language_model(path)
     settings = settings_of(place)
     recipe = recipe_of(place, overrides)
-    given = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
-    if "data.eval" in given:
+    overridden = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
+    if "data.eval" in overridden:
         if rows is not None:
             raise UserError(f"rows and data.eval say both which rows are asked about; leave out one of them: {rows}")
         rows = list(recipe.data.eval)
-    root = recipe.data.root if "data.root" in given else None  # a program names media from its own folder
+    root = recipe.data.root if "data.root" in overridden else None  # a program names media from its own folder
     with tempfile.TemporaryDirectory(prefix="zoo-rows-") as folder:
         if rows is None or (isinstance(rows, str) and rows == AUTO):
             recipe, entries = _own_rows(recipe, settings, str(path))
@@ -109,7 +114,7 @@ def asked(path: Model, rows: Rows, overrides: Overrides = ()) -> Iterator[Recipe
         check_entries([], entries)
         for entry in entries:
             check_entry(entry, "rows")
-        yield for_rows(recipe, [plain_entry(_without(entry, given)) for entry in entries])
+        yield for_rows(recipe, [plain_entry(_without(entry, overridden)) for entry in entries])
 
 
 def _refuse_training_keys(overrides: Overrides) -> None:
@@ -125,14 +130,14 @@ def _refuse_training_keys(overrides: Overrides) -> None:
         )
 
 
-def check_counts(**counts: Any) -> None:
+def check_counts(**counts: object) -> None:
     """Refuse numbers of rows by name that are no whole numbers from 1; None is no limit."""
     for name, value in counts.items():
         if value is not None and not (type(value) is int and value >= 1):
             raise UserError(f"{name}={shown_value(value)}: wanted a whole number from 1")
 
 
-def for_rows(recipe: Recipe, entries: Sequence[Any]) -> Recipe:
+def for_rows(recipe: Recipe, entries: Sequence[object]) -> Recipe:
     """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
     ranks = world_size(recipe)
     replicas = max(1, data_parallel(recipe, ranks))
@@ -146,7 +151,15 @@ def for_rows(recipe: Recipe, entries: Sequence[Any]) -> Recipe:
     )
 
 
-def _parsed(rows: Rows) -> Rows:
+def open_asked(recipe: Recipe, processor: Processor, max_rows: int | None = None) -> SampleSource:
+    """The samples of data.eval, of `max_rows` of them at most."""
+    return SampleSource.open(
+        recipe.data.eval, processor, recipe.data, max_rows=max_rows, evaluation=True,
+        budget=recipe.packing.budget, align=recipe.packing.align or 1,
+    )  # fmt: skip
+
+
+def _parsed(rows: AskedRows) -> AskedRows:
     """Entries that are written as YAML, as a command has them."""
     if isinstance(rows, Path):
         return str(rows)
@@ -162,11 +175,11 @@ def _own_rows(recipe: Recipe, settings: RunSettings, name: str) -> tuple[Recipe,
             f"{name}: it is no run, which has held-out rows; say which rows to take: a file, or digits:heldout"
         )
     whole = recipe.replace(dict(settings.rows))
-    found: list[DataEntry] = with_defaults(whole.data).eval
-    if not found:
+    entries: list[DataEntry] = with_defaults(whole.data).eval
+    if not entries:
         raise UserError(f"{name}: its run held out no rows; say which rows to take: a file, or digits:heldout")
     _say(f"rows that the run evaluated on: {', '.join(evaluated_on(whole.data))}")
-    return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), found
+    return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), entries
 
 
 def _say_where_rows_differ(recipe: Recipe, settings: RunSettings, entries: Sequence[DataEntry]) -> None:
@@ -183,7 +196,7 @@ def _say_where_rows_differ(recipe: Recipe, settings: RunSettings, entries: Seque
 
 def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
     """The entry with what the run says of the same rows, or of all its rows where these are such."""
-    same = next((one for one in settings.entries if source_of(one) == source_of(entry)), None)
+    same = next((own for own in settings.entries if source_of(own) == source_of(entry)), None)
     if same is not None:
         more = {name: getattr(same, name) for name in READING if getattr(entry, name) is None}
     elif settings.form and not (entry.format or entry.columns or is_stream(entry)):
@@ -198,9 +211,9 @@ def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
     return replace(entry, **more)
 
 
-def _without(entry: DataEntry, given: set[str]) -> DataEntry:
+def _without(entry: DataEntry, overridden: set[str]) -> DataEntry:
     """The entry without limits of its own for which an override has others."""
-    changes: dict[str, Any] = {name: None for name in SHARED if f"data.{name}" in given}
+    changes: JsonObject = {name: None for name in SHARED if f"data.{name}" in overridden}
     return replace(entry, **changes)
 
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -58,6 +57,7 @@ from zoo.files import expanded
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import MetaModel, build_meta_model, published_names
 from zoo.parallel.process_state import preserve_process_state
+from zoo.types import JsonObject
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
@@ -70,7 +70,7 @@ class Conversion:
     jobs: list[Job]
     allowed: Sequence[str]  # problems that `allow` let pass
     part: str = ""  # folder of the weights in the target
-    beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
+    write_side_files: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
     layouts: Mapping[str, str] = field(default_factory=dict)  # `zoo.bridge.native.layouts_of` what is read
     check_source: Callable[[], None] = lambda: None  # raises where the source is damaged; called at the end
     card: str | None = None  # text of its README.md
@@ -128,7 +128,10 @@ def convert(
         CheckpointError: the source is damaged; there is no target.
         UserError: `source` does not exist, `target` exists already, the disk has no room, or a value is none of its kind.
     """
-    dtype, shard_bytes, overwrite = float_dtype(dtype), size_in_bytes(shard_size), _flag(overwrite)
+    dtype, shard_bytes, text = float_dtype(dtype), size_in_bytes(shard_size), str(overwrite).lower()
+    if text not in ("true", "false"):
+        raise UserError(f"overwrite={overwrite}: wanted true or false")
+    overwrite = text == "true"
     allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow
     source = run_of(source)
     place = locate(source, revision)
@@ -167,9 +170,9 @@ def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """bf16, fp16 or fp32, by that name or torch's; None stays. Raises UserError for any other."""
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     name = str(dtype).removeprefix("torch.")
-    for short, found in known.items():
-        if name in (short, str(found).removeprefix("torch.")):
-            return found
+    for short, candidate in known.items():
+        if name in (short, str(candidate).removeprefix("torch.")):
+            return candidate
     if dtype is not None:
         raise UserError(f"dtype={dtype}: wanted one of {', '.join(known)}")
     return None
@@ -182,13 +185,6 @@ def size_in_bytes(size: int | str) -> int:
     if count <= 0:
         raise UserError(f"shard_size={size}: wanted a number of bytes, or a size such as 5GB or 200MB")
     return count
-
-
-def _flag(overwrite: bool | str) -> bool:
-    text = str(overwrite).lower()
-    if text not in ("true", "false"):
-        raise UserError(f"overwrite={overwrite}: wanted true or false")
-    return text == "true"
 
 
 def _plan_zoo(
@@ -209,7 +205,7 @@ def _plan_zoo(
     }
     changed = _changes(arch, dtype, conversion.allowed)
 
-    def beside(folder: Path) -> None:
+    def write_side_files(folder: Path) -> None:
         (folder / HF_PART).mkdir()
         copy_side_files(place.files, folder / HF_PART, plan.bridge.carry_files)
         if (place.files / CARD).is_file():
@@ -220,17 +216,17 @@ def _plan_zoo(
         _write_json(folder / ABOUT, {**about, "changed": changed})
 
     text = card.converted(place, arch, changed, native=True)
-    return replace(conversion, part=WEIGHTS_PART, beside=beside, card=text)
+    return replace(conversion, part=WEIGHTS_PART, write_side_files=write_side_files, card=text)
 
 
-def _changes(arch: dict[str, Any], dtype: torch.dtype | None, allowed: Sequence[str]) -> dict[str, str]:
+def _changes(arch: JsonObject, dtype: torch.dtype | None, allowed: Sequence[str]) -> dict[str, str]:
     """What a conversion makes otherwise than it finds it, for the model card; empty where the same weights come out."""
-    found = {"dequantised": "block-scaled FP8 to bf16"} if quantisation(arch) else {}
+    changes = {"dequantised": "block-scaled FP8 to bf16"} if quantisation(arch) else {}
     if dtype is not None:
-        found["cast to"] = str(dtype).removeprefix("torch.")
+        changes["cast to"] = str(dtype).removeprefix("torch.")
     if allowed:
-        found["left out"] = f"{len(allowed)} tensors, as `allow` let pass"
-    return found
+        changes["left out"] = f"{len(allowed)} tensors, as `allow` let pass"
+    return changes
 
 
 def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]) -> Conversion:
@@ -247,7 +243,7 @@ def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None,
     before = about.get("changed")
     changed = {**(before if isinstance(before, dict) else {}), **_changes(arch, dtype, conversion.allowed)}
 
-    def beside(folder: Path) -> None:
+    def write_side_files(folder: Path) -> None:
         copy_side_files(place.files, folder, plan.bridge.carry_files)
         _write_json(folder / "config.json", config)
         write_generation_config(folder, config)
@@ -260,7 +256,7 @@ def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None,
         text = published.read_text(encoding="utf-8", errors="replace")
     else:
         text = card.converted(place, config, changed)
-    return replace(conversion, beside=beside, card=text)
+    return replace(conversion, write_side_files=write_side_files, card=text)
 
 
 def to_zoo_jobs(
@@ -279,10 +275,10 @@ def to_zoo_jobs(
     names = {actual: published for published, actual in resolution.source.items()}
     pass_through = [copy_job(actual, reader, names[actual], to_zoo=True) for actual in resolution.passed_through]
     dtypes = {
-        published: DTYPE_NAMES[found]
+        published: DTYPE_NAMES[stored]
         for job in jobs
         for published in _parts(entries[job.planned[0].name], plan.dims)
-        if (found := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
+        if (stored := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
     }
     jobs += pass_through
     return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()), dtypes=dtypes)
@@ -333,7 +329,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
             shards.close()
         conversion.check_source()
         with disk_errors(writer.partial):
-            conversion.beside(writer.partial)
+            conversion.write_side_files(writer.partial)
             if conversion.card is not None:
                 write_card(writer.partial, writer.target, conversion.card)
             writer.commit(shards.shards, conversion.part)
@@ -344,7 +340,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
         progress.close()
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

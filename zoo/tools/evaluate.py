@@ -6,19 +6,17 @@ The loss is that of an evaluation while training; the answers are those of `zoo.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from zoo.config.layers.layer import Overrides
+from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.generation.generator import Generator, load_generator
+from zoo.generation.generator import Generator, gather_rows, load_generator
 from zoo.generation.sampling import Sampling
 from zoo.generation.scores.answer_scores import Score
 from zoo.generation.scores.choose import Scores
@@ -27,9 +25,10 @@ from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
-from zoo.tools.asking import Rows, asked, check_counts
+from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import batch_sums, recipe_batches
+from zoo.types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Evaluation:
     loss: float
     scores: dict[str, float]
     by_kind: dict[str, dict[str, float]]
-    predictions: list[dict[str, Any]] = field(default_factory=list)
+    predictions: list[JsonObject] = field(default_factory=list)
 
 
 @preserve_process_state()
 def evaluate(
     path: Model,
-    rows: Rows = None,
+    rows: AskedRows = None,
     overrides: Overrides = (),
     *,
     metrics: str | Sequence[str] = (),
@@ -91,53 +90,43 @@ def evaluate(
     check_counts(batch=batch, max_rows=max_rows)
     with out_file(out) as file, asked(path, rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
-        options: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
+        options: JsonObject = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
         options["kept"] = file.kept and str(file.kept)
         task = "zoo.tools.evaluate:evaluate_here"
-        found = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)
-        file.write(found.predictions)
-        return found
+        evaluation = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)
+        file.write(evaluation.predictions)
+        return evaluation
 
 
-def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def evaluate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
     """`evaluate` on this rank, without scores: each row's sums and answer, on every rank."""
     with load_generator(recipe, Sampling(options["max_new_tokens"]), options["batch"]) as generator:
         recipe, assembly = generator.decoding.recipe, generator.decoding.assembly
-        source = SampleSource.open(
-            recipe.data.eval,
-            assembly.processor,
-            recipe.data,
-            max_rows=options["max_rows"],
-            evaluation=True,
-            budget=recipe.packing.budget,
-            align=recipe.packing.align or 1,
-        )
-        sums = _losses(generator, source)
-        rows = {number: source.rows.row(SampleId(number)) for number in sums}
+        source = open_asked(recipe, assembly.processor, options["max_rows"])
+        losses = _losses(generator, source)
+        rows = {number: source.rows.row(SampleId(number)) for number in losses}
         asked = [number for number, row in rows.items() if row.text is None]
-        kept = KeptRows(options.get("kept"), generator.decoding.here)
+        kept = KeptRows(options.get("kept"), generator.decoding.world)
         said = generator.all(source.rows, asked, keep=kept.add) if asked else {}
-        if source.counts and generator.decoding.here.is_main:
+        if source.counts and generator.decoding.world.is_main:
             print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
-        return [_of_row(rows[number], sums[number], said.get(number)) for number in sums]
+        return [_of_row(rows[number], losses[number], said.get(number)) for number in losses]
 
 
 def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]]:
     """Row number -> its negative log likelihood, weight, labels and right labels, of all ranks."""
     decoding = generator.decoding
-    recipe, here = decoding.recipe, decoding.here
-    batches = recipe_batches(recipe, source, here)
-    step = build.build_step(decoding.assembly, recipe, here)
+    recipe, world = decoding.recipe, decoding.world
+    batches = recipe_batches(recipe, source, world)
+    step = build.build_step(decoding.assembly, recipe, world)
     mine: dict[int, list[float]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
-        _, table = batch_sums(step, decoding.chunks, batch, here, batches.spare)
+        _, table = batch_sums(step, decoding.chunks, batch, world, batches.spare)
         mine |= dict(zip(numbers, map(list, table), strict=True)) if table else {}
-    everyone: list[dict[int, list[float]]] = [{} for _ in range(here.size)]
-    dist.all_gather_object(everyone, mine)
-    return dict(sorted((int(number), sums) for one in everyone for number, sums in one.items()))
+    return gather_rows(mine, world)
 
 
-def _of_row(row: Row, sums: Sequence[float], said: Mapping[str, Any] | None) -> dict[str, Any]:
+def _of_row(row: Row, losses: Sequence[float], said: JsonMapping | None) -> JsonObject:
     asked = row.messages[:-1] if row.messages and row.messages[-1].role == "assistant" else row.messages
     answer = said["reference"] if said else None
     single = len(asked) == 1
@@ -151,17 +140,17 @@ def _of_row(row: Row, sums: Sequence[float], said: Mapping[str, Any] | None) -> 
         "answers": list(row.answers) or ([] if answer is None else [answer]),
         "prediction": said["text"] if said else None,
         "finish": said["finish"] if said else None,
-        "loss": sums[0] / (sums[1] or 1.0),
-        "loss_weight": sums[1],
+        "loss": losses[0] / (losses[1] or 1.0),
+        "loss_weight": losses[1],
     }
 
 
-def summed(found: Sequence[Mapping[str, Any]], scores: Scores) -> Evaluation:
+def summed(rows: Sequence[JsonMapping], scores: Scores) -> Evaluation:
     """The scores of rows, and their sums over all rows and by kind."""
     tables: dict[str | None, dict[str, list[float]]] = {None: {}}  # None: all rows
     counts: dict[str | None, int] = {None: 0}
     predictions = []
-    for row in found:
+    for row in rows:
         parts = {"loss": Score(row["loss"] * row["loss_weight"], row["loss_weight"])}
         own: dict[str, Score] = {}
         if row["answer"] is not None:
@@ -170,8 +159,8 @@ def summed(found: Sequence[Mapping[str, Any]], scores: Scores) -> Evaluation:
             counts[kind] = counts.get(kind, 0) + 1
             table = tables.setdefault(kind, {})
             for name, (total, weight) in (parts | own).items():
-                sums = table.setdefault(name, [0.0, 0.0])
-                table[name] = [sums[0] + total, sums[1] + weight]
+                running = table.setdefault(name, [0.0, 0.0])
+                table[name] = [running[0] + total, running[1] + weight]
         predictions.append({**row, "scores": {name: score.value for name, score in own.items()}})
     means: dict[str | None, dict[str, float]] = {
         kind: {name: total / (weight or 1.0) for name, (total, weight) in table.items()}

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any
 
 from zoo.config.architecture import num_experts
 from zoo.config.compose import about, load_recipe
@@ -20,6 +19,7 @@ from zoo.planner.layouts import first_fit
 from zoo.planner.memory import Model, memory
 from zoo.planner.plan import model_of
 from zoo.planner.rows import typical_row
+from zoo.types import JsonObject
 
 COUNTS = {1: "1x", 2: "2x", 4: "4x", 8: "8x", 16: "2x8x"}  # GPUs -> what stands before their kind
 KINDS = ("h100", "h200")  # where no hardware is given
@@ -54,7 +54,7 @@ class Cell:
         marks += RECOMPUTE.get(self.chosen.engine.recompute, "")
         return " ".join([f"{self.bytes / 1e9:.0f}", *cuts, *([marks] if marks else [])])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The cell for machines."""
         layout = None
         if self.chosen is not None:

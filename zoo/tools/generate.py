@@ -32,8 +32,9 @@ from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.parallel.process_state import preserve_process_state
-from zoo.tools.asking import Rows, asked, check_counts, for_rows, recipe_of
+from zoo.tools.asking import AskedRows, asked, check_counts, for_rows, recipe_of
 from zoo.tools.out_file import KeptRows, out_file
+from zoo.types import JsonMapping, JsonObject
 
 Media = Any  # a file, a picture, an array, bytes; or a list of these
 
@@ -41,7 +42,7 @@ Media = Any  # a file, a picture, an array, bytes; or a list of these
 @preserve_process_state()
 def generate(
     path: Model,
-    rows: Rows = None,
+    rows: AskedRows = None,
     overrides: Overrides = (),
     *,
     prompt: str | None = None,
@@ -56,7 +57,7 @@ def generate(
     max_rows: int | None = None,
     out: str | Path | None = None,
     here: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Answer some rows, or one prompt, in separate processes.
 
     Args:
@@ -91,32 +92,32 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_counts(batch=batch, max_rows=max_rows)
     files = {"image": image, "audio": audio, "video": video}
-    given = listed(rows) if prompt is None else [prompt_row(prompt, files)]
+    asked_rows = listed(rows) if prompt is None else [prompt_row(prompt, files)]
     open_ones: list[int] = []
-    if isinstance(given, list | tuple) and all(map(is_row, given)):
-        open_ones = [number for number, row in enumerate(given) if ends_with_question(row)]
-        given = [with_stand_in(row) for row in given]
-    with out_file(out) as file, asked(path, given, overrides) as recipe:
+    if isinstance(asked_rows, list | tuple) and all(map(is_row, asked_rows)):
+        open_ones = [number for number, row in enumerate(asked_rows) if ends_with_question(row)]
+        asked_rows = [with_stand_in(row) for row in asked_rows]
+    with out_file(out) as file, asked(path, asked_rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
         options = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones, "max_rows": most}
         options["kept"] = file.kept and str(file.kept)
         task, ranks = "zoo.tools.generate:generate_here", world_size(recipe)
-        found: list[dict[str, Any]] = run_task(task, recipe, ranks, options, fresh=not here)
-        file.write(found)
-        return found
+        answers: list[JsonObject] = run_task(task, recipe, ranks, options, fresh=not here)
+        file.write(answers)
+        return answers
 
 
-def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def generate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
     """`generate` on this rank, for the rows of data.eval; returns all results on every rank."""
     with load_generator(recipe, Sampling(**options["sampling"]), options["batch"]) as generator:
         entries = [parse_entry(spec, "data.eval") for spec in recipe.data.eval]
         modalities, bad = generator.decoding.assembly.processor.modalities, generator.bad_rows
-        given = open_rows(entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True)
-        kept = KeptRows(options.get("kept"), generator.decoding.here)
-        found = generator.all(given, range(len(given)), frozenset(options["unanswered"]), kept.add)
-        if bad.counts and generator.decoding.here.is_main:
+        rows = open_rows(entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True)
+        kept = KeptRows(options.get("kept"), generator.decoding.world)
+        answers = generator.all(rows, range(len(rows)), frozenset(options["unanswered"]), kept.add)
+        if bad.counts and generator.decoding.world.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
-        return list(found.values())
+        return list(answers.values())
 
 
 class Chat:
@@ -124,7 +125,7 @@ class Chat:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._row: dict[str, Any] = {"messages": []}
+        self._row: JsonObject = {"messages": []}
 
     def ask(self, text: str, files: Mapping[str, Media]) -> str:
         """The model's answer to a question with files.
@@ -147,21 +148,20 @@ class Chat:
 @contextmanager
 def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iterator[Chat]:
     """A chat with a checkpoint's model in this process; UserError for more than one rank."""
-    place = language_model(path)
-    recipe = recipe_of(place, overrides)
+    source = language_model(path)
+    recipe = recipe_of(source, overrides)
     if (ranks := world_size(recipe)) != 1:
         raise UserError(f"a chat runs on one rank, and the recipe asks for {ranks}; set nproc=1")
     with load_generator(validate(for_rows(recipe, []), 1), sampling, 1) as generator:
         yield Chat(generator)
 
 
-def prompt_row(text: str, files: Mapping[str, Media]) -> dict[str, Any]:
+def prompt_row(text: str, files: Mapping[str, Media]) -> JsonObject:
     """A row with a question, the media before its text, files by absolute paths."""
     named = {kind: list(media) if isinstance(media, list | tuple) else [media] for kind, media in files.items()}
     marks = "".join(f"<{kind}>" * len(media) for kind, media in named.items())
-    media = {MEDIA[kind]: [_absolute(medium) for medium in media] for kind, media in named.items()}
+    media = {
+        MEDIA[kind]: [str(Path(x).absolute()) if isinstance(x, str | os.PathLike) else x for x in media]
+        for kind, media in named.items()
+    }
     return {"messages": [{"role": "user", "content": marks + text}], **media}
-
-
-def _absolute(medium: Any) -> Any:
-    return str(Path(medium).absolute()) if isinstance(medium, str | os.PathLike) else medium

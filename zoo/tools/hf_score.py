@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from zoo.data.sources.rows import read_rows
 from zoo.model import build
 from zoo.model.meta_model import family_of
 from zoo.parallel.determinism import plain_fp32
+from zoo.types import JsonMapping, JsonObject
 
 
-def transformers_class(arch: Mapping[str, Any]) -> Any:
+def transformers_class(arch: JsonMapping) -> Any:
     """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
 
     The thinker's class loads the thinker alone out of a whole model's folder. In FP8 the whole model's class is taken: the thinker's
@@ -55,7 +56,7 @@ def _without_bars() -> Iterator[None]:
 
 @plain_fp32()
 @torch.no_grad()
-def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> list[dict[str, Any]]:
+def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> list[JsonObject]:
     """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one; `overrides` of data hold."""
     import transformers
 
@@ -76,7 +77,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
     with _without_bars():
         whole = kind.from_pretrained(place.folder, **options)
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
-    found = []
+    scored = []
     literal = recipe.data.literal_tags or set(processor.modalities) <= {"text"}
     for row in read_rows(str(rows), form=Form(literal_tags=literal)):
         if foreign_media(row, processor.modalities):
@@ -96,7 +97,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
         labels = sample.labels.clone()
         labels[0] = -100
-        found.append(
+        scored.append(
             {
                 "source": row.source,
                 "skipped": processor.incomparable(sample),
@@ -105,4 +106,4 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
                 "logprobs": [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()],
             }
         )
-    return found
+    return scored

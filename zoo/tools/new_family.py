@@ -86,8 +86,8 @@ def lay_out(name: str, root: Path, *, package: bool, vision: bool = False) -> li
             f"new-family {name}: {root} is no checkout of zoo; --package lays the family out as a package of your own"
         )
     made = {
-        root / place.format(name=name): _filled(template, name, package, vision)
-        for template, place in (PACKAGE if package else REPOSITORY).items()
+        root / pattern.format(name=name): _filled(template, name, package, vision)
+        for template, pattern in (PACKAGE if package else REPOSITORY).items()
     }
     there = [str(path) for path in made if path.exists()]
     if there:
@@ -113,7 +113,7 @@ def _filled(template: str, name: str, package: bool, vision: bool) -> str:
         **(VISION if vision else TEXT),
     }
     for key in ("modalities", "parts"):
-        quoted = [f'"{one}"' for one in values[key].split()]
+        quoted = [f'"{word}"' for word in values[key].split()]
         values[f"{key}_tuple"] = f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
     arch = _read("arch").substitute(values).rstrip("\n")
     imports = [

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.checkpoint.selection import repaired_source
 from zoo.config.compose import about, load_recipe
@@ -35,6 +34,7 @@ from zoo.errors import ConfigError, UserError, size
 from zoo.model.build import assemble
 from zoo.model.meta_model import family_of
 from zoo.registry import families
+from zoo.types import JsonObject
 
 LOOKED_AT = 200  # rows, spread over all, whose media and lengths are looked at
 _FULL_TUNING = 9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
@@ -46,7 +46,7 @@ _PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*", re.ASCII)  # what YAML reads as a t
 class FoundData:
     """What rows of an entry of data.train are, spread over all of them."""
 
-    entry: dict[str, Any]  # as a recipe has it
+    entry: JsonObject  # as a recipe has it
     rows: list[Row]  # the good ones of those looked at
     total: int
     bad: list[RowError]
@@ -70,8 +70,8 @@ class FoundModel:
     recipe: str  # trains all weights
     adapters: str | None  # the recipe of the same family that trains adapters
     init: str  # as model.init has it
-    place: Place | None  # where the weights lie, if they are here
-    what: str  # in a few words
+    source: Place | None  # where the weights lie, if they are here
+    description: str  # in a few words
 
 
 @dataclass(frozen=True)
@@ -84,33 +84,33 @@ class Measured:
     bad: list[RowError] = field(default_factory=list)
 
 
-def look_at_data(given: str) -> FoundData:
+def look_at_data(name: str) -> FoundData:
     """Rows of a file, a folder, a bundled set or a data set of the hub: LOOKED_AT, and one of each further kind of media.
 
     Raises:
         UserError: there is no such thing, or none of the rows can be used.
     """
-    given = f"{given}:train" if given in BUNDLED else given
-    hub = is_hub_id(given) and not is_bundled(given) and not Path(given).suffix
-    entry: dict[str, Any] = {"hub": given} if hub else {"path": given}
+    name = f"{name}:train" if name in BUNDLED else name
+    hub = is_hub_id(name) and not is_bundled(name) and not Path(name).suffix
+    entry: JsonObject = {"hub": name} if hub else {"path": name}
     try:
-        found = _look(entry)
+        data = _look(entry)
     except UserError as error:
         try:
-            found = _look({**entry, "split": "train"})
+            data = _look({**entry, "split": "train"})
         except UserError:
             raise error from None
-    if not found.rows:  # of the formats that have to be named, the one that reads most rows
-        named = [_look({**found.entry, "format": form}) for form in (*LABELLED, *SET_FORMATS)]
-        best = max(named, key=lambda one: len(one.rows))
-        found = best if best.rows else found
-    if not found.rows:
-        why = f", the first: {found.bad[0]}" if found.bad else ""
-        raise UserError(f"data={given}: none of its rows can be used{why}")
-    return found
+    if not data.rows:  # of the formats that have to be named, the one that reads most rows
+        named = [_look({**data.entry, "format": form}) for form in (*LABELLED, *SET_FORMATS)]
+        best = max(named, key=lambda candidate: len(candidate.rows))
+        data = best if best.rows else data
+    if not data.rows:
+        why = f", the first: {data.bad[0]}" if data.bad else ""
+        raise UserError(f"data={name}: none of its rows can be used{why}")
+    return data
 
 
-def _look(entry: dict[str, Any]) -> FoundData:
+def _look(entry: JsonObject) -> FoundData:
     """The first rows of an entry."""
     bad: list[RowError] = []
     every = sorted({kind for family in families().values() for kind in family.modalities})
@@ -124,40 +124,48 @@ def _look(entry: dict[str, Any]) -> FoundData:
     return FoundData(entry, good, len(rows) + len(bad), bad, is_bundled(entry.get("path", "")))
 
 
-def look_at_model(given: str, data: FoundData) -> FoundModel:
+def look_at_model(name: str, data: FoundData) -> FoundModel:
     """The recipe that fits a model: a folder, a run, a hub id, a recipe's name, or "tiny" for random weights.
 
     Raises:
         UserError: nothing that is known, or a model that doesn't take the data's media.
     """
-    if given == "tiny":
-        given = _recipe_for(data)
-    if given in recipe_names():
-        return FoundModel(given, None, "random", None, "random weights")
-    place = look(given)
-    if place is None and not is_hub_id(given):
+    if name == "tiny":
+        name = _recipe_for(data)
+    if name in recipe_names():
+        return FoundModel(name, None, "random", None, "random weights")
+    source = look(name)
+    if source is None and not is_hub_id(name):
         raise UserError(
-            f"model={given}: no checkpoint folder, run, hub id or recipe; `zoo list` shows the recipes, and model=tiny "
+            f"model={name}: no checkpoint folder, run, hub id or recipe; `zoo list` shows the recipes, and model=tiny "
             "takes random weights"
         )
-    arch = _arch_of_hub(given) if place is None else read_arch(place.files, f"model={given}")
-    name = _saved_family(place) or family_of(arch).name
-    recipes = [recipe for recipe in root_recipes() if about(recipe)["family"] == name]
+    saved = None
+    if source is None:
+        known = arch_of_hub(name, "model")
+        if known.arch is None:
+            raise UserError(f"model={name}: no published size, and {known.source}; give a folder")
+        arch = known.arch
+    else:
+        arch = read_arch(source.files, f"model={name}")
+        saved = read_state(source.folder)["model"].get("family") if source.kind == "run" else None
+    family = saved if isinstance(saved, str) else family_of(arch).name
+    recipes = [recipe for recipe in root_recipes() if about(recipe)["family"] == family]
     fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
     if not fitting:
-        raise UserError(f"model={given}: no recipe comes with zoo for the family {name}")
-    what = f"{families()[name].title}" + (f", {size(_bytes(place))} of weights" if _bytes(place) else "")
+        raise UserError(f"model={name}: no recipe comes with zoo for the family {family}")
+    description = f"{families()[family].title}" + (f", {size(_bytes(source))} of weights" if _bytes(source) else "")
     adapters = matrix()[fitting[0]]._replace(adapter=LORA).name
-    return FoundModel(fitting[0], adapters, given, place, what)
+    return FoundModel(fitting[0], adapters, name, source, description)
 
 
 def prefers_adapters(model: FoundModel) -> bool:
     """Whether training all weights is more than this machine holds, or nothing is known of the weights' size."""
     if model.adapters is None:
         return False
-    weights = _bytes(model.place)
-    room = gpu_count() * gpu_memory() if gpu_count() else 16e9
-    return not weights or weights * _FULL_TUNING > 0.8 * room
+    weights = _bytes(model.source)
+    memory = gpu_count() * gpu_memory() if gpu_count() else 16e9
+    return not weights or weights * _FULL_TUNING > 0.8 * memory
 
 
 def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
@@ -170,7 +178,7 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
     overrides = [f"model.init={json.dumps(model.init)}"]
     recipe = load_recipe(base, overrides if model.init != "random" else [f"size={_tiny(base)}"])
     measured = Measured()
-    if model.init == "random" or model.place:
+    if model.init == "random" or model.source:
         try:
             measured = _measure(recipe, data)
         except UserError:  # templates of speech recognition have no room for a question
@@ -187,7 +195,7 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
     if model.init == "random":
         lines.append(f"size: {_tiny(base)}  # random weights; `zoo list` shows the published sizes")
     else:
-        lines += ["model:", f"  init: {_yaml(model.init)}  # {model.what}"]
+        lines += ["model:", f"  init: {_yaml(model.init)}  # {model.description}"]
         lines.append(
             f"  # freeze: [{', '.join(families()[recipe.model.family].parts[:-1])}]  # parts that stay as they are"
         )
@@ -207,7 +215,7 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
     if data.bundled:
         lines.append(f"    - {value}")
     else:
-        lines += [f"    - {key}: {_yaml(value)}", *(f"      {name}: {_yaml(one)}" for name, one in others)]
+        lines += [f"    - {key}: {_yaml(value)}", *(f"      {name}: {_yaml(setting)}" for name, setting in others)]
         held_out = f"held_out: {share}  # share of the rows that are not trained on, for evaluation"
         lines.append(f"      {held_out}" if data.total >= 50 else f"      # {held_out}")
     bad = [*data.bad, *measured.bad]
@@ -216,8 +224,8 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
             f"  on_error: skip  # {len(bad)} rows that were looked at can't be used; bad_rows.jsonl will list them"
         )
         lines += [f"    # {' '.join(str(error).split())[:160]}" for error in bad[:3]]
-    media = (one for row in data.rows for one in (*row.images, *row.videos, *row.audios))
-    if any(isinstance(file, str) for one in media for file in files_of(one)):
+    media = (setting for row in data.rows for setting in (*row.images, *row.videos, *row.audios))
+    if any(isinstance(file, str) for setting in media for file in files_of(setting)):
         lines.append("  # root: FOLDER  # what media paths are relative to; default: the folder of the file")
     return lines
 
@@ -227,9 +235,9 @@ def _length_lines(recipe: Recipe, data: FoundData, measured: Measured) -> list[s
     budget = recipe.packing.budget
     if not measured.longest:
         return [f"# packing: {{budget: {budget}}}  # tokens of a row, and the most of one sample"]
-    found = f"the longest row that was looked at has {measured.longest:,} tokens"
+    comment = f"the longest row that was looked at has {measured.longest:,} tokens"
     if measured.longest <= budget:
-        return [f"# packing: {{budget: {budget}}}  # {found}"]
+        return [f"# packing: {{budget: {budget}}}  # {comment}"]
     lines, least = [], measured.longest
     if measured.longest_text <= budget and _shrinks(recipe, data):
         lines.append(
@@ -237,7 +245,7 @@ def _length_lines(recipe: Recipe, data: FoundData, measured: Measured) -> list[s
         )
         least = budget
     if least > budget:
-        lines += ["packing:", f"  budget: {-(-least // 512) * 512}  # {found}; more tokens take more memory"]
+        lines += ["packing:", f"  budget: {-(-least // 512) * 512}  # {comment}; more tokens take more memory"]
     return lines
 
 
@@ -265,9 +273,9 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
     lengths: list[tuple[int, bool]] = []
     for number, row in enumerate(data.rows):
         try:
-            found = source.measure(SampleId(number))
+            measured = source.measure(SampleId(number))
             if (
-                found is None and not lengths
+                measured is None and not lengths
             ):  # as of compressed sound: what is wrong with a row shows when it is encoded
                 sample = source.sample(SampleId(number))
                 lengths += [(sample.length, bool(row.media))] if sample is not None else []
@@ -275,8 +283,8 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
             if not (data.bundled and error.cause == "modality"):  # those are skipped
                 bad.append(error)
             continue
-        if found is not None:
-            lengths.append((found.length, bool(row.media)))
+        if measured is not None:
+            lengths.append((measured.length, bool(row.media)))
     if len(bad) == len(data.rows):
         raise UserError(f"none of the {len(bad)} rows looked at can be used by this model, the first: {bad[0]}")
     longest = max((length for length, _ in lengths), default=0)
@@ -329,27 +337,11 @@ def _kind(recipe: str) -> str | None:
     return arch.get("model_type")
 
 
-def _arch_of_hub(given: str) -> dict[str, Any]:
-    """The architecture of a hub id; UserError where it is not known."""
-    known = arch_of_hub(given, "model")
-    if known.arch is None:
-        raise UserError(f"model={given}: no published size, and {known.source}; give a folder")
-    return known.arch
-
-
-def _saved_family(place: Place | None) -> str | None:
-    """The family that a run's checkpoint names."""
-    if place is None or place.kind != "run":
-        return None
-    family = read_state(place.folder)["model"].get("family")
-    return family if isinstance(family, str) else None
-
-
-def _bytes(place: Place | None) -> int:
+def _bytes(source: Place | None) -> int:
     """Bytes of the weights that lie there; 0 where none do."""
-    if place is None or place.kind == "run":
+    if source is None or source.kind == "run":
         return 0
-    return sum(file.stat().st_size for file in place.weights.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in source.weights.glob("*.safetensors"))
 
 
 def _yaml(text: str) -> str:

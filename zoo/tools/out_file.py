@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from zoo.errors import UserError, file_error
 from zoo.files import Lines, expanded, write_atomically
 from zoo.parallel.world import World
+from zoo.types import JsonMapping
 
 
 class OutFile:
@@ -47,7 +47,7 @@ class OutFile:
         else:
             self.kept = self.path
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, rows: Iterable[JsonMapping]) -> None:
         """Write all rows; OSError leaves the former file, and the rows that are kept."""
         if self.path is None or not self._is_main:
             return
@@ -105,12 +105,12 @@ def out_file(out: str | Path | None) -> Iterator[OutFile]:
 class KeptRows:
     """Writes rows of all ranks to the file beside the one that a call will write, as they are done."""
 
-    def __init__(self, path: str | None, here: World) -> None:
+    def __init__(self, path: str | None, world: World) -> None:
         """`path`: `OutFile.kept`, on every rank; None keeps nothing."""
-        self._here, self._wanted = here, path is not None
-        self._lines = Lines(Path(path)) if path is not None and here.is_main else None
+        self._world, self._wanted = world, path is not None
+        self._lines = Lines(Path(path)) if path is not None and world.is_main else None
 
-    def add(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    def add(self, rows: Mapping[int, JsonMapping]) -> None:
         """This rank's rows by number. Every rank calls it as often as the others.
 
         Raises:
@@ -118,7 +118,7 @@ class KeptRows:
         """
         if not self._wanted:
             return
-        everyone: list[Mapping[int, Mapping[str, Any]]] = [{} for _ in range(self._here.size)]
+        everyone: list[Mapping[int, JsonMapping]] = [{} for _ in range(self._world.size)]
         dist.all_gather_object(everyone, dict(rows))
         if self._lines is not None:
             by_number = {number: row for of_rank in everyone for number, row in of_rank.items()}
@@ -126,7 +126,7 @@ class KeptRows:
                 self._lines.write(line_of(row))
 
 
-def line_of(row: Mapping[str, Any]) -> str:
+def line_of(row: JsonMapping) -> str:
     """A row as a line of JSON."""
     text = json.dumps(row, ensure_ascii=False)
     try:

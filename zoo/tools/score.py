@@ -7,42 +7,46 @@ on neither.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zoo.checkpoint import initial_weights
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
-from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sample import MicroBatch
+from zoo.generation.generator import gather_rows, load_model
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
-from zoo.tools.asking import Rows, asked, check_counts
+from zoo.steps.packed_step import PackedStep
+from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import forward_only, recipe_batches
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
 @preserve_process_state()
 def score(
     path: Model,
-    rows: Rows = None,
+    rows: AskedRows = None,
     overrides: Overrides = (),
     *,
     max_rows: int | None = None,
     out: str | Path | None = None,
     here: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Compute the log-probabilities of the answers in some rows, in separate processes.
 
     Args:
@@ -65,57 +69,48 @@ def score(
     """
     check_counts(max_rows=max_rows)
     with out_file(out) as file, asked(path, rows, overrides) as recipe:
-        options: dict[str, Any] = {"max_rows": max_rows or recipe.train.eval_rows or None}
+        options: JsonObject = {"max_rows": max_rows or recipe.train.eval_rows or None}
         options["kept"] = file.kept and str(file.kept)
         task = "zoo.tools.score:score_here"
-        found: list[dict[str, Any]] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
-        file.write(found)
-        return found
+        scored: list[JsonObject] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
+        file.write(scored)
+        return scored
 
 
 @torch.no_grad()
-def score_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
     """`score` on this rank, for the rows of data.eval; returns all results on every rank."""
-    with open_world(recipe) as here:
-        recipe = validate(recipe, here.size)
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, here)
-        initial_weights.init_weights(chunks, assembly, recipe, here)
-        for chunk in chunks:
-            chunk.eval()
-        step = build.build_step(assembly, recipe, here)
-        source = SampleSource.open(
-            recipe.data.eval,
-            assembly.processor,
-            recipe.data,
-            max_rows=options["max_rows"],
-            evaluation=True,
-            budget=recipe.packing.budget,
-            align=recipe.packing.align or 1,
-        )
-        kept = KeptRows(options.get("kept"), here)
-        mine = _Scorer(step, chunks, here, kept).run(recipe_batches(recipe, source, here))
-        return _gather(mine, source, here)
+    with open_world(recipe) as world:
+        recipe = validate(recipe, world.size)
+        assembly, chunks = load_model(recipe, world)
+        step = build.build_step(assembly, recipe, world)
+        source = open_asked(recipe, assembly.processor, options["max_rows"])
+        kept = KeptRows(options.get("kept"), world)
+        mine = _Scorer(step, chunks, world, kept).run(recipe_batches(recipe, source, world))
+        scored = gather_rows(mine, world)
+        if source.counts and world.is_main:
+            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        return list(scored.values())
 
 
 @dataclass
 class _Scorer:
     """Computes log-probabilities with a model on this rank."""
 
-    step: Any
-    chunks: Sequence[Any]
-    here: World
+    step: PackedStep
+    chunks: Sequence[MegatronModule]
+    world: World
     kept: KeptRows
 
-    def run(self, batches: EvalBatches) -> dict[int, dict[str, Any]]:
+    def run(self, batches: EvalBatches) -> dict[int, JsonObject]:
         """The results of this rank's rows, by row number."""
-        found: dict[int, dict[str, Any]] = {}
+        scored: dict[int, JsonObject] = {}
         for indices, batch in zip(batches.bins, batches, strict=True):
-            given = batch if batch is not None else batches.spare()
-            logprobs = self._forward(given)
-            new: dict[int, dict[str, Any]] = {}
-            if batch is not None and logprobs is not None and self.here.cp_rank == 0:
-                rows = by_sample(given, given.input_ids, given.labels, logprobs)
+            inputs = batch if batch is not None else batches.spare()
+            logprobs = self._forward(inputs)
+            new: dict[int, JsonObject] = {}
+            if batch is not None and logprobs is not None and self.world.cp_rank == 0:
+                rows = by_sample(inputs, inputs.input_ids, inputs.labels, logprobs)
                 for index, (ids, labels, values) in zip(indices, rows, strict=True):
                     labels = torch.cat((labels.new_full((1,), -100), labels[1:]))  # nothing stands before the first
                     new[index] = {
@@ -125,32 +120,25 @@ class _Scorer:
                         "logprobs": values.tolist(),
                     }
             self.kept.add(new)
-            found |= new
-        return found
+            scored |= new
+        return scored
 
-    def _forward(self, batch: Any) -> Tensor | None:
+    def _forward(self, batch: MicroBatch) -> Tensor | None:
         """(B, T0) log-probabilities on the host, on the last pipeline stage; None on the others."""
 
-        def forward(data: Iterator[Any], model: Any) -> Any:
+        def forward(
+            data: Iterator[MicroBatch], model: MegatronModule
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
             inputs, loss_inputs = self.step.prepare(next(data), logprobs=True)
             output = self.step.forward(model, inputs)
             return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, loss_inputs)})
 
-        results = forward_only(forward, self.chunks, batch, self.here)
-        return results[0]["logprobs"].float().cpu() if self.here.counts_loss and results else None
+        results = forward_only(forward, self.chunks, batch, self.world)
+        return results[0]["logprobs"].float().cpu() if self.world.counts_loss and results else None
 
 
-def by_sample(batch: Any, *tables: Tensor) -> list[tuple[Tensor, ...]]:
+def by_sample(batch: MicroBatch, *tables: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of each sample, (L,), out of tables in the batch's shape."""
     flat = [table.flatten() for table in tables]
     spans = zip(batch.starts, batch.lengths, strict=True)
     return [tuple(table[start : start + length] for table in flat) for start, length in spans]
-
-
-def _gather(mine: dict[int, dict[str, Any]], source: SampleSource, here: World) -> list[dict[str, Any]]:
-    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(here.size)]
-    dist.all_gather_object(everyone, mine)
-    found = {index: row for of_rank in everyone for index, row in of_rank.items()}
-    if source.counts and here.is_main:
-        print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
-    return [found[index] for index in sorted(found)]

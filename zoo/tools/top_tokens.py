@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,11 +28,16 @@ from zoo.nn.head import TopK
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
-from zoo.tools.asking import Rows, asked
+from zoo.steps.packed_step import PackedStep
+from zoo.tools.asking import AskedRows, asked, open_asked
 from zoo.training.distillation.teacher import top_tokens_of
 from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
 from zoo.training.evaluation import recipe_batches
 from zoo.training.reference import plain_digest, weights_identity
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 DATA = (
     "labels",
@@ -51,7 +56,7 @@ DATA = (
 @preserve_process_state()
 def top_tokens(
     path: Model,
-    rows: Rows,
+    rows: AskedRows,
     out: str | Path,
     overrides: Overrides = (),
     *,
@@ -88,48 +93,41 @@ def top_tokens(
 @torch.no_grad()
 def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
     """`top_tokens` on this rank, for the rows of data.eval."""
-    with open_world(recipe) as here:
-        recipe = validate(recipe, here.size)
+    with open_world(recipe) as world:
+        recipe = validate(recipe, world.size)
         assembly = build.assemble(recipe)
-        source = SampleSource.open(
-            recipe.data.eval,
-            assembly.processor,
-            recipe.data,
-            evaluation=True,
-            budget=recipe.packing.budget,
-            align=recipe.packing.align or 1,
-        )
+        source = open_asked(recipe, assembly.processor)
         if source.rows.has_stream:
             raise UserError("a stream has no end to write a teacher's tokens up to; read the rows as a table")
         settings = _made_by(recipe, assembly, source)
         writer = agreed(lambda: TokenWriter(Path(out), settings))
-        chunks = build.build_model(assembly, recipe, here)
-        initial_weights.init_weights(chunks, assembly, recipe, here)
+        chunks = build.build_model(assembly, recipe, world)
+        initial_weights.init_weights(chunks, assembly, recipe, world)
         for chunk in chunks:
             chunk.eval()
-        parts = (recipe, source, build.build_step(assembly, recipe, here), chunks, here)
+        parts = (recipe, source, build.build_step(assembly, recipe, world), chunks, world)
         written = 0
         for number in range(writer.count):
             if writer.has(number):
                 continue
             first = number * ROWS
             rows = _tokens(*parts, range(first, min(first + ROWS, len(source))))
-            if here.is_main:
+            if world.is_main:
                 writer.write(number, rows)
             written += 1
             terminal.detail(f"{number + 1} of {writer.count} files")
-        if source.counts and here.is_main:
+        if source.counts and world.is_main:
             print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
-        totals = {name: sum(one[name] for one in writer.files.values()) for name in ("rows", "labels")}
+        totals = {name: sum(entry[name] for entry in writer.files.values()) for name in ("rows", "labels")}
         return {**totals, "files": written}
 
 
-def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> dict[str, Any]:
+def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> JsonObject:
     """What the tokens follow from."""
     vocabulary = assembly.config.text.vocab_size
     known = [identity.digests_of_rows("", part) for part in source.rows.parts if not isinstance(part, RowStream)]
-    rows = [(one.rows, one.digests) for one in known]
-    data: dict[str, Any] = {name: getattr(recipe.data, name) for name in DATA}
+    rows = [(part.rows, part.digests) for part in known]
+    data: JsonObject = {name: getattr(recipe.data, name) for name in DATA}
     return {
         "top_k": min(recipe.distill.top_k, vocabulary),
         "temperature": recipe.distill.temperature,
@@ -141,19 +139,19 @@ def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> 
 
 
 def _tokens(
-    recipe: Recipe, source: SampleSource, step: Any, chunks: Sequence[Any], here: World, rows: range
+    recipe: Recipe, source: SampleSource, step: PackedStep, chunks: Sequence[MegatronModule], world: World, rows: range
 ) -> list[RowTokens]:
     """Of these rows, in their order; the same on all ranks."""
     batches, wanted = (
-        recipe_batches(recipe, source, here, rows=rows),
+        recipe_batches(recipe, source, world, rows=rows),
         TopK(recipe.distill.top_k, recipe.distill.temperature),
     )
     mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
-        found = top_tokens_of(step, chunks, batches.spare() if batch is None else batch, here, wanted)
-        if batch is None or found is None or not here.counts_loss:
+        top = top_tokens_of(step, chunks, batches.spare() if batch is None else batch, world, wanted)
+        if batch is None or top is None or not world.counts_loss:
             continue
-        tokens, places = found
+        tokens, places = top
         bounds = torch.tensor([*batch.starts, batch.input_ids.numel()])
         owner = torch.searchsorted(bounds, places, right=True) - 1
         arrays = [places, *(one.cpu() for one in tokens)]
@@ -169,7 +167,7 @@ def _tokens(
 
 def _joined(parts: Sequence[tuple[bytes, list[np.ndarray]]]) -> RowTokens:
     """A row's labels in order, which context-parallel ranks have parts of."""
-    places, *arrays = (np.concatenate(one) for one in zip(*(part[1] for part in parts), strict=True))
+    places, *arrays = (np.concatenate(column) for column in zip(*(part[1] for part in parts), strict=True))
     order = np.argsort(places)
-    ids, logprobs, rest = (one[order] for one in arrays)
+    ids, logprobs, rest = (column[order] for column in arrays)
     return RowTokens(parts[0][0], ids, logprobs, rest)

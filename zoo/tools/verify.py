@@ -39,6 +39,7 @@ from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.convert import convert
 from zoo.tools.hf_score import hf_logprobs
 from zoo.tools.score import score
+from zoo.types import JsonObject
 
 MOST = 1000  # nats; the largest tolerance
 LOGPROBS = 1e-3  # largest difference that passes for two ways to compute the same in fp32
@@ -61,7 +62,7 @@ class Verification:
 
     tensors: list[Compared]
     # source, labels, max_difference of log-probabilities; skipped: why transformers can't be compared there, or None
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JsonObject] = field(default_factory=list)
     tolerance: float = LOGPROBS
 
     @property
@@ -75,7 +76,7 @@ class Verification:
         return max((row["max_difference"] for row in self.compared_rows), default=0.0)
 
     @property
-    def compared_rows(self) -> list[dict[str, Any]]:
+    def compared_rows(self) -> list[JsonObject]:
         """The rows that both sides can compute."""
         return [row for row in self.rows if row["skipped"] is None]
 
@@ -84,12 +85,12 @@ class Verification:
         """Whether every tensor is equal and every log-probability within the tolerance."""
         return set(self.counts) <= {"equal"} and self.largest_difference <= self.tolerance
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The result as plain values."""
-        found = {"equal": self.equal, "counts": self.counts, "tensors": [asdict(t) for t in self.tensors]}
+        values = {"equal": self.equal, "counts": self.counts, "tensors": [asdict(t) for t in self.tensors]}
         if self.rows:
-            found |= {"rows": self.rows, "tolerance": self.tolerance}
-        return found
+            values |= {"rows": self.rows, "tolerance": self.tolerance}
+        return values
 
 
 @preserve_process_state()
@@ -121,16 +122,16 @@ def verify(
         raise UserError(f"tolerance={tolerance!r}: wanted a number from 0 to {MOST}, such as 1e-3")
     if rows is not None:
         locate_rows(str(rows), "rows")
-    given = [locate(run_of(path)) for path in (a, b)]
-    with _side(given[0]) as left, _side(given[1]) as right:
+    places = [locate(run_of(path)) for path in (a, b)]
+    with _side(places[0]) as left, _side(places[1]) as right:
         if left.family != right.family:
             raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
         progress = None if quiet else Progress("comparing", left.nbytes)
         tensors = list(_compare(left, right, progress or (lambda count: None)))
         if progress is not None:
             progress.close()
-    found = [] if rows is None else _compare_rows(given, rows, overrides, here)
-    return Verification(tensors, found, tolerance)
+    rows_compared = [] if rows is None else _compare_rows(places, rows, overrides, here)
+    return Verification(tensors, rows_compared, tolerance)
 
 
 @contextmanager
@@ -165,7 +166,7 @@ class _Side:
     dims: Dims
 
     @classmethod
-    def of(cls, reader: Folder, arch: dict[str, Any], own: bool = False) -> Self:
+    def of(cls, reader: Folder, arch: JsonObject, own: bool = False) -> Self:
         """Everything that is there, whether or not it makes a whole model; `own`: under zoo's names."""
         names = published_names(reader, arch) if own else reader.names()
         plan = build_meta_model(arch, names)
@@ -273,30 +274,30 @@ def _size(difference: float | None) -> float:
     return float("inf") if difference is None or difference != difference else difference
 
 
-def _compare_rows(places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool) -> list[dict[str, Any]]:
+def _compare_rows(places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool) -> list[JsonObject]:
     """Row by row, each side by its own code, read as the run did that made one of them."""
     known = [settings for settings in map(settings_of, places) if settings.values]
     overrides = combined(as_overrides(known[0]) if known else (), overrides)
     left, right = (_logprobs(place, rows, overrides, here) for place in places)
     mixed = len({place.kind == "hf" for place in places}) > 1
-    found = []
-    for one, other in zip(left, right, strict=True):
-        if one["token_ids"] != other["token_ids"]:
-            raise UserError(f"{one['source']}: the two tokenizers or processors give different tokens")
-        pairs = zip(one["labels"], one["logprobs"], other["logprobs"], strict=True)
+    compared = []
+    for row, other in zip(left, right, strict=True):
+        if row["token_ids"] != other["token_ids"]:
+            raise UserError(f"{row['source']}: the two tokenizers or processors give different tokens")
+        pairs = zip(row["labels"], row["logprobs"], other["logprobs"], strict=True)
         differences = [abs(x - y) for label, x, y in pairs if label != -100]
-        found.append(
+        compared.append(
             {
-                "source": one["source"],
+                "source": row["source"],
                 "labels": len(differences),
                 "max_difference": max(differences, default=0.0),
-                "skipped": one.get("skipped") or other.get("skipped") if mixed else None,
+                "skipped": row.get("skipped") or other.get("skipped") if mixed else None,
             }
         )
-    return found
+    return compared
 
 
-def _logprobs(place: Place, rows: str | Path, overrides: Overrides, here: bool) -> list[dict[str, Any]]:
+def _logprobs(place: Place, rows: str | Path, overrides: Overrides, here: bool) -> list[JsonObject]:
     if place.kind == "hf":
         return hf_logprobs(place, rows, overrides)
     return score(place.folder, rows, combined(["engine.precision=fp32"], overrides), here=here)

@@ -37,8 +37,7 @@ from zoo.logging import messages
 from zoo.logging.callbacks.callbacks import Callbacks, open_callbacks
 from zoo.logging.memory_use import MemoryUse
 from zoo.logging.result import TrainResult, losses_by_step, was_completed
-from zoo.logging.row_counts import RowCounts
-from zoo.logging.run_log import RunLog
+from zoo.logging.run_log import RowCounts, RunLog
 from zoo.logging.startup_time import Startup
 from zoo.logging.step_timer import StepTimes
 from zoo.model import build, lora

@@ -32,7 +32,7 @@ MEDIA = {  # recipe -> a tensor of its media
 
 def tiny(name: str) -> Recipe:
     size = "tiny-onevision" if "onevision" in name else "tiny"
-    options = bench_train.Options(recipe=name, size=size, longest=LONGEST)
+    options = bench_train.TrainBenchOptions(recipe=name, size=size, longest=LONGEST)
     return bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1"])
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from zoo.bench.training import train as bench_train
-from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
 from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
-from zoo.bench.training.steps import BenchRun, LoadedRun, kernels
+from zoo.bench.training.steps import BenchRun, LoadedRun, kernels, route_evenly
 from zoo.checkpoint.saver import Saver
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
@@ -187,7 +186,7 @@ def test_the_same_samples_packed_padded_and_under_transformers(
 
 
 def test_a_router_is_trained_before_steps_are_timed() -> None:
-    options = bench_train.Options(
+    options = bench_train.TrainBenchOptions(
         recipe="qwen3_vl_moe_sft", size="tiny-moe", longest=64, samples=4, passes=1, settings=("packed:2",),
         backends=("torch",), warm_steps=7,
     )  # fmt: skip
@@ -205,7 +204,7 @@ def test_a_run_of_the_bench_is_a_run(
     name: str, data: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: its own samples, and rows through the loader, whose wait and FLOPs of two kinds of media are shown."""
-    options = bench_train.Options(recipe=name, size="tiny", longest=64, samples=2, passes=1, data=data)
+    options = bench_train.TrainBenchOptions(recipe=name, size="tiny", longest=64, samples=2, passes=1, data=data)
     recipe = bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1", "data.workers=0"])
     row = {"packing.mode": "thd", "packing.budget": 256, "train.global_batch": 1, "run.dir": str(tmp_path)}
     given = {
@@ -248,7 +247,7 @@ def test_experts_are_drawn_evenly() -> None:
 
 @pytest.mark.slow
 def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    options = bench_train.Options(
+    options = bench_train.TrainBenchOptions(
         size="tiny", longest=64, samples=2, passes=1, settings=("packed:1",), backends=("te", "torch")
     )
     lines: list[dict] = []

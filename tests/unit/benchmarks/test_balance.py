@@ -9,17 +9,17 @@ from benchmarks import balance as bench
 from benchmarks import length_sets
 from zoo.errors import UserError
 
-OPTIONS = bench.Options(count=30_000)
+OPTIONS = bench.BalanceOptions(count=30_000)
 
 
 @pytest.fixture(scope="module")
-def report() -> bench.Report:
+def report() -> bench.BalanceReport:
     return bench.run(OPTIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", length_sets.SETS)
-def test_rows_are_full_and_ranks_even(name: str, report: bench.Report) -> None:
+def test_rows_are_full_and_ranks_even(name: str, report: bench.BalanceReport) -> None:
     dealt, by_tokens, by_cost = report.sets[name]
     assert by_cost.unfilled < 0.02
     for ranks in OPTIONS.ranks:
@@ -30,7 +30,7 @@ def test_rows_are_full_and_ranks_even(name: str, report: bench.Report) -> None:
 
 
 @pytest.mark.slow
-def test_table_and_json_say_the_same(report: bench.Report) -> None:
+def test_table_and_json_say_the_same(report: bench.BalanceReport) -> None:
     tree = json.loads(json.dumps(asdict(report)))
     text = bench.table(report)
     assert list(tree["sets"]) == list(length_sets.SETS) and tree["options"]["count"] == 30_000
@@ -41,6 +41,6 @@ def test_table_and_json_say_the_same(report: bench.Report) -> None:
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="bins=0: wanted a whole number from 1 to"):
-        bench.run(bench.Options(bins=0))
+        bench.run(bench.BalanceOptions(bins=0))
     with pytest.raises(UserError, match="count=500: too few rows for a step of 8 ranks"):
-        bench.run(bench.Options(count=500))
+        bench.run(bench.BalanceOptions(count=500))

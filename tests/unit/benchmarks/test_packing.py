@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks import packing
-from benchmarks.packing_report import Options, as_dict, table
+from benchmarks.packing_report import PackingOptions, as_dict, table
 from zoo.errors import UserError
 from zoo.packing import PackedLayout
 
-SMALL = Options(samples=8, shortest=5, longest=60, repeats=2)
+SMALL = PackingOptions(samples=8, shortest=5, longest=60, repeats=2)
 
 
 def python_calls(times: int) -> int:
@@ -47,7 +47,7 @@ def test_python_does_not_loop_over_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select(cp: int) -> None:
-    case = packing.measure(Options(repeats=1), cp)
+    case = packing.measure(PackingOptions(repeats=1), cp)
     assert case.together.bytes_ratio <= 1.5
     assert all(line.bytes_ratio <= 1.5 for line in case.lines if line.elements)
 
@@ -99,6 +99,6 @@ def test_table_and_json_say_the_same() -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="samples=0: wanted a whole number from 1 to"):
-        Options(samples=0)
+        PackingOptions(samples=0)
     with pytest.raises(UserError, match="longest=4 is below shortest=5"):
-        Options(shortest=5, longest=4)
+        PackingOptions(shortest=5, longest=4)

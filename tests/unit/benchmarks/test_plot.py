@@ -11,10 +11,10 @@ from zoo.errors import UserError
 LINE = {"way": "packed", "width": None, "backend": "torch", "ranks": 1, "ms": 5.0, "real_tokens_per_s": 9.0, "peak_gib": 1.0}  # fmt: skip
 
 
-def write_results(path: Path, lines: list[dict]) -> plot.Options:
+def write_results(path: Path, lines: list[dict]) -> plot.PlotOptions:
     report = {"bench": "train", "recipe": "demo", "size": "tiny", "date": "-", "environment": None}
     path.write_text(json.dumps({**report, "lines": lines}))
-    return plot.Options(results=str(path), out=str(path.parent / "new" / "bench.png"))
+    return plot.PlotOptions(results=str(path), out=str(path.parent / "new" / "bench.png"))
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_results_without_a_measurement_and_other_files_are_refused(tmp_path: Pat
         plot.draw(write_results(tmp_path / "bench.json", [{"oom": True}]))
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match="no results of zoo bench train"):
-        plot.draw(plot.Options(results=str(tmp_path / "other.json")))
+        plot.draw(plot.PlotOptions(results=str(tmp_path / "other.json")))

@@ -45,12 +45,12 @@ def test_the_folder_is_made_and_nothing_is_left_in_it(tmp_path: Path) -> None:
 def test_a_folder_that_can_not_be_made_is_named_as_it_was_given(bench: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"folder={tmp_path}/file/in: Not a directory"):
-        bench.run(bench.Options(folder=f"{tmp_path}/file/in"))
+        bench.run(bench.SaveRateOptions(folder=f"{tmp_path}/file/in"))
 
 
 @pytest.mark.slow
 def test_saves_and_loads_of_a_small_model_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = save_rates.Options(
+    options = save_rates.SaveRateOptions(
         size="tiny", nproc=2, folder=str(tmp_path / "new"), steps=2, longest=64, packed=2, disk_mb=64
     )
     found = save_rates.run(options, ["engine.threads=1"])

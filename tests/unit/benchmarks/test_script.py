@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import packing, script, soak
-from benchmarks.packing_report import Options, as_dict, table
+from benchmarks.packing_report import PackingOptions, as_dict, table
 
 REPO = Path(__file__).parents[3]
 SMALL = ("samples=3", "shortest=4", "longest=9", "repeats=1")
@@ -23,7 +23,7 @@ def test_a_script_runs_from_a_clone() -> None:
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(packing.__doc__, Options, packing.run, table, as_dict, arguments=SMALL) == 0
+    assert script.main(packing.__doc__, PackingOptions, packing.run, table, as_dict, arguments=SMALL) == 0
     printed = capsys.readouterr().out
     assert "3 samples of 4 to 9 tokens" in printed and printed.count("all together") == 2
 
@@ -38,20 +38,20 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_are_one_line(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = script.main(packing.__doc__, Options, packing.run, table, as_dict, arguments=[argument])
+    code = script.main(packing.__doc__, PackingOptions, packing.run, table, as_dict, arguments=[argument])
     shown = capsys.readouterr().err
     assert code == 2 and shown.startswith(message) and shown.count("\n") == 1
 
 
 def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(soak.__doc__, soak.Options, soak.run, soak.table, arguments=["--help"]) == 0
+    assert script.main(soak.__doc__, soak.SoakOptions, soak.run, soak.table, arguments=["--help"]) == 0
     assert "steps=10000 every=500" in capsys.readouterr().out
 
 
 def test_keys_of_the_recipe_are_handed_on() -> None:
     given: list[object] = []
     script.main(
-        None, soak.Options, lambda *both: given.extend(both), str, takes_recipe_keys=True,
+        None, soak.SoakOptions, lambda *both: given.extend(both), str, takes_recipe_keys=True,
         arguments=["steps=200", "model.arch.depth=1"],
     )  # fmt: skip
-    assert given == [soak.Options(steps=200), ["model.arch.depth=1"]]
+    assert given == [soak.SoakOptions(steps=200), ["model.arch.depth=1"]]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import Options, run, table
+from benchmarks.soak import SoakOptions, run, table
 
 SMALL = (
     "model.arch.text_config.num_hidden_layers=1",
@@ -17,7 +17,7 @@ SMALL = (
 @pytest.mark.slow(minutes=2)
 def test_nothing_grows_in_300_steps(tmp_path: Path) -> None:
     """Limits are wide: the machine does other things, too. benchmarks/README.md has the long run."""
-    report = run(Options(steps=300, every=25, after=100, folder=str(tmp_path / "soak")), SMALL)
+    report = run(SoakOptions(steps=300, every=25, after=100, folder=str(tmp_path / "soak")), SMALL)
     assert report.events["save"] >= 11 and report.events["eval"] >= 11
     assert len(report.steps_ms) == 300
     assert report.memory.first > 100 and report.memory.share < 0.06, table(report)

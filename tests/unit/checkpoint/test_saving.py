@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from zoo.bench.saves import Options, report, run
+from zoo.bench.saves import SaveBenchOptions, report, run
 from zoo.checkpoint import integrity, progress, writer
 from zoo.checkpoint.saver import Saved, Saver, SaveReport, _Writing
 from zoo.checkpoint.selection import best_of, check_beside_weights, choose, prune, repaired_source
@@ -293,7 +293,7 @@ def test_the_cost_of_saves() -> None:
     with pytest.raises(UserError, match="too little to tell"):
         report(lines[:3])
     with pytest.raises(UserError, match=r"no train\.jsonl there"):
-        run(Options("nowhere"))
+        run(SaveBenchOptions("nowhere"))
 
 
 def test_how_far_a_save_is_stands_beside_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

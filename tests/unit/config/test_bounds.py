@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import balance, convert, packing, save_rates, soak
-from zoo.bench import data
-from zoo.bench.training import train
+from benchmarks.balance import BalanceOptions
+from benchmarks.convert import ConvertOptions
+from benchmarks.packing_report import PackingOptions
+from benchmarks.save_rates import SaveRateOptions
+from benchmarks.soak import SoakOptions
+from zoo.bench.data import DataBenchOptions
+from zoo.bench.training.train import TrainBenchOptions
 from zoo.cli.checkpoints.verify import _number
 from zoo.cli.recipes.show import _schema, _schema_entries
 from zoo.config.compose import load_recipe
@@ -113,9 +117,12 @@ def test_every_number_of_a_data_entry_has_bounds() -> None:
             assert "\n" not in message and len(message) < 500
 
 
-@pytest.mark.parametrize("room", [balance, convert, data, save_rates, soak, train, packing])
-def test_every_number_of_a_bench_has_bounds(room: Any) -> None:
-    options = room.Options()
+@pytest.mark.parametrize(
+    "options_type",
+    [BalanceOptions, ConvertOptions, DataBenchOptions, SaveRateOptions, SoakOptions, TrainBenchOptions, PackingOptions],
+)
+def test_every_number_of_a_bench_has_bounds(options_type: Any) -> None:
+    options = options_type()
     assert numbers(options)
     for name, value in product(numbers(options), [-1, 10**18, 10**5000, -(10**400)]):
         several = isinstance(getattr(options, name), tuple)

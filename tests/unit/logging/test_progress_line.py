@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zoo.logging import progress_line
-from zoo.logging.progress_line import Progress
+from zoo.logging.progress_line import StepLine
 
 METRICS = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
            "data_wait": 0.12}  # fmt: skip
@@ -31,7 +31,7 @@ def shown(width: int, metrics: dict[str, Any], total: int, encoding: str = "utf-
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     with os.fdopen(slave, "w", encoding=encoding) as stream:
-        progress = Progress(total, metrics["step"] - 1, 10, stream)
+        progress = StepLine(total, metrics["step"] - 1, 10, stream)
         assert progress.live == erases
         progress.step(metrics)
         text = os.read(master, 10_000).decode()
@@ -71,6 +71,6 @@ def test_a_dumb_terminal_gets_what_a_file_gets(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_file_gets_all_of_it(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
-        Progress(99_999, METRICS["step"] - 1, 10, stream).step(METRICS)
+        StepLine(99_999, METRICS["step"] - 1, 10, stream).step(METRICS)
     line = (tmp_path / "log").read_text()
     assert "real tokens/s  pad 3.1%  data 12%  ETA " in line

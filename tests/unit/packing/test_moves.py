@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import packing
-from benchmarks.packing_report import Options
+from benchmarks.packing_report import PackingOptions
 from zoo.packing import PackedLayout, moves
 
 ROADS = {"runs": (10**9, 0), "index": (0, 10**9)}  # FEW and LONG that leave no choice
@@ -114,5 +114,5 @@ def test_a_layout_without_its_batch_forgets_the_plans() -> None:
 
 
 def test_runs_move_fewer_bytes_than_an_index() -> None:
-    case = packing.measure(Options(repeats=1), 2)
+    case = packing.measure(PackingOptions(repeats=1), 2)
     assert case.together.bytes_ratio <= 0.8

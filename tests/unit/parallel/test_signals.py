@@ -71,9 +71,9 @@ def test_what_is_said_to_a_terminal_that_is_gone_is_dropped(tmp_path: Path) -> N
     program = f"""
 import os, time
 from zoo.parallel.signals import interrupts
-from zoo.logging.progress_line import Progress
+from zoo.logging.progress_line import StepLine
 with interrupts() as stop, stop.deferred():
-    progress = Progress(3, 0, 1)
+    progress = StepLine(3, 0, 1)
     print("ready", flush=True)
     while not stop.asked:
         time.sleep(0.01)

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo.bench.training.receipts import receipts
-from zoo.bench.training.train import Options, bench_recipe
+from zoo.bench.training.train import TrainBenchOptions, bench_recipe
 from zoo.config.validate import validate
 from zoo.planner.activations import Row
 from zoo.planner.memory import memory
@@ -28,7 +28,7 @@ PACKED = [
 
 @pytest.mark.parametrize(("result", "line"), PACKED)
 def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
-    bench = Options(recipe=result["recipe"], size=result["size"])
+    bench = TrainBenchOptions(recipe=result["recipe"], size=result["size"])
     recipe = bench_recipe(bench, result["overrides"])
     # What CUDA graphs keep activations in counts as reserved, not as in use.
     graphs = recipe.engine.cuda_graphs is True

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo.bench.training.receipts import receipts
-from zoo.bench.training.train import Options, bench_recipe
+from zoo.bench.training.train import TrainBenchOptions, bench_recipe
 from zoo.config.derived import data_parallel
 from zoo.config.validate import validate
 from zoo.planner.activations import Row
@@ -30,7 +30,9 @@ def tokens_per_second(result: dict[str, Any]) -> tuple[float, float]:
     """Estimated and measured, of the first setting of a result."""
     line = next(line for line in result["lines"] if line["way"] == "row" and line["backend"] == "torch")
     keys = [text for text in result["overrides"] if text.startswith(("parallel.", "engine.recompute="))]
-    recipe = bench_recipe(Options(recipe=result["recipe"], size=result["size"], layers=result["layers"]), keys)
+    recipe = bench_recipe(
+        TrainBenchOptions(recipe=result["recipe"], size=result["size"], layers=result["layers"]), keys
+    )
     given = [word for word in result["command"].split() if word.startswith("batch=")]
     batch = int(given[0].removeprefix("batch=")) if given else data_parallel(recipe, line["ranks"])
     recipe = recipe.replace(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.rl.batch import Rows, Sparse, bins_of, spread
+from zoo.rl.batch import PaddedRows, Sparse, bins_of, spread
 
 PROCESSOR = SimpleNamespace(media_tensors=lambda features: {"patches": features["pixel_values"]})
 
@@ -36,7 +36,7 @@ def batch(**changed: Any) -> dict[str, Any]:
 )
 def test_a_wrong_batch_is_refused(changed: dict[str, Any], temperature: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Rows.read(batch(**changed), PROCESSOR, temperature)
+        PaddedRows.read(batch(**changed), PROCESSOR, temperature)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_a_wrong_batch_is_refused(changed: dict[str, Any], temperature: Any, sai
 )
 def test_routing_that_is_none_of_the_model_is_refused(routing: Any, sparse: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Rows.read(batch(routing=routing), PROCESSOR, sparse=sparse)
+        PaddedRows.read(batch(routing=routing), PROCESSOR, sparse=sparse)
 
 
 def test_rows_are_taken_with_all_that_is_theirs() -> None:
     media = [{"pixel_values": torch.ones(2, 1)}, None, {"pixel_values": torch.full((1, 1), 3.0)}]
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 1]])
     given = batch(response_mask=mask, media=media, advantages=torch.arange(3.0), names=["a", "b", "c"], beta=0.1)
-    rows = Rows.read(given, PROCESSOR, torch.tensor([1.0, 2.0, 3.0]))
+    rows = PaddedRows.read(given, PROCESSOR, torch.tensor([1.0, 2.0, 3.0]))
     assert rows.lengths == (3, 2, 4) and len(rows) == 3
     assert rows.targets == 1 + 1 + 1, "no padding, and no row's first token"
     taken = rows.take([2, 0], filler=7)
@@ -95,7 +95,7 @@ def test_a_batch_may_have_no_row() -> None:
     empty = torch.zeros(0, 0, dtype=torch.int64)
     given = {"input_ids": empty, "attention_mask": empty, "loss_mask": empty.bool(), "media": []}
     routing = torch.zeros(0, 0, 2, 1, dtype=torch.int64)
-    rows = Rows.read({**given, "routing": routing}, PROCESSOR, torch.zeros(0), Sparse(2, 4, 1))
+    rows = PaddedRows.read({**given, "routing": routing}, PROCESSOR, torch.zeros(0), Sparse(2, 4, 1))
     assert (len(rows), rows.lengths, rows.targets) == (0, (), 0)
     filler = rows.take((), filler=7)
     assert filler.input_ids.tolist() == [[7]] and not filler.media

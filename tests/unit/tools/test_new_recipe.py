@@ -107,7 +107,7 @@ def test_a_row_that_is_too_long_sets_the_budget(tmp_path: Path) -> None:
 def test_a_published_model_is_known_by_its_hub_id(mixed: str, tmp_path: Path) -> None:
     data = look_at_data("digits")
     model = look_at_model(PUBLISHED, data)
-    assert (model.recipe, model.adapters, model.place) == ("qwen3_vl_moe_sft", "qwen3_vl_moe_lora", None)
+    assert (model.recipe, model.adapters, model.source) == ("qwen3_vl_moe_sft", "qwen3_vl_moe_lora", None)
     assert prefers_adapters(model)
     recipe = written(draft(data, model, True, Path("my.yaml")), tmp_path)
     assert recipe.model.init == PUBLISHED and recipe.lora.rank and recipe.data.train == ["digits:train"]

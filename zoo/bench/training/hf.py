@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,28 +27,32 @@ from zoo.model import build
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.flops import model_cost
 from zoo.tools.hf_score import transformers_class
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from zoo.model.build import Assembly
 
 
-def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+def measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     """Metrics of the setting; {"oom": True} where the GPU's memory doesn't suffice."""
     try:
-        return _measure(recipe, given)
+        return _measure(recipe, request)
     except torch.OutOfMemoryError as error:
         return {"oom": True, "why": str(error).partition(". ")[0], "environment": environment()}
 
 
-def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     startup = Startup("imports")
     if torch.cuda.is_available():
         use_shipped_settings()  # the delta rule has the same settings on both sides
-    setting = Setting(**given["setting"])
+    setting = Setting(**request["setting"])
     assembly = build.assemble(recipe)
     config = assembly.config
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    made = examples(assembly, given["samples"], given["longest"])
-    samples = [one.sample for one in made]
+    made = examples(assembly, request["samples"], request["longest"])
+    samples = [example.sample for example in made]
     bins = setting.bins(samples, 1, [])
     batches = [_batch([made[i] for i in rows], config, setting.width, dtype) for rows in bins]
     startup.mark("data")
@@ -58,8 +62,8 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.train.lr, weight_decay=recipe.train.weight_decay, fused=on_gpu
     )
-    warm = _whole_passes(given["warm_steps"], len(bins))
-    steps = _whole_passes(max(LEAST_TIMED, given["passes"] * len(bins)), len(bins))
+    warm = _whole_passes(request["warm_steps"], len(bins))
+    steps = _whole_passes(max(LEAST_TIMED, request["passes"] * len(bins)), len(bins))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
@@ -88,7 +92,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     startup.mark("first step")
     while len(times) < warm + steps:
         train_step()
-    rows = [[samples[i] for i in one] for one in bins]
+    rows = [[samples[i] for i in example] for example in bins]
     timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], assembly)
     return {
         **metrics(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
@@ -102,7 +106,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         "warm_s": round(sum(times[:warm]) / 1e3, 2),
         "warm_steps": warm,
         "kernels": {**kernels([]), "core_attention": f"transformers' {setting.backend}"},
-        **({"profile": profile(train_step)} if given["profile"] else {}),
+        **({"profile": profile(train_step)} if request["profile"] else {}),
         "environment": environment(),
     }
 
@@ -112,11 +116,11 @@ def _whole_passes(least: int, batches: int) -> int:
     return -(-max(least, batches) // batches) * batches
 
 
-def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], assembly: Any) -> list[Timed]:
+def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], assembly: Assembly) -> list[Timed]:
     """A record for each timed step; `rows` and `widths` (tokens with padding) are those of the batches, in turn."""
     cost, timed = model_cost(assembly.config, 0), []
-    for place, ms in enumerate(times):
-        samples, width = rows[place % len(rows)], widths[place % len(rows)]
+    for step, ms in enumerate(times):
+        samples, width = rows[step % len(rows)], widths[step % len(rows)]
         real = sum(sample.length for sample in samples)
         towers: dict[str, list[float]] = {name: [] for name in cost.towers}
         for sample in samples:
@@ -146,9 +150,9 @@ def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype
 def _batch(rows: list[Example], config: Any, width: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Arguments of transformers' models, in pinned memory where there is a GPU; what is no whole number is of `dtype`."""
     if rows[0].features:
-        batch = collate([one.features for one in rows], width)
+        batch = collate([row.features for row in rows], width)
     else:
-        made = collate_padded([with_pixels(one.sample, config) for one in rows], pad_to=width)
+        made = collate_padded([with_pixels(row.sample, config) for row in rows], pad_to=width)
         assert made.attention_mask is not None
         batch = {
             "input_ids": made.input_ids,

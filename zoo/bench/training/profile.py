@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from zoo.types import JsonObject
+
 STEPS = 2
 TOP = 60
 GAPS = 20
@@ -52,7 +54,7 @@ class Event:
     own: float
 
 
-def profile(step: Callable[[], object]) -> dict[str, Any]:
+def profile(step: Callable[[], object]) -> JsonObject:
     """What ran in `step`, called STEPS times after once under the profiler without being counted."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -61,18 +63,18 @@ def profile(step: Callable[[], object]) -> dict[str, Any]:
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     with profiler(activities=activities):  # the first use of the profiler takes seconds
         step()
-    with profiler(activities=activities) as found:
+    with profiler(activities=activities) as profiled:
         for _ in range(STEPS):
             step()
         if on_gpu:
             torch.cuda.synchronize()
-    return report(_events(found, on_gpu), STEPS)
+    return report(_events(profiled, on_gpu), STEPS)
 
 
-def _events(found: Any, on_gpu: bool) -> list[Event]:
+def _events(profiled: Any, on_gpu: bool) -> list[Event]:
     """Kernels and copies of the GPU, or PyTorch's operations on the CPU."""
     events = []
-    for event in found.events():
+    for event in profiled.events():
         start, end = event.time_range.start, event.time_range.end
         if on_gpu and event.device_type.name == "CUDA" and not event.is_user_annotation:
             events.append(Event(event.name, start, end, end - start))
@@ -81,7 +83,7 @@ def _events(found: Any, on_gpu: bool) -> list[Event]:
     return events
 
 
-def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
+def report(events: Sequence[Event], steps: int) -> JsonObject:
     """Milliseconds a step: `span_ms` from the first to the last event, `busy_ms` with anything running, `idle_ms` without,
     `kinds` by kind, `top` by name and `gaps`, of the time without, by what ran before and what came after."""
     if not events:
@@ -124,28 +126,28 @@ def kind(name: str) -> str:
 
 def _gaps(events: Sequence[Event]) -> dict[tuple[str, str], float]:
     """Microseconds in which nothing ran, by the names of what ran last and of what came next."""
-    found: dict[tuple[str, str], float] = {}
+    gaps: dict[tuple[str, str], float] = {}
     last = None
     for event in sorted(events, key=lambda event: event.start):
         if last is not None and event.start > last.end:
             pair = (last.name, event.name)
-            found[pair] = found.get(pair, 0.0) + event.start - last.end
+            gaps[pair] = gaps.get(pair, 0.0) + event.start - last.end
         if last is None or event.end > last.end:
             last = event
-    return found
+    return gaps
 
 
-def table(found: dict[str, Any], top: int = 12) -> str:
+def table(result: JsonObject, top: int = 12) -> str:
     """The report as text."""
-    span = found["span_ms"] or 1.0
-    lines = [f"  {found['span_ms']:.1f} ms a step under the profiler, {found['idle_ms']:.1f} of them idle"]
-    rows = [*found["kinds"].items(), ("idle", found["idle_ms"])]
+    span = result["span_ms"] or 1.0
+    lines = [f"  {result['span_ms']:.1f} ms a step under the profiler, {result['idle_ms']:.1f} of them idle"]
+    rows = [*result["kinds"].items(), ("idle", result["idle_ms"])]
     lines += [f"    {name:<24}{ms:>9.2f} ms{ms / span:>8.1%}" for name, ms in rows]
     lines += [
-        f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}" for entry in found["top"][:top]
+        f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}" for entry in result["top"][:top]
     ]
     lines += [
         f"    {gap['ms']:>9.2f} ms idle between {gap['after'][:50]} and {gap['before'][:50]}"
-        for gap in found["gaps"][:GAPS_SHOWN]
+        for gap in result["gaps"][:GAPS_SHOWN]
     ]
     return "\n".join(lines)

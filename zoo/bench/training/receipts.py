@@ -40,12 +40,12 @@ def draw_sizes(generator: torch.Generator, longest: int) -> Sizes:
 def marks(config: Any) -> tuple[int, int] | None:
     """Ids of the tokens around an image; None for a family without images as grids of patches."""
     names = ("start_token_id", "end_token_id")
-    found: list[Any] = [
+    events: list[Any] = [
         getattr(config.root, f"vision_{name}", getattr(config.root, f"image_{name}", None)) for name in names
     ]
-    if config.vision is None or not hasattr(config.vision, "spatial_merge_size") or None in found:
+    if config.vision is None or not hasattr(config.vision, "spatial_merge_size") or None in events:
         return None
-    return found[0], found[1]
+    return events[0], events[1]
 
 
 def receipts(config: Any, count: int, longest: int = 2048) -> list[Sample]:
@@ -65,14 +65,14 @@ def receipts(config: Any, count: int, longest: int = 2048) -> list[Sample]:
         return torch.randint(0, min(VOCABULARY, *special), (tokens,), generator=generator)
 
     samples = []
-    for place in range(count):
+    for step in range(count):
         height, width, answer = draw_sizes(generator, longest)
         prompt = text(PROMPT)
         middle = [torch.tensor([start]), torch.full((height * width,), image), torch.tensor([end])]
         ids = torch.cat([prompt, *middle, text(answer)])[:longest]
         grid = torch.tensor([[1, merge * height, merge * width]])
         labels = ids.masked_fill(ids == image, IGNORE)
-        samples.append(Sample(ids, labels, {"image_grid_thw": grid}, source=f"receipt {place}"))
+        samples.append(Sample(ids, labels, {"image_grid_thw": grid}, source=f"receipt {step}"))
     return samples
 
 

@@ -8,7 +8,7 @@ A row goes through the family's processor, so that the model of transformers get
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.references import AudioSamples, OpenImage
 from zoo.data.sources.rows import Message, Row
 from zoo.errors import UserError
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from zoo.model.build import Assembly
 
 SQUARE = 28  # pixels a side
 TOKENS_A_SECOND = 13  # of a clip
@@ -33,7 +37,7 @@ class Example(NamedTuple):
     features: dict[str, Tensor]
 
 
-def examples(assembly: Any, count: int, longest: int) -> list[Example]:
+def examples(assembly: Assembly, count: int, longest: int) -> list[Example]:
     """The first `count` samples of a family; all tokens of text have loss.
 
     Raises:
@@ -43,14 +47,14 @@ def examples(assembly: Any, count: int, longest: int) -> list[Example]:
         return [Example(sample, {}) for sample in receipts(assembly.config, count, longest)]
     generator = torch.Generator().manual_seed(SEED)
     sizes = [draw_sizes(generator, longest) for _ in range(count)]
-    return [_within(assembly, place, drawn, longest) for place, drawn in enumerate(sizes)]
+    return [_within(assembly, number, drawn, longest) for number, drawn in enumerate(sizes)]
 
 
-def _within(assembly: Any, place: int, sizes: Sizes, longest: int) -> Example:
+def _within(assembly: Assembly, number: int, sizes: Sizes, longest: int) -> Example:
     """A row of at most `longest` tokens: its answer is cut off behind."""
     processor, answer = assembly.processor, max(sizes.answer, 1)
     while True:
-        row = _row(assembly.family.modalities, place, sizes._replace(answer=answer))
+        row = _row(assembly.family.modalities, number, sizes._replace(answer=answer))
         sample, features = processor.encode_both(row, video_fps=1.0, max_frames=1, labels="all")
         over = sample.length - longest
         if over <= 0:
@@ -64,21 +68,22 @@ def _within(assembly: Any, place: int, sizes: Sizes, longest: int) -> Example:
         answer = max(answer - over, 1)
 
 
-def _row(modalities: Sequence[str], place: int, sizes: Sizes) -> Row:
-    draw = np.random.default_rng(SEED + 1 + place)
-    asked, media = _digits(draw, PROMPT), dict[str, Any]()
+def _row(modalities: Sequence[str], number: int, sizes: Sizes) -> Row:
+    draw = np.random.default_rng(SEED + 1 + number)
+    media: JsonObject = {}
+    asked = _digits(draw, PROMPT)
     if "image" in modalities:
         from PIL import Image
 
         pixels = draw.integers(0, 256, (SQUARE * sizes.height, SQUARE * sizes.width, 3), dtype=np.uint8)
-        asked, media = f"<image>{asked}", {"images": (OpenImage(Image.fromarray(pixels), f"receipt {place}"),)}
+        asked, media = f"<image>{asked}", {"images": (OpenImage(Image.fromarray(pixels), f"receipt {number}"),)}
     elif "audio" in modalities:  # their templates may write nothing beside a clip
         heard = draw.normal(0.0, 0.1, sizes.height * sizes.width * RATE // TOKENS_A_SECOND)
-        asked, media = "<audio>", {"audios": (AudioSamples(heard.astype(np.float32), RATE, f"receipt {place}"),)}
+        asked, media = "<audio>", {"audios": (AudioSamples(heard.astype(np.float32), RATE, f"receipt {number}"),)}
     else:
         asked = _digits(draw, PROMPT + sizes.height * sizes.width)
     messages = (Message("user", asked), Message("assistant", _digits(draw, sizes.answer)))
-    return Row(messages, **media, source=f"receipt {place}", trusted=True)
+    return Row(messages, **media, source=f"receipt {number}", trusted=True)
 
 
 def _digits(draw: np.random.Generator, count: int) -> str:
@@ -92,10 +97,10 @@ def collate(features: Sequence[dict[str, Tensor]], width: int | None) -> dict[st
     Tokens are padded on the right, to the longest row or to `width`; media are joined along dim 0, and filled up with zeros to
     the largest in their other dims, as processors do.
     """
-    longest = width or max(one["input_ids"].shape[1] for one in features)
+    longest = width or max(inputs["input_ids"].shape[1] for inputs in features)
     made = {}
-    for name in dict.fromkeys(name for one in features for name in one):
-        parts = [one[name] for one in features if name in one]
+    for name in dict.fromkeys(name for inputs in features for name in inputs):
+        parts = [inputs[name] for inputs in features if name in inputs]
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         shape = [longest] if name in OF_TOKENS else shape
         made[name] = torch.cat([_filled(part, shape, IGNORE if name == "labels" else 0) for part in parts])

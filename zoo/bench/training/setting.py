@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any
 
 from zoo.config.gpus import gpu_of_device
 from zoo.data.sample import Sample
 from zoo.errors import UserError
 from zoo.packing import plan_bins
 from zoo.packing.cost import ModelCost, train_factor
+from zoo.types import JsonObject
 
 WAYS = (
     "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), padded:N, padded:NxWIDTH, hf:N, hf:NxWIDTH"
@@ -39,11 +39,11 @@ class Setting:
     @classmethod
     def parse(cls, text: str) -> Setting:
         """`packed:8`, `row:16384`, `padded:4`, `padded:2x2048`, `hf:4`; UserError for anything else."""
-        found = re.fullmatch(r"(packed|row|padded|hf):(\d+)(?:x(\d+))?", text)
-        if not found or int(found[2]) < 1 or (found[3] and found[1] in ("packed", "row")):
+        match = re.fullmatch(r"(packed|row|padded|hf):(\d+)(?:x(\d+))?", text)
+        if not match or int(match[2]) < 1 or (match[3] and match[1] in ("packed", "row")):
             raise UserError(f"settings: {text!r} is none; wanted {WAYS}")
-        width = int(found[3]) if found[3] else None
-        return cls(found[1], int(found[2]), width, "sdpa" if found[1] == "hf" else "torch")
+        width = int(match[3]) if match[3] else None
+        return cls(match[1], int(match[2]), width, "sdpa" if match[1] == "hf" else "torch")
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Setting:
             full = max(sum(samples[i].length for i in rows) for rows in bins)
             return [rows for rows in bins if sum(samples[i].length for i in rows) > 0.9 * full]
         count = len(samples) // self.number
-        return [list(range(place * self.number, (place + 1) * self.number)) for place in range(count)]
+        return [list(range(number * self.number, (number + 1) * self.number)) for number in range(count)]
 
 
 def missing(backend: str) -> str | None:
@@ -108,7 +108,7 @@ class Timed:
     waited_ms: float = 0.0  # for data
 
 
-def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool = False) -> dict[str, Any]:
+def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool = False) -> JsonObject:
     """What a line of the table shows: medians of the steps' times, and rates over whole passes.
 
     Steps take different samples, so a rate is what all of them hold over what all would take at their median time a token.
@@ -148,6 +148,6 @@ def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool 
     }
 
 
-def as_dict(setting: Setting) -> dict[str, Any]:
+def as_dict(setting: Setting) -> JsonObject:
     """The setting as JSON takes it."""
     return {"name": setting.name, **asdict(setting)}

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
-from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import with_pixels
 from zoo.bench.training.rows import examples
@@ -27,6 +28,7 @@ from zoo.errors import UserError
 from zoo.logging.memory_use import memory
 from zoo.logging.run_log import environment
 from zoo.logging.startup_time import Startup
+from zoo.nn.decoder.experts.router import Router
 from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
 from zoo.parallel.object_group import object_group
@@ -35,19 +37,23 @@ from zoo.parallel.world import World, open_world
 from zoo.planner.sample_costs import training_cost
 from zoo.training.resume import KnownRows
 from zoo.training.trainer import StepResult, Trainer
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 
-def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+def measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     """Metrics of a setting on this rank's world; {"oom": True} where one GPU's memory doesn't suffice."""
     startup = Startup("imports")
-    with interrupts() as stop, open_world(recipe) as here:
+    with interrupts() as stop, open_world(recipe) as world:
         try:
-            kind = LoadedRun if given["data"] else BenchRun
-            run = kind(recipe, here, stop, startup, given)
+            kind = LoadedRun if request["data"] else BenchRun
+            run = kind(recipe, world, stop, startup, request)
             with closing(run):
                 return run.measure()
         except torch.OutOfMemoryError as error:
-            if here.size > 1:
+            if world.size > 1:
                 raise  # the others wait for this rank
             return {"oom": True, "why": str(error).partition(". ")[0], "environment": environment()}
 
@@ -60,7 +66,7 @@ class Cycle:
     def __init__(self, steps: Sequence[list[MicroBatch]]) -> None:
         self.steps, self.next = steps, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Where it stands."""
         return {"next": self.next}
 
@@ -77,16 +83,16 @@ class Lines:
     """In the place of a run's log: keeps the lines of its steps."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[JsonObject] = []
 
-    def step(self, metrics: dict[str, Any], beside: object = None) -> None:
+    def step(self, metrics: JsonObject, beside: object = None) -> None:
         """A step's line."""
         self.steps.append(metrics)
 
     def say(self, text: str) -> None:
         """Nothing: the metrics say it."""
 
-    def event(self, name: str, step: int, **facts: Any) -> None:
+    def event(self, name: str, step: int, **facts: object) -> None:
         """Nothing: the same."""
 
 
@@ -96,17 +102,17 @@ class LoadedRun(Trainer):
     loaded = True
     keeps_adapters = False
 
-    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]) -> None:
-        self.given = given
-        self.setting = Setting(**given["setting"])
+    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, request: JsonObject) -> None:
+        self.request = request
+        self.setting = Setting(**request["setting"])
         self.taken: list[tuple[int, dict[str, float]]] = []  # of each step: samples, and FLOPs by part
         super().__init__(recipe, world, stop, startup)
         self.cost = model_cost(self.assembly.config, self.assembly.config.mtp_layers(recipe))
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> JsonObject:
         """Build, warm up, time."""
         self.build()
-        if self.given["routing"] == "even":
+        if self.request["routing"] == "even":
             route_evenly(self.trainable.chunks, self.world.rank)
         lines = Lines()
         self.log = lines  # type: ignore[assignment]
@@ -123,21 +129,21 @@ class LoadedRun(Trainer):
         while not self._is_timed(warm):
             self.train_step()
         timed = self._timed(lines.steps, warm)
-        last = lines.steps[-1]
+        last, name = lines.steps[-1], "moe_load_balancing_loss"  # how evenly experts were chosen: 1 is even
         return {
             **metrics(self.setting, timed, torch.cuda.get_device_name() if on_gpu else "", loaded=self.loaded),
             **memory(on_gpu, self.world),
             "loss": last["loss"],
             "losses": [round(line["loss"], 4) for line in lines.steps],
             "grad_norm": last["grad_norm"],
-            **_balance(lines.steps),
+            **({name: [round(line[name], 3) for line in lines.steps]} if name in last else {}),
             "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
             "startup_s": self.startup.seconds,
             "startup": self.startup.stages,
             "warm_s": round(warm_seconds, 2),
             "warm_steps": warm,
             "kernels": kernels(self.trainable.chunks),
-            **({"profile": profile(self.train_step)} if self.given["profile"] else {}),
+            **({"profile": profile(self.train_step)} if self.request["profile"] else {}),
             "environment": environment(),
         }
 
@@ -151,16 +157,15 @@ class LoadedRun(Trainer):
             print(text, file=sys.stderr, flush=True)
 
     def _is_warm(self) -> bool:
-        return self.done >= int(self.given["warm_steps"])
+        return self.done >= int(self.request["warm_steps"])
 
     def _is_timed(self, warm: int) -> bool:
         """Whether as many samples as asked for have been timed, on the ranks' average."""
-        due = self.given["samples"] * self.given["passes"]
-        return self.done >= warm + LEAST_TIMED and self._agreed(sum(n for n, _ in self.taken[warm:]) >= due)
-
-    def _agreed(self, here: bool) -> bool:
-        """The same on all ranks: whether each is done."""
-        return self.world.size == 1 or self.world.sum([float(here)])[0] == self.world.size
+        due = self.request["samples"] * self.request["passes"]
+        if self.done < warm + LEAST_TIMED:
+            return False
+        enough = sum(n for n, _ in self.taken[warm:]) >= due
+        return enough if self.world.size == 1 else self.world.sum([float(enough)])[0] == self.world.size
 
     def log_step(self, result: StepResult) -> None:
         """As a run's, and what this rank's batches held."""
@@ -173,7 +178,7 @@ class LoadedRun(Trainer):
                 flops[name] += value
         self.taken.append((sum(len(batch.lengths) for batch in result.batches.micro_batches), flops))
 
-    def _timed(self, lines: Sequence[dict[str, Any]], warm: int) -> list[Timed]:
+    def _timed(self, lines: Sequence[JsonObject], warm: int) -> list[Timed]:
         """Records of the timed steps, of all ranks together."""
         names = list(self.taken[0][1])
         mine = [
@@ -181,10 +186,10 @@ class LoadedRun(Trainer):
             for samples, flops in self.taken[warm : len(lines)]
             for number in (samples if self.world.counts_data else 0, *(flops[name] for name in names))
         ]
-        sums = self.world.sum(mine) if self.world.size > 1 else mine
+        totals = self.world.sum(mine) if self.world.size > 1 else mine
         wide, timed = 1 + len(names), []
-        for place, line in enumerate(lines[warm:]):
-            samples, *flops = sums[place * wide : (place + 1) * wide]
+        for number, line in enumerate(lines[warm:]):
+            samples, *flops = totals[number * wide : (number + 1) * wide]
             real = line["real_tokens"]
             total = round(real / (1 - line["pad_fraction"]))
             timed.append(
@@ -203,15 +208,17 @@ class BenchRun(LoadedRun):
     def open_data(self) -> None:
         """All samples of the setting, and of their pixels those that this rank's batches hold."""
         recipe, config, world = self.recipe, self.assembly.config, self.world
-        count = self.given["samples"] * world.dp_size
-        samples = [one.sample for one in examples(self.assembly, count, self.given["longest"])]
+        count = self.request["samples"] * world.dp_size
+        samples = [example.sample for example in examples(self.assembly, count, self.request["longest"])]
         weigh = training_cost(config, recipe)
         costs = [weigh(self.assembly.processor.size(sample)) for sample in samples]
         align = recipe.packing.align or 1
         bins = self.setting.bins(samples, align, costs)
         each = recipe.train.global_batch // (1 if recipe.packing.mode == "thd" else recipe.train.micro_batch)
         if len(bins) < each:
-            raise UserError(f"samples={self.given['samples']} are too few for a step of {self.setting.name}; give more")
+            raise UserError(
+                f"samples={self.request['samples']} are too few for a step of {self.setting.name}; give more"
+            )
         mine: list[list[MicroBatch]] = []
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
@@ -227,8 +234,8 @@ class BenchRun(LoadedRun):
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.rows = KnownRows({})
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.warm = max(self.given["warm_steps"], len(mine))
-        self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)
+        self.warm = max(self.request["warm_steps"], len(mine))
+        self.timed = -(-max(LEAST_TIMED, self.request["passes"] * len(mine)) // len(mine)) * len(mine)
         # Timed steps begin at the first batch, so that all are timed equally often.
         self.warm += -self.warm % len(mine)
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
@@ -243,13 +250,7 @@ class BenchRun(LoadedRun):
         return self.done >= warm + self.timed
 
 
-def _balance(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """How evenly experts were chosen in each step (1 is even), where there are experts."""
-    name = "moe_load_balancing_loss"
-    return {name: [round(line[name], 3) for line in steps]} if name in steps[-1] else {}
-
-
-def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:
+def kernels(chunks: Sequence[MegatronModule]) -> dict[str, str | None]:
     """What did the work, as far as modules tell: core attention and the library of the delta rule (None: plain PyTorch)."""
     cores = {
         type(module).__name__
@@ -258,9 +259,28 @@ def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:
         if name.endswith("core_attention")
     }
     libraries = {"flash_qla": ("FlashQLA", "flash_qla"), "fla.ops.gated_delta_rule": ("flash-linear-attention", "fla")}
-    found = (
+    names = (
         f"{name} {getattr(sys.modules[module], '__version__', 'of an unknown version')}"
         for needed, (name, module) in libraries.items()
         if needed in sys.modules
     )
-    return {"core_attention": ", ".join(sorted(cores)) or None, "delta_rule": next(found, None)}
+    return {"core_attention": ", ".join(sorted(cores)) or None, "delta_rule": next(names, None)}
+
+
+def route_evenly(chunks: Sequence[MegatronModule], rank: int) -> None:
+    """Have all routers of model chunks draw their tokens' experts evenly, other ones in each layer and on each rank.
+
+    A router with random weights sends most tokens to the same few experts (up to 2.0 times a rank's share in layers of Qwen3
+    30B-A3B). Megatron-LM's `--moe-router-force-load-balancing` does the same, but draws anew in a layer that is recomputed.
+    """
+    for chunk in chunks:
+        for router in (module for module in chunk.modules() if isinstance(module, Router)):
+            router.gating = partial(_drawn, router.gating, 1000 * rank + router.layer_number)  # type: ignore[method-assign]
+
+
+def _drawn(gating: Callable[[Tensor], Tensor], seed: int, hidden: Tensor) -> Tensor:
+    """hidden (..., width) -> logits (..., E), the same in each call, with the gradient of the router's own."""
+    logits = gating(hidden)
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    drawn = torch.randn(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
+    return logits + (drawn - logits).detach()

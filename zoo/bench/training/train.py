@@ -29,6 +29,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.files import write_atomically
 from zoo.launch.launcher import WorkerError, run_task
+from zoo.types import JsonObject
 
 SETTINGS = (
     "hf:4", "hf:2x2048", "padded:4", "padded:8", "padded:2x2048",
@@ -40,7 +41,7 @@ LOADED = ("padded:4", "row:16384")  # settings on rows that the loader brings
 
 
 @dataclass(frozen=True)
-class Options(Bounded):
+class TrainBenchOptions(Bounded):
     """What is measured. Keys with a dot are the recipe's own."""
 
     recipe: str = "qwen35_vl_sft"
@@ -56,16 +57,19 @@ class Options(Bounded):
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
     batch: int = number(0, 0, 10**6)  # micro-batches a step, all ranks together; 0: one a data-parallel rank
     layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
-    routing: str = "router"  # who chooses a token's experts; "even": `zoo.bench.training.even_routing`
+    routing: str = "router"  # who chooses a token's experts; "even": `zoo.bench.training.steps`
     nproc: int = number(1, 1, 4096)
     out: str = ""  # file for the results
 
 
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def run(
-    options: Options, overrides: Sequence[str] = (), on_line: Callable[[Line], None] = print, profile: bool = False
+    options: TrainBenchOptions,
+    overrides: Sequence[str] = (),
+    on_line: Callable[[Line], None] = print,
+    profile: bool = False,
 ) -> Line:
     """Measure every setting; `on_line` gets the metrics of each, and `options.out` holds all that are there.
 
@@ -110,9 +114,9 @@ def run(
     return report
 
 
-def _all(options: Options) -> list[Setting]:
+def _all(options: TrainBenchOptions) -> list[Setting]:
     """The settings in order, zoo's under each backend."""
-    found = []
+    results = []
     for text in LOADED if options.data and options.settings == SETTINGS else options.settings:
         setting = Setting.parse(text)
         if options.data:
@@ -120,7 +124,7 @@ def _all(options: Options) -> list[Setting]:
                 raise UserError(
                     f"settings={text} takes ready samples, and data={options.data} come from the loader; take row:TOKENS or padded:N"
                 )
-            found += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
+            results += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
             continue
         if setting.number > options.samples and setting.way != "row":
             raise UserError(f"settings={text}: a micro-batch of it takes more than samples={options.samples}")
@@ -136,15 +140,15 @@ def _all(options: Options) -> list[Setting]:
                     f"settings={text}: routing={options.routing} is of zoo's settings; leave one of the two out"
                 )
             if options.nproc == 1:
-                found.append(setting)
+                results.append(setting)
             continue
-        found += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
-    return found
+        results += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
+    return results
 
 
-def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
+def bench_recipe(options: TrainBenchOptions, overrides: Sequence[str]) -> Recipe:
     """The recipe that all settings share."""
-    fixed = [
+    bench_keys = [
         f"size={options.size}",
         "model.init=random",
         "parallel.plan=[]",
@@ -160,7 +164,7 @@ def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
     ]
     mapping = options.data.startswith("{")  # as data.train takes it
     rows = [f"data.train=[{options.data}]"] if mapping else []
-    recipe = load_recipe(options.recipe, [*fixed, *rows, *overrides])
+    recipe = load_recipe(options.recipe, [*bench_keys, *rows, *overrides])
     if options.data and not mapping:
         recipe = replace(recipe, data=replace(recipe.data, train=[options.data]))
     if not options.layers:
@@ -168,7 +172,7 @@ def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
     return recipe.replace({"model.arch": with_layers(dict(recipe.model.arch), options.layers)})
 
 
-def with_layers(arch: dict[str, Any], layers: int) -> dict[str, Any]:
+def with_layers(arch: JsonObject, layers: int) -> JsonObject:
     """The architecture with the first `layers` layers of its decoder, and what belongs to those alone."""
     arch = copy.deepcopy(arch)
     text: Any = text_config(arch)
@@ -185,7 +189,7 @@ def with_layers(arch: dict[str, Any], layers: int) -> dict[str, Any]:
     return arch
 
 
-def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) -> Line:
+def _measure(setting: Setting, recipe: Recipe, options: TrainBenchOptions, profile: bool) -> Line:
     """Metrics of a setting, or why there are none."""
     if reason := missing(setting.backend):
         return {"skipped": reason}
@@ -199,7 +203,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         "packing.pad_to": setting.width,
         "engine.backend": "torch" if setting.way == "hf" else setting.backend,
     }
-    given = {
+    request = {
         "setting": vars(setting),
         "samples": options.samples,
         "passes": options.passes,
@@ -214,14 +218,14 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         with tempfile.TemporaryDirectory(prefix="zoo-bench-") as folder:  # for rows that are left out
             changes["run.dir"] = folder
             line: Line = run_task(
-                f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
+                f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, request, fresh=True
             )
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last messages stand above"}
     return line
 
 
-def _budget(setting: Setting, options: Options) -> int:
+def _budget(setting: Setting, options: TrainBenchOptions) -> int:
     """packing.budget of a setting."""
     if setting.way == "row":
         return setting.number

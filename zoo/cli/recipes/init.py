@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"  can't be used: {error}")
     question = "model to start from: a folder, a hub id, a run; tiny has random weights"
     model = wanted("model", question, "tiny", lambda text: look_at_model(text, data))
-    print(f"model: {model.what}; recipe {model.recipe}")
+    print(f"model: {model.description}; recipe {model.recipe}")
     adapters = False
     if model.adapters is not None:
         default = _TUNE[prefers_adapters(model)]

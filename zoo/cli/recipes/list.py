@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _runs(folder: str, as_json: bool) -> int:
-    from zoo.tools.runs.listing import find_runs, table
+    from zoo.tools.runs.status import find_runs, table
 
     runs = find_runs(folder)
     if as_json:

@@ -65,10 +65,10 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         UserError: a key that it does not have, or a value of another type.
     """
     from zoo.bench.options import read_options, split_recipe_keys
-    from zoo.bench.training.train import Options
+    from zoo.bench.training.train import TrainBenchOptions
 
     own, recipe_keys = split_recipe_keys(arguments)
-    return read_options(Options, own), recipe_keys
+    return read_options(TrainBenchOptions, own), recipe_keys
 
 
 def _train(arguments: Sequence[str], flags: set[str]) -> str:
@@ -91,7 +91,7 @@ def _data(arguments: Sequence[str], flags: set[str]) -> str:
     from zoo.bench import data
     from zoo.bench.options import read_options
 
-    report = data.run(read_options(data.Options, arguments))
+    report = data.run(read_options(data.DataBenchOptions, arguments))
     return json.dumps(data.as_dict(report), indent=2) if "--json" in flags else data.table(report)
 
 
@@ -104,7 +104,7 @@ def _saves(arguments: Sequence[str], flags: set[str]) -> str:
             "zoo bench saves: takes run=FOLDER alone; a disk and saves of a new model are measured by "
             "`python -m benchmarks.save_rates`, run in a clone of zoo"
         )
-    report = saves.run(read_options(saves.Options, arguments))
+    report = saves.run(read_options(saves.SaveBenchOptions, arguments))
     return saves.as_json(report) if "--json" in flags else saves.table(report)
 
 

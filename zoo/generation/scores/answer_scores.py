@@ -50,7 +50,7 @@ def accuracy(prediction: str, answers: Sequence[str]) -> Score:
     same = [plain_answer(answer) == said for answer in answers]
     if len(answers) < ANNOTATORS:
         return Score(float(any(same)))
-    shares = [min(1.0, (sum(same) - one) / 3) for one in same]
+    shares = [min(1.0, (sum(same) - own) / 3) for own in same]
     return Score(sum(shares) / len(shares))
 
 
@@ -85,8 +85,8 @@ def cer(prediction: str, answers: Sequence[str]) -> Score:
 
 
 def _errors(said: Sequence[str], wanted: Sequence[Sequence[str]]) -> Score:
-    found = [Score(float(edit_distance(said, one)), float(len(one))) for one in wanted]
-    return min(found, key=lambda score: score.value)
+    scores = [Score(float(edit_distance(said, words)), float(len(words))) for words in wanted]
+    return min(scores, key=lambda score: score.value)
 
 
 def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
     Takes len(a) passes over len(b) numbers.
     """
     known: dict[str, int] = {}
-    left, right = (np.array([known.setdefault(one, len(known)) for one in text], np.int64) for text in (a, b))
+    left, right = (np.array([known.setdefault(item, len(known)) for item in text], np.int64) for text in (a, b))
     places = np.arange(len(right) + 1)
     row = places.copy()
     for count, item in enumerate(left, start=1):
@@ -113,7 +113,7 @@ def plain_words(text: str) -> list[str]:
     """Words for error rates: lower case, compatible forms of characters joined (NFKC), no punctuation but apostrophes within words."""
     text = unicodedata.normalize("NFKC", text).lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
     kept = "".join(" " if unicodedata.category(letter)[0] in "PS" and letter != "'" else letter for letter in text)
-    return [word for found in kept.split() if (word := found.strip("'"))]
+    return [word for part in kept.split() if (word := part.strip("'"))]
 
 
 def plain_answer(text: str) -> str:

@@ -105,8 +105,8 @@ def _users(function: Any, name: str) -> Scorer:
     def score(prediction: str, answers: Sequence[str]) -> Score:
         try:
             with calling(f"metrics={name}"):
-                found = function(prediction, list(answers))
-            return Score(*map(float, found)) if isinstance(found, tuple) else Score(float(found))
+                value = function(prediction, list(answers))
+            return Score(*map(float, value)) if isinstance(value, tuple) else Score(float(value))
         except Exception as error:  # of the user's function, whatever it raises
             reason = printable(f"{type(error).__name__}: {error}", 300)
             raise UserError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.config.schema import Recipe
+from zoo.types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Event:
 
     step: int
     total_steps: int
-    metrics: Mapping[str, Any]
+    metrics: JsonMapping
     run_dir: Path
     recipe: Recipe
     checkpoint: Path | None = None

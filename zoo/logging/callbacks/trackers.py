@@ -7,9 +7,8 @@ Each is imported when a recipe asks for it (`log.tensorboard`, `log.wandb`, `log
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -17,9 +16,10 @@ from zoo.config.schema import Recipe
 from zoo.files import finite
 from zoo.logging.callbacks.event import Event
 from zoo.parallel.object_group import flattened
+from zoo.types import JsonMapping, JsonObject
 
 
-def trackers(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def trackers(recipe: Recipe) -> Iterator[tuple[str, object]]:
     """The trackers that a recipe asks for, by the key that does."""
     log = recipe.log
     if log.tensorboard:
@@ -47,10 +47,10 @@ class Tracker(ABC):
     def on_eval(self, event: Event) -> None:
         self.log(_numbers("eval", event.metrics), event.step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"run": self.run}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         self.run = state["run"]
 
 
@@ -151,7 +151,7 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-def _numbers(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(prefix: str, metrics: JsonMapping) -> dict[str, float]:
     """The numbers among metrics under their full names, without the step itself."""
     kept = {
         name: value
@@ -161,6 +161,6 @@ def _numbers(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in kept.items()}
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    plain: dict[str, Any] = finite(asdict(recipe))
+def _plain(recipe: Recipe) -> JsonObject:
+    plain: JsonObject = finite(asdict(recipe))
     return plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class AutoBridge:
 
     @classmethod
     def from_hf_pretrained(
-        cls, path: str | Path, *, recipe: str | None = None, overrides: Sequence[str] = (), **_: Any
+        cls, path: str | Path, *, recipe: str | None = None, overrides: Sequence[str] = (), **_: object
     ) -> AutoBridge:
         """Read what the folder holds.
 
@@ -55,11 +55,11 @@ class AutoBridge:
         Raises:
             UserError: no such folder, or no family has its model.
         """
-        place = locate(str(path))
+        source = locate(str(path))
         if recipe is not None:
-            return cls(load_recipe(recipe, [f"model.init={place.folder}", *overrides]))
-        family = family_of(read_arch(place.files)).name
-        return cls(recipe_for_weights(str(place.folder), family, overrides, settings_of(place).layer))
+            return cls(load_recipe(recipe, [f"model.init={source.folder}", *overrides]))
+        family = family_of(read_arch(source.files)).name
+        return cls(recipe_for_weights(str(source.folder), family, overrides, settings_of(source).layer))
 
     def open(self, *, train: bool = True, beside: Engine | None = None) -> Engine:
         """The model with its weights; see `zoo.Engine.open`."""
@@ -76,7 +76,7 @@ class AutoBridge:
         model: Engine | Sequence[Engine],
         cpu: bool = False,
         show_progress: bool = False,
-        conversion_tasks: Iterable[Any] | None = None,
+        conversion_tasks: Iterable[object] | None = None,
         merge_adapter_weights: bool = True,
     ) -> Iterator[HFWeightTuple]:
         """The engine's weights, whole, on its device or on the host; every rank iterates to the end.
@@ -99,7 +99,7 @@ class AutoBridge:
         """The adapters alone, under PEFT's names; UserError where the model has none."""
         return _weights(_engine(model).adapter_weights()[0], cpu)
 
-    def get_conversion_tasks(self, model: Engine | Sequence[Engine]) -> list[Any]:
+    def get_conversion_tasks(self, model: Engine | Sequence[Engine]) -> list[object]:
         """Nothing: an engine makes its plan at the first export and keeps it."""
         _engine(model)
         return []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model.meta_model import family_of
 from zoo.rl.engine import Engine
+from zoo.types import JsonObject
 
 REFUSED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
@@ -113,10 +115,10 @@ class ZooEngine(BaseEngine):
     def is_optimizer_offload_enabled(self) -> bool:
         return bool(self.engine_config.optimizer_offload) and not self.engine_config.forward_only
 
-    def train_mode(self, **options: Any) -> BaseEngineCtx:
+    def train_mode(self, **options: object) -> BaseEngineCtx:
         return _TrainMode(self, mode="train", **options)
 
-    def eval_mode(self, **options: Any) -> BaseEngineCtx:
+    def eval_mode(self, **options: object) -> BaseEngineCtx:
         return BaseEngineCtx(self, mode="eval", **options)
 
     def optimizer_zero_grad(self) -> None:
@@ -139,7 +141,7 @@ class ZooEngine(BaseEngine):
     def get_data_parallel_size(self) -> int:
         return self.engine.dp_size
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self.engine.dp_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
@@ -155,7 +157,7 @@ class ZooEngine(BaseEngine):
     def disable_adapter(self) -> AbstractContextManager[None]:
         return self.engine.without_adapters() if self.engine.recipe.lora.rank else nullcontext()
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+    def get_per_tensor_param(self, **_: object) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Published names and whole tensors, adapters merged: the rollout gets a model without adapters."""
         self.engine.to("cuda", optimizer=False, gradients=False)
         return self.engine.hf_weights(), None
@@ -166,7 +168,7 @@ class ZooEngine(BaseEngine):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Save into a folder that zoo takes for a run's; folders saved earlier by this engine go, but for so many."""
         if hdfs_path is not None:
@@ -179,7 +181,7 @@ class ZooEngine(BaseEngine):
                 shutil.rmtree(former, ignore_errors=True)
 
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: object
     ) -> None:
         """Go on from what `save_checkpoint` wrote; the folder stays, whatever `del_local_after_load` says."""
         if local_path is not None:
@@ -187,7 +189,7 @@ class ZooEngine(BaseEngine):
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Log-probabilities, losses and metrics of this replica's rows, and, unless `forward_only`, the gradients.
 
         Returns:
@@ -200,32 +202,30 @@ class ZooEngine(BaseEngine):
         batch, lengths = padded(data)
         heat = _temperature(data, len(lengths))
         entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
-        tu.assign_non_tensor(data, batch_num_tokens=self._loss_tokens(data), dp_size=self.engine.dp_size)
-        found = _Found(loss_function, data, lengths, self.get_data_parallel_group())
+        mask = data["loss_mask"]
+        tokens = (mask.values() if mask.is_nested else mask).sum().to(self.engine.device)
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())  # that the loss looks at, of all replicas
+        tu.assign_non_tensor(data, batch_num_tokens=int(tokens), dp_size=self.engine.dp_size)
+        outputs = _Found(loss_function, data, lengths, self.get_data_parallel_group())
         if forward_only:
             values = {"logprobs": self.engine.logprobs(batch, temperature=heat)}
             if entropy:
                 values["entropy"] = self.engine.entropy(batch, temperature=heat)
             if loss_function is not None:
-                found(values["logprobs"], {"row": batch["row"]}, values.get("entropy"))
-            found.outputs = _nested(values, lengths)
+                outputs(values["logprobs"], {"row": batch["row"]}, values.get("entropy"))
+            outputs.outputs = _nested(values, lengths)
         else:
             scale = 1.0 / self.engine.dp_size  # verl's losses carry dp_size, as DDP takes the mean
-            self.engine.train_step(batch, found, scale, temperature=heat, entropy=entropy, update=False)
-        return {"model_output": found.outputs, "loss": found.losses, "metrics": found.one_each()}
-
-    def _loss_tokens(self, data: TensorDict) -> int:
-        """Tokens that the loss looks at, of all replicas."""
-        mask = data["loss_mask"]
-        count = (mask.values() if mask.is_nested else mask).sum().to(self.engine.device)
-        dist.all_reduce(count, group=self.get_data_parallel_group())
-        return int(count)
+            self.engine.train_step(batch, outputs, scale, temperature=heat, entropy=entropy, update=False)
+        return {"model_output": outputs.outputs, "loss": outputs.losses, "metrics": outputs.one_each()}
 
 
 class _TrainMode(BaseEngineCtx):
     """verl's, which leaves no gradients behind."""
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.zero_grad_on_exit or kind is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, error, trace)
@@ -238,12 +238,12 @@ class _Found:
     loss_function: Callable[..., Any] | None
     data: TensorDict
     lengths: list[int]
-    group: Any
+    group: torch.distributed.ProcessGroup
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonObject = field(default_factory=dict)
 
-    def __call__(self, logprobs: Tensor, batch: dict[str, Any], entropy: Tensor | None = None) -> Tensor:
+    def __call__(self, logprobs: Tensor, batch: JsonObject, entropy: Tensor | None = None) -> Tensor:
         rows = batch["row"].cpu()
         part = tu.index_select_tensor_dict(self.data, rows).to(logprobs.device)
         values = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
@@ -254,7 +254,7 @@ class _Found:
         append_to_dict(self.metrics, metrics)
         return loss
 
-    def one_each(self) -> dict[str, Any]:
+    def one_each(self) -> JsonObject:
         """The metrics, those that verl aggregates over replicas with one value: these have micro-batches in different numbers."""
         return {
             name: Metric(value.aggregation, value.aggregate()) if isinstance(value, Metric) else value
@@ -306,19 +306,19 @@ def _training(config: Any) -> list[str]:
     ]
 
 
-def padded(data: TensorDict) -> tuple[dict[str, Any], list[int]]:
+def padded(data: TensorDict) -> tuple[JsonObject, list[int]]:
     """verl's rows as `zoo.Engine` takes them: padded on the right, with the tokens that a response has; and their lengths."""
     ids = data["input_ids"]
     lengths = ids.offsets().diff().tolist()
     wide = torch.nested.to_padded_tensor(ids, padding=0)
     places = torch.arange(wide.shape[1], device=wide.device)[None]
     ends = torch.tensor(lengths, device=wide.device)[:, None]
-    batch: dict[str, Any] = {"input_ids": wide, "attention_mask": places < ends, "row": torch.arange(len(lengths))}
+    batch: JsonObject = {"input_ids": wide, "attention_mask": places < ends, "row": torch.arange(len(lengths))}
     said = _response_lengths(data)
     if said is not None:
         batch["loss_mask"] = (places < ends) & (places >= ends - said.to(wide.device)[:, None])
     if "multi_modal_inputs" in data:
-        batch["media"] = [tu.unwrap_non_tensor_data(one) or None for one in data["multi_modal_inputs"]]
+        batch["media"] = [tu.unwrap_non_tensor_data(media) or None for media in data["multi_modal_inputs"]]
     return batch, lengths
 
 
@@ -340,9 +340,9 @@ def _temperature(data: TensorDict, rows: int) -> float | Tensor:
 def _nested(values: dict[str, Tensor], lengths: list[int]) -> dict[str, Tensor]:
     """(B, T) values at their own tokens as verl's nested ones, each at the token before; 0 at the last."""
     names = {"logprobs": "log_probs", "entropy": "entropy"}
-    found = {}
+    nested = {}
     for name, value in values.items():
         shifted = torch.nn.functional.pad(value[:, 1:], (0, 1))
         rows = [row[:length] for row, length in zip(shifted, lengths, strict=True)]
-        found[names[name]] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    return found
+        nested[names[name]] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return nested

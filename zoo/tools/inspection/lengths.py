@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
@@ -14,6 +14,11 @@ from zoo.data.sources.mixture import SampleId
 from zoo.packing import plan_bins
 from zoo.planner.sample_costs import training_cost
 from zoo.tools.inspection.rows import MEDIA
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from zoo.data.processors.processor import Processor
+    from zoo.nn.family import FamilyConfig
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _NO_LIMIT = 1 << 40
@@ -45,14 +50,16 @@ class Lengths:
     fillings: tuple[Filling, ...]
     lengths: tuple[int, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Plain values; the lengths themselves are left out."""
-        found = asdict(self)
-        del found["lengths"]
-        return found
+        values = asdict(self)
+        del values["lengths"]
+        return values
 
 
-def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: tuple[int, ...]) -> Lengths:
+def lengths_of(
+    recipe: Recipe, processor: Processor, config: FamilyConfig, most: int, budgets: tuple[int, ...]
+) -> Lengths:
     """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
     count = most if source.rows.has_stream else len(source)
@@ -61,7 +68,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     lengths: list[int] = []
     costs: list[int] = []
     labels, kinds = 0, Counter[str]()
-    tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
+    tokens = {name: token for name in MEDIA if (token := getattr(config.root, f"{name}_token_id", None)) is not None}
     media = dict.fromkeys(tokens, 0)
     for sample_id in map(SampleId, chosen):
         sample = source.sample(sample_id)
@@ -85,10 +92,6 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
         fillings=tuple(filling(lengths, budget, align, ahead, costs) for budget in budgets),
         lengths=tuple(lengths),
     )
-
-
-def _token(config: Any, name: str) -> int | None:
-    return getattr(config.root, f"{name}_token_id", None)
 
 
 def _statistics(lengths: list[int]) -> dict[str, float]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zoo.files import replaced
 from zoo.tools.inspection.lengths import Lengths
 from zoo.tools.inspection.rows import KINDS, PackedRow, Segment
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
     "prompt": "#c3cde0", "image": "#2f74c0", "video": "#159a7c", "audio": "#ee9b1c", "label": "#8a3ea8", "padding": "#ececef",
@@ -46,7 +50,7 @@ def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) ->
     return path
 
 
-def _draw_rows(axis: Any, rows: Sequence[PackedRow]) -> None:
+def _draw_rows(axis: Axes, rows: Sequence[PackedRow]) -> None:
     from matplotlib import lines, patches
 
     width = max(row.width for row in rows)
@@ -70,7 +74,7 @@ def _draw_rows(axis: Any, rows: Sequence[PackedRow]) -> None:
     axis.set_axis_off()
 
 
-def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
+def _draw_row(axis: Axes, row: PackedRow, y: float, width: int) -> None:
     """Tokens of a row at height `y`, its samples named above and its positions beneath."""
     floor = y + BAR + 0.12 + CURVE
     _box(axis, 0, row.width, y, facecolor=COLOURS["padding"], hatch="////", edgecolor="#c3c6ce", linewidth=0)
@@ -81,7 +85,8 @@ def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
             _box(axis, segment.start, segment.end, y, fill=False, edgecolor=colour, linewidth=line)
         _name_sample(axis, segment, number, y, width)
         _draw_positions(axis, row, segment, floor, width)
-    at, right = -0.008 * width, {"ha": "right", "va": "center"}
+    right: JsonObject = {"ha": "right", "va": "center"}
+    at = -0.008 * width
     axis.text(at, y + BAR * 0.3, f"{row.width} tokens", **right)
     share = f"{row.padding / row.width:.1%} padding"
     axis.text(at, y + BAR * 0.75, share, **right, color=QUIET, fontsize=8)
@@ -89,26 +94,27 @@ def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
     axis.text(at, floor - CURVE / 2, "positions", **right, color=TIME, fontsize=8)
 
 
-def _box(axis: Any, start: float, end: float, y: float, **style: Any) -> None:
+def _box(axis: Axes, start: float, end: float, y: float, **style: Any) -> None:
     """A rectangle over tokens `start` to `end` (exclusive) of the row at height `y`."""
     from matplotlib import patches
 
     axis.add_patch(patches.Rectangle((start, y), end - start, BAR, **style))
 
 
-def _name_sample(axis: Any, segment: Segment, number: int, y: float, width: int) -> None:
+def _name_sample(axis: Axes, segment: Segment, number: int, y: float, width: int) -> None:
     """The sample's number, kind and length above it, as far as there is room."""
     size = segment.end - segment.start
     if size < _NARROW * width:
         return
-    middle, centre = segment.start + size / 2, {"ha": "center", "va": "center"}
-    axis.text(middle, y - 0.34, number, **centre, weight="bold", fontsize=8)
+    centre: JsonObject = {"ha": "center", "va": "center"}
+    middle = segment.start + size / 2
+    axis.text(middle, y - 0.34, str(number), **centre, weight="bold", fontsize=8)
     names = f"{segment.kind or ''} {size}".strip(), str(size)
     name = next((name for name in names if len(name) * _LETTER * width <= size), "")
     axis.text(middle, y - 0.12, name, **centre, fontsize=6.5, color=QUIET)
 
 
-def _draw_positions(axis: Any, row: PackedRow, segment: Segment, floor: float, width: int) -> None:
+def _draw_positions(axis: Axes, row: PackedRow, segment: Segment, floor: float, width: int) -> None:
     """The sample's position ids as curves above `floor`, and its last one as a number."""
     positions = row.positions.numpy()
     scale = CURVE / max(1.0, float(positions.max()))
@@ -121,10 +127,10 @@ def _draw_positions(axis: Any, row: PackedRow, segment: Segment, floor: float, w
     axis.plot([segment.start, segment.end], [floor, floor], color=FAINT, linewidth=0.7, zorder=0)
     if segment.end - segment.start >= _NARROW * width:
         last = int(positions[:, segment.end - 1].max())
-        axis.text(segment.end, floor + 0.03, last, ha="right", va="top", fontsize=6, color=TIME)
+        axis.text(segment.end, floor + 0.03, str(last), ha="right", va="top", fontsize=6, color=TIME)
 
 
-def _draw_lengths(axis: Any, lengths: Lengths) -> None:
+def _draw_lengths(axis: Axes, lengths: Lengths) -> None:
     tokens = lengths.tokens
     axis.hist(lengths.lengths, bins=min(60, max(10, lengths.samples // 20)), color=COLOURS["image"], alpha=0.8)
     top = axis.get_ylim()[1]
@@ -138,7 +144,7 @@ def _draw_lengths(axis: Any, lengths: Lengths) -> None:
     _plain(axis)
 
 
-def _draw_fillings(axis: Any, lengths: Lengths) -> None:
+def _draw_fillings(axis: Axes, lengths: Lengths) -> None:
     """Bars of the padding by budget, packed and side by side."""
     shown = [filling for filling in lengths.fillings if filling.rows]
     x = np.arange(len(shown))
@@ -155,6 +161,6 @@ def _draw_fillings(axis: Any, lengths: Lengths) -> None:
     _plain(axis)
 
 
-def _plain(axis: Any) -> None:
+def _plain(axis: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.title.set_fontsize(10)

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model.build import Assembly
 from zoo.tools.inspection.rows import PackedRow, packed_rows
 from zoo.training import bad_step_records
+from zoo.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Step:
     """A bad step, as `bad_steps/step_N.json` has it."""
 
     file: Path
-    record: dict[str, Any]  # what the file holds
+    record: JsonObject  # what the file holds
 
     @classmethod
     def read(cls, path: Path, number: int | None = None) -> Step:
@@ -52,17 +52,17 @@ def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
         UserError: the data don't give the rows any more that the step had.
     """
     wanted = _wanted(step, recipe)
-    found: dict[tuple[str, ...], list[PackedRow]] = defaultdict(list)
+    replays: dict[tuple[str, ...], list[PackedRow]] = defaultdict(list)
     for row in packed_rows(recipe, assembly, len(wanted), step.record["data"]):
-        found[tuple(segment.source for segment in row.segments)].append(row)
+        replays[tuple(segment.source for segment in row.segments)].append(row)
     rows = []
     for sources, note in wanted:
-        if not found[sources]:
+        if not replays[sources]:
             raise UserError(
                 f"{step.file}: the data are not those of the run any more: no packed row has {', '.join(sources[:3])}"
                 f"{' ...' if len(sources) > 3 else ''}; put the files of data.train back as they were"
             )
-        rows.append(replace(found[sources].pop(), note=note))
+        rows.append(replace(replays[sources].pop(), note=note))
     return rows
 
 

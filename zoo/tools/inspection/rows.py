@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from zoo.model.build import Assembly
 from zoo.planner.sample_costs import training_cost
 from zoo.records import reading_back
 from zoo.steps import StepRank
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from zoo.data.sample import MicroBatch
 
 MEDIA = ("image", "video", "audio")
 KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss
@@ -65,7 +71,7 @@ class PackedRow:
         return self.width - sum(segment.end - segment.start for segment in self.segments)
 
 
-def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: dict[str, Any] | None = None) -> list[PackedRow]:
+def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: JsonObject | None = None) -> list[PackedRow]:
     """`count` rows of a validated recipe's training: the first ones, or those that follow a saved state of its data.
 
     Where train.epochs come to fewer, there are as many as these have.
@@ -95,15 +101,17 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: dict[str, 
         loader.end_after(recipe.train.epochs or 1.0)
     step = assembly.family.load("step")(assembly.config, recipe.packing, StepRank(torch.device("cpu")))
     tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
-    found: list[PackedRow] = []
-    while len(found) < count and (batches := loader.next_step()):
+    packed: list[PackedRow] = []
+    while len(packed) < count and (batches := loader.next_step()):
         for batch in batches:
             if not batch.spare:
-                found += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
-    return found[:count]
+                packed += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
+    return packed[:count]
 
 
-def _rows_of(parts: Any, batch: Any, tokens: dict[str, int | None], tokenizer: Any) -> list[PackedRow]:
+def _rows_of(
+    parts: Any, batch: MicroBatch, tokens: dict[str, int | None], tokenizer: PreTrainedTokenizerBase
+) -> list[PackedRow]:
     """Rows of a micro-batch: one that is packed, or a padded one for each sample."""
     rows = []
     for row, ids in enumerate(parts.input_ids):
@@ -128,13 +136,13 @@ def _rows_of(parts: Any, batch: Any, tokens: dict[str, int | None], tokenizer: A
     return rows
 
 
-def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: Any) -> list[Span]:
+def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
     """Runs of tokens of the same kind between `start` and `end`."""
     changes = (classes[start + 1 : end] != classes[start : end - 1]).nonzero().flatten() + start + 1
     edges = [start, *changes.tolist(), end]
-    found = []
+    spans = []
     for first, last in pairwise(edges):
         kind = KINDS[int(classes[first])]
         text = "" if kind in (*MEDIA, "padding") else tokenizer.decode(ids[first:last].tolist())
-        found.append(Span(kind, first, last, text[:_LONGEST_TEXT]))
-    return found
+        spans.append(Span(kind, first, last, text[:_LONGEST_TEXT]))
+    return spans

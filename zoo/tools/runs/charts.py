@@ -94,7 +94,7 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", zero: bool = Fal
         bottom=_HEIGHT - _BOTTOM,
         y_ticks=[(round(y.at(value), 1), y_text(value)) for value in y.ticks(5)],
         x_ticks=[(round(x.at(value), 1), number(value)) for value in x.ticks(6) if value == int(value)],
-        curves=[_Curve.of(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)],
+        curves=[_Curve.from_line(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)],
         legend=legend if len(legend) > 1 else {},
         data=json.dumps({"lines": points, "share": share}),
     )
@@ -131,7 +131,7 @@ class _Curve:
     dots: bool
 
     @staticmethod
-    def of(line: Line, x: _Axis, y: _Axis) -> _Curve:
+    def from_line(line: Line, x: _Axis, y: _Axis) -> _Curve:
         points = [(round(x.at(a), 1), round(y.at(b), 1)) for a, b in line.points]
         return _Curve(points, line.colour, line.faint, line.dots or len(points) == 1)
 

@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from zoo.config.compose import load_recipe
 from zoo.errors import UserError
 from zoo.files import read_object
 from zoo.logging.result import records
 from zoo.tools.runs.status import RunStatus, read_status
+from zoo.types import JsonObject
 
 _LARGEST = 1e30  # of a metric that is drawn
 _KEPT_EVENTS = 1000  # of each kind; what a page shows is far less
@@ -40,13 +40,13 @@ class Run:
     name: str
     status: RunStatus
     metrics: dict[str, Series]  # of training steps
-    evaluations: list[dict[str, Any]]
-    events: dict[str, list[dict[str, Any]]]  # by kind, the first _KEPT_EVENTS
+    evaluations: list[JsonObject]
+    events: dict[str, list[JsonObject]]  # by kind, the first _KEPT_EVENTS
     counts: dict[str, int]  # events by kind, all
     seconds: float | None  # from the first line of the log to the last
-    recipe: dict[str, Any]  # key with dots -> value, as the run resolved it
-    environment: dict[str, Any]
-    summary: dict[str, Any]
+    recipe: JsonObject  # key with dots -> value, as the run resolved it
+    environment: JsonObject
+    summary: JsonObject
 
 
 def read_run(path: str | Path, name: str | None = None) -> Run:
@@ -58,8 +58,8 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     folder = Path(path)
     status = read_status(folder)
     metrics: dict[str, Series] = {}
-    evaluations: list[dict[str, Any]] = []
-    events: dict[str, list[dict[str, Any]]] = {}
+    evaluations: list[JsonObject] = []
+    events: dict[str, list[JsonObject]] = {}
     counts: dict[str, int] = {}
     seconds: float | None = None
     last = None
@@ -91,7 +91,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     )
 
 
-def _add_step(metrics: dict[str, Series], step: int, record: dict[str, Any]) -> None:
+def _add_step(metrics: dict[str, Series], step: int, record: JsonObject) -> None:
     for key, value in record.items():
         if key in ("step", "time") or isinstance(value, bool):
             continue
@@ -103,7 +103,7 @@ def _add_step(metrics: dict[str, Series], step: int, record: dict[str, Any]) -> 
         metrics.setdefault("tokens_per_second", Series()).add(step, tokens / ms * 1e3)
 
 
-def _recipe(path: Path) -> dict[str, Any]:
+def _recipe(path: Path) -> JsonObject:
     """Its values; none where the file is not there or this version of zoo can't read it."""
     try:
         return flat(asdict(load_recipe(str(path)))) if path.is_file() else {}
@@ -111,7 +111,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     """The object that a file holds; an empty one where it is not there or somebody has changed it."""
     try:
         return read_object(path)
@@ -119,22 +119,22 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def flat(values: object, prefix: str = "") -> JsonObject:
     """Nested mappings as one, with dots between the keys; lists stay whole."""
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
-    found: dict[str, Any] = {}
+    flattened: JsonObject = {}
     for key, value in values.items():
-        found.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return found
+        flattened.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flattened
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     """Recipe key -> its value in each run, for the keys whose values differ; where a run writes to is no difference."""
     keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
-    found = {}
+    differing = {}
     for key in keys:
         values = [run.recipe.get(key) for run in runs]
         if key not in ("run.dir", "machine.master_port") and any(value != values[0] for value in values):
-            found[key] = values
-    return found
+            differing[key] = values
+    return differing

@@ -8,7 +8,6 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -19,6 +18,7 @@ from zoo.logging.result import Model, run_of
 from zoo.pages import render
 from zoo.tools.runs.charts import COLOURS, Line, chart, lines_of, number
 from zoo.tools.runs.history import Run, differences, read_run
+from zoo.types import JsonObject
 
 MOST_RUNS = len(COLOURS)
 _LISTED = 200  # events, rows of predictions
@@ -48,12 +48,12 @@ def report(runs: Model | Sequence[Model], out: str | Path | None = None) -> Path
     folders = [run_of(run) for run in (runs if isinstance(runs, list | tuple) else [runs])]
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"zoo report takes 1 to {MOST_RUNS} run folders, not {len(folders)}")
-    found = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    path = Path(out) if out is not None else found[0].folder / "report.html"
+    read = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    path = Path(out) if out is not None else read[0].folder / "report.html"
     if path.suffix not in (".html", ".htm"):
         raise UserError(f"out={path}: wanted the name of an HTML file, such as out=report.html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page(found))
+    write_atomically(path, page(read))
     return path
 
 
@@ -70,12 +70,14 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
 def page(runs: Sequence[Run]) -> str:
     """The page as text."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
+    others = dict.fromkeys(name for run in runs for name in run.metrics if name not in _NOT_DRAWN)
+    further = {name: (_OTHER_TITLES.get(name, name), "") for name in others}
     sections = [
         ("", _overview(runs)),
         ("Loss and scores", _grid([_losses(runs), *_scores(runs)])),
         ("Predictions on held-out rows", _predictions(runs)),
         ("Training steps", _grid(_step_charts(runs, _STEP_CHARTS, zero=True))),
-        ("Further metrics", _grid(_step_charts(runs, _further(runs)))),
+        ("Further metrics", _grid(_step_charts(runs, further))),
         ("Data", _data(runs)),
         _recipe(runs),
         ("Events", _events(runs)),
@@ -100,22 +102,19 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) ->
     return render("zoo.tools.runs", "table.html.jinja", head=head, rows=rows, text=text)
 
 
-def _mean_loss(run: Run) -> str:
-    mean = _digits(run.status.mean_loss)
-    return mean and f"{mean} ({run.status.mean_loss_steps} steps)"
-
-
 def _overview(runs: Sequence[Run]) -> Markup:
     rows: dict[str, Callable[[Run], str]] = {
         "state": lambda run: run.status.state + (f": {run.status.why}" if run.status.why else ""),
         "recipe": lambda run: " ".join(str(run.recipe.get(key) or "") for key in ("recipe", "size")),
         "steps": lambda run: f"{run.status.step:,} of {run.status.total_steps or '?'}",
         "loss of the last step": lambda run: _digits(run.status.loss),
-        "mean loss of the last steps": _mean_loss,
+        "mean loss of the last steps": lambda run: (
+            "" if run.status.mean_loss is None else f"{run.status.mean_loss:.4f} ({run.status.mean_loss_steps} steps)"
+        ),
         "held-out loss": lambda run: _digits((run.status.eval or {}).get("loss")),
         "exact match": lambda run: _percent((run.status.eval or {}).get("exact_match")),
         "best exact match": _best,
-        "real tokens/s": lambda run: _median(run, "tokens_per_second"),
+        "real tokens/s": lambda run: "" if (rate := _middle(run, "tokens_per_second")) is None else f"{rate:,.0f}",
         "waiting for data": lambda run: _percent(_middle(run, "data_wait")),
         "time": lambda run: "" if run.seconds is None else clock(run.seconds),
         "starts": lambda run: str(run.status.starts),
@@ -148,11 +147,6 @@ def _middle(run: Run, metric: str) -> float | None:
     return statistics.median(values[1:] if len(values) > 1 else values) if len(values) else None
 
 
-def _median(run: Run, metric: str) -> str:
-    value = _middle(run, metric)
-    return "" if value is None else f"{value:,.0f}"
-
-
 def _best(run: Run) -> str:
     scored = [record for record in run.evaluations if isinstance(record.get("exact_match"), (int, float))]
     if not scored:
@@ -176,14 +170,14 @@ def _losses(runs: Sequence[Run]) -> Markup:
 
 def _points(run: Run, *keys: str) -> list[tuple[float, float]]:
     """A number of each evaluation by step, at the end of a path of keys."""
-    found = []
+    points = []
     for record in run.evaluations:
-        value: Any = record
+        value: object = record
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, (int, float)):
-            found.append((float(record["step"]), float(value)))
-    return found
+            points.append((float(record["step"]), float(value)))
+    return points
 
 
 def _scores(runs: Sequence[Run]) -> list[Markup]:
@@ -219,21 +213,15 @@ def _step_charts(runs: Sequence[Run], charts: dict[str, tuple[str, str]], zero: 
     ]
 
 
-def _further(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """Metrics of steps that have no chart of their own, whatever they are."""
-    names = dict.fromkeys(name for run in runs for name in run.metrics if name not in _NOT_DRAWN)
-    return {name: (_OTHER_TITLES.get(name, name), "") for name in names}
-
-
 def _predictions(runs: Sequence[Run]) -> Markup:
     """The picture of the last predictions, as the run drew it."""
     parts = []
     for run in runs:
-        picture = run.folder / "plots" / "predictions.png"
-        if picture.is_file():
+        plot = run.folder / "plots" / "predictions.png"
+        if plot.is_file():
             if len(runs) > 1:
                 parts.append(Markup("<h3>{}</h3>").format(_labelled(runs, run)))
-            data = base64.b64encode(picture.read_bytes()).decode("ascii")
+            data = base64.b64encode(plot.read_bytes()).decode("ascii")
             parts.append(Markup('<img alt="predictions of {}" src="data:image/png;base64,{}">').format(run.name, data))
     return Markup().join(parts)
 
@@ -261,11 +249,11 @@ def _data(runs: Sequence[Run]) -> Markup:
     return _table(head, rows, text=3)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -283,12 +271,12 @@ def _recipe(runs: Sequence[Run]) -> tuple[str, Markup]:
     return "Recipe: what differs from the defaults", body
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = _plain(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-def _set_keys(run: Run) -> dict[str, Any]:
+def _set_keys(run: Run) -> JsonObject:
     from zoo.config.layers.keys import keys
     from zoo.config.schema import Recipe
 
@@ -306,7 +294,13 @@ def _events(runs: Sequence[Run]) -> Markup:
     for run in runs:
         events = [record for kind in _EVENTS for record in run.events.get(kind, ())]
         events.sort(key=lambda record: (record.get("time") or 0, record["step"]))
-        rows = [[f"{record['step']:,}", _when(record), str(record["event"]), _about(record)] for record in events]
+        rows = []
+        for record in events:
+            time = record.get("time")
+            when = "" if time is None else f"{datetime.datetime.fromtimestamp(time, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+            fields = {key: value for key, value in record.items() if key not in ("event", "step", "time")}
+            about = ", ".join(f"{key}: {_short(value)}" for key, value in fields.items())
+            rows.append([f"{record['step']:,}", when, str(record["event"]), about])
         counts = Markup(f"<p>{run.counts.get('slow_step', 0):,} slow steps, {run.counts.get('save', 0):,} saves.</p>")
         if len(rows) > _LISTED:
             counts += Markup(f"<p>The first {_LISTED} of {len(rows):,} events; train.jsonl has all.</p>")
@@ -319,17 +313,6 @@ def _events(runs: Sequence[Run]) -> Markup:
             )
         )
     return Markup().join(parts)
-
-
-def _when(record: dict[str, Any]) -> str:
-    if "time" not in record:
-        return ""
-    return datetime.datetime.fromtimestamp(record["time"], datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _about(record: dict[str, Any]) -> str:
-    fields = {key: value for key, value in record.items() if key not in ("event", "step", "time")}
-    return ", ".join(f"{key}: {_short(value)}" for key, value in fields.items())
 
 
 def _environment(runs: Sequence[Run]) -> Markup:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from zoo.checkpoint.progress import saving
 from zoo.config.compose import is_saved_recipe
@@ -17,6 +18,7 @@ from zoo.errors import UserError, printable
 from zoo.files import file_clock
 from zoo.logging.progress_line import clock
 from zoo.logging.result import read_summary, records
+from zoo.types import JsonObject
 from zoo.watchdog.health import read_health
 from zoo.watchdog.run_lock import held_since
 
@@ -47,15 +49,15 @@ class RunStatus:
     save_age: float | None = None  # seconds
     checkpoint: str | None = None
     saving: str | None = None  # how far the save is that is being written
-    eval: dict[str, Any] | None = None  # step, loss, exact_match of the last one
+    eval: JsonObject | None = None  # step, loss, exact_match of the last one
     starts: int = 0  # how often it was started and resumed
     skipped_steps: int = 0
     slow_steps: dict[str, int] = field(default_factory=dict)  # by cause
     bad_rows: dict[str, int] = field(default_factory=dict)  # left out, by cause
-    ranks: list[dict[str, Any]] = field(default_factory=list)  # as in health.json, of a run that runs
+    ranks: list[JsonObject] = field(default_factory=list)  # as in health.json, of a run that runs
     health_age: float | None = None  # seconds since health.json was written
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The status as plain values."""
         return asdict(self)
 
@@ -91,7 +93,8 @@ def read_status(path: str | Path) -> RunStatus:
     state, why = _state(events, last, health, held_since(folder), log_time)
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
-    total, step = _total(events, summary), last.get("step", 0)
+    totals = [r["total_steps"] for r in events if "total_steps" in r]
+    total, step = totals[-1] if totals else summary.get("total_steps"), last.get("step", 0)
     saved, written = _newest(folder)
     under_way = saving(folder)
     evals = [r for r in events if r["event"] == "eval"]
@@ -122,10 +125,10 @@ def read_status(path: str | Path) -> RunStatus:
     )
 
 
-def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float | None]:
+def _read(folder: Path) -> tuple[list[JsonObject], list[JsonObject], float | None]:
     """Events, the last steps in order, of which there may be a million in train.jsonl, and the time of the last line."""
-    events: list[dict[str, Any]] = []
-    last: dict[int, dict[str, Any]] = {}
+    events: list[JsonObject] = []
+    last: dict[int, JsonObject] = {}
     logged: float | None = None
     for record in records(folder):
         logged = record.get("time", logged)
@@ -146,7 +149,7 @@ def _modified(path: Path) -> float:
     return 0.0
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def _summary(folder: Path) -> JsonObject:
     """summary.json; nothing where it is not there or somebody has changed it."""
     try:
         return read_summary(folder) or {}
@@ -163,7 +166,7 @@ def _newest(folder: Path) -> tuple[Path | None, float]:
 
 
 def _state(
-    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, held: float | None, logged: float
+    events: list[JsonObject], last: JsonObject, health: JsonObject | None, held: float | None, logged: float
 ) -> tuple[str, str | None]:
     """What the run is doing or how it ended, and why.
 
@@ -190,7 +193,7 @@ def _state(
     return "gone", "it has not recorded how it ended, and no process of it is there"
 
 
-def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
+def _seconds_a_step(recent: list[JsonObject]) -> float | None:
     """From one step's end to the next, the median: a save or an evaluation between two of them is not typical."""
     times = [r["time"] for r in recent if "time" in r]
     gaps = [b - a for a, b in pairwise(times) if b >= a]
@@ -200,12 +203,7 @@ def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
     return statistics.median(durations) / 1e3 or None if durations else None
 
 
-def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
-    totals = [r["total_steps"] for r in events if "total_steps" in r]
-    return totals[-1] if totals else summary.get("total_steps")
-
-
-def _age(step: dict[str, Any], logged: float | None, log_age: float) -> float | None:
+def _age(step: JsonObject, logged: float | None, log_age: float) -> float | None:
     """Seconds since a step was logged: the age of the log, and how long the step was before its last line.
 
     A step before a resume on another machine may have a later time than that line.
@@ -218,61 +216,35 @@ def _age(step: dict[str, Any], logged: float | None, log_age: float) -> float | 
 def describe(status: RunStatus) -> str:
     """The status as a few lines of text."""
     total = "?" if status.total_steps is None else f"{status.total_steps}"
+    age = "" if status.last_step_age is None else f"{clock(status.last_step_age)} ago"
+    loss = evaluated = ""
+    if status.loss is not None and status.mean_loss is not None:
+        loss = f"{status.loss:.4f}, {status.mean_loss:.4f} on average over the last {status.mean_loss_steps} steps"
+    if status.eval is not None:
+        scores = "" if status.eval["loss"] is None else f"loss {status.eval['loss']:.4f}, "
+        match = status.eval.get("exact_match")  # a reward model has none
+        scores += "" if match is None else f"exact match {match:.1%} "
+        evaluated = f"{scores}at step {status.eval['step']}"
+    saved = "none yet"
+    if status.save_step is not None and status.save_age is not None:
+        saved = f"step {status.save_step}, {clock(status.save_age)} ago, {status.checkpoint}"
+    left = "" if status.eta_seconds is None else f"{clock(status.eta_seconds)} to go"
+    speed = ""
+    if status.steps_per_second is not None and status.tokens_per_second is not None:
+        speed = f"{status.steps_per_second:.3g} steps/s, {status.tokens_per_second:,.0f} real tokens/s"
     lines = [
         ("run", status.run_dir),
         ("state", status.state + (f": {status.why}" if status.why else "")),
-        ("step", _joined(f"{status.step} of {total}", _ago(status.last_step_age), _eta(status))),
-        ("speed", _speed(status)),
-        ("loss", _loss(status)),
-        ("eval", _eval(status.eval)),
-        ("last save", _saved(status)),
+        ("step", ", ".join(part for part in (f"{status.step} of {total}", age, left) if part)),
+        ("speed", speed),
+        ("loss", loss),
+        ("eval", evaluated),
+        ("last save", saved),
         ("saving", (status.saving or "").replace("saving ", "")),
         ("health", _health(status)),
         *(("", line) for line in _trouble(status)),
     ]
     return "\n".join(f"{name:<10} {printable(text)}".rstrip() for name, text in lines if text)
-
-
-def _joined(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
-
-
-def _ago(seconds: float | None) -> str:
-    return "" if seconds is None else f"{clock(seconds)} ago"
-
-
-def _eta(status: RunStatus) -> str:
-    return "" if status.eta_seconds is None else f"{clock(status.eta_seconds)} to go"
-
-
-def _speed(status: RunStatus) -> str:
-    if status.steps_per_second is None or status.tokens_per_second is None:
-        return ""
-    return f"{status.steps_per_second:.3g} steps/s, {status.tokens_per_second:,.0f} real tokens/s"
-
-
-def _loss(status: RunStatus) -> str:
-    if status.loss is None or status.mean_loss is None:
-        return ""
-    return f"{status.loss:.4f}, {status.mean_loss:.4f} on average over the last {status.mean_loss_steps} steps"
-
-
-def _match(metrics: dict[str, Any]) -> str:
-    match = metrics.get("exact_match")  # a reward model has none
-    return "" if match is None else f"exact match {match:.1%} "
-
-
-def _eval(metrics: dict[str, Any] | None) -> str:
-    if metrics is None:
-        return ""
-    loss = "" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}, "
-    return f"{loss}{_match(metrics)}at step {metrics['step']}"
-
-
-def _saved(status: RunStatus) -> str:
-    if status.save_step is None:
-        return "none yet"
-    return f"step {status.save_step}, {_ago(status.save_age)}, {status.checkpoint}"
 
 
 def _health(status: RunStatus) -> str:
@@ -288,10 +260,10 @@ def _health(status: RunStatus) -> str:
     ranks = f"{alive} of {len(status.ranks)} ranks alive" if status.ranks else ""
     if status.state in ("gone", "failed"):
         ranks = f"{len(status.ranks)} ranks when it was last seen" if status.ranks else ""
-    return _joined(ranks, *counts)
+    return ", ".join(part for part in (ranks, *counts) if part)
 
 
-def _silent(rank: dict[str, Any], status: RunStatus) -> bool:
+def _silent(rank: JsonObject, status: RunStatus) -> bool:
     return rank["silent_seconds"] > max(10.0, _LATE * len(status.ranks) / 64)
 
 
@@ -304,10 +276,60 @@ def _trouble(status: RunStatus) -> list[str]:
     lines = []
     for rank in ranks[:16]:
         call = f" in {rank['waits_in']}" if rank["waits_in"] else ""
-        place = f" at {rank['place']}" if rank["place"] else ""
+        location = f" at {rank['place']}" if rank["place"] else ""
         silent = f", silent for {rank['silent_seconds']:.0f} s" if _silent(rank, status) else ""
         lines.append(
-            f"rank {rank['rank']}: after step {rank['step']}, {rank['phase']}{call}{place} "
+            f"rank {rank['rank']}: after step {rank['step']}, {rank['phase']}{call}{location} "
             f"for {rank['phase_seconds']:.0f} s{silent}"
         )
     return lines + ([f"and {len(ranks) - 16} ranks more"] if len(ranks) > 16 else [])
+
+
+_DEPTH = 4  # folders within folders
+_LOSS = f"loss, mean of {RECENT} steps"  # of fewer, their number stands beside it
+_COLUMNS = ("run", "state", "step", _LOSS, "held-out loss", "exact match", "last step", "to go")
+
+
+def find_runs(folder: str | Path = "runs") -> list[RunStatus]:
+    """The status of each run beneath a folder, or of the folder itself, by path.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    top = Path(folder)
+    if not top.is_dir():
+        raise UserError(f"{top}: no such folder; wanted one that holds run folders, such as the one of run.dir")
+    return [read_status(path) for path in _run_folders(top, _DEPTH)]
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    elif depth:
+        inner = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        for entry in sorted(inner, key=lambda entry: entry.name):
+            yield from _run_folders(Path(entry.path), depth - 1)
+
+
+def table(runs: list[RunStatus]) -> str:
+    """A line for each run."""
+    rows = [_COLUMNS, *map(_row, runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(run: RunStatus) -> tuple[str, ...]:
+    scores = run.eval or {}
+    loss, match = scores.get("loss"), scores.get("exact_match")
+    fewer = "" if run.mean_loss_steps == RECENT else f" ({run.mean_loss_steps})"
+    return (
+        printable(run.run_dir),
+        printable(run.state),
+        f"{run.step:,} of {'?' if run.total_steps is None else f'{run.total_steps:,}'}",
+        "" if run.mean_loss is None else f"{run.mean_loss:.4f}{fewer}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if match is None else f"{match:.1%}",
+        "" if run.last_step_age is None else f"{clock(run.last_step_age)} ago",
+        "" if run.eta_seconds is None else clock(run.eta_seconds),
+    )

@@ -14,7 +14,7 @@ from zoo.parallel.world import World, alone, on_one_rank
 
 if TYPE_CHECKING:
     from zoo.doctor.layers import Subject
-    from zoo.doctor.run_checks import Elsewhere, Findings, Report
+    from zoo.doctor.run_checks import Elsewhere, Findings, OnResult
 
 
 def check_recipes(
@@ -23,7 +23,7 @@ def check_recipes(
     only: Collection[str] = (),
     skip: Collection[str] = (),
     known_wrong: bool = False,
-    report: Report = lambda name, result: None,
+    report: OnResult = lambda name, result: None,
     elsewhere: Elsewhere = lambda check: None,
 ) -> Findings:
     """Check the kernels of validated recipes on this machine, each kernel and shape once.

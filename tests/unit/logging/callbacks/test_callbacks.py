@@ -12,8 +12,7 @@ from zoo.config.validate import validate
 from zoo.errors import ConfigError, UserError
 from zoo.launch.callback_copies import copied, read_copies
 from zoo.logging.callbacks import callbacks as room
-from zoo.logging.callbacks.callbacks import Callbacks, open_callbacks
-from zoo.logging.callbacks.early_stop import EarlyStop
+from zoo.logging.callbacks.callbacks import Callbacks, EarlyStop, open_callbacks
 
 MODULE = """
 class Keeps:
