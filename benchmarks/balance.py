@@ -92,9 +92,9 @@ def _set(name: str, options: BalanceOptions, cost: Callable[[SampleSize], int], 
     costs = [cost(size) for size in sizes]
     budget = BUDGETS[name]
     ways = []
-    for way, given in (("by tokens", None), ("by cost", costs)):
+    for way, weights in (("by tokens", None), ("by cost", costs)):
         began = time.thread_time()
-        bins = list(plan_bins(lengths, budget, options.align, options.lookahead, given))
+        bins = list(plan_bins(lengths, budget, options.align, options.lookahead, weights))
         seconds = (time.thread_time() - began) / options.count * 1e6
         ways.append(_way(way, bins, lengths, costs, budget, seconds, options))
     each = max(1, round(options.count / len(bins)))
@@ -131,8 +131,8 @@ def _over(work: Sequence[int], ranks: int, each: int, balanced: bool) -> list[fl
     for start in range(0, len(work) - ranks * each + 1, ranks * each):
         step = work[start : start + ranks * each]
         shared = deal_bins(step, ranks) if balanced else [range(rank, len(step), ranks) for rank in range(ranks)]
-        sums = [sum(step[place] for place in places) for places in shared]
-        over.append(max(sums) / mean(sums) - 1)
+        loads = [sum(step[index] for index in places) for places in shared]
+        over.append(max(loads) / mean(loads) - 1)
     return over
 
 

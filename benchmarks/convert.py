@@ -73,10 +73,10 @@ def run(options: ConvertOptions) -> JsonObject:
             "cp": {"seconds": copied, "rate": count / copied, "synced_seconds": through},
         }
         for way, source, target in (("to_zoo", "hf", "zoo"), ("to_hf", "zoo", "back")):
-            found = _measured(folder / source, folder / target, options)
-            found |= {"rate": count / found["seconds"], "ratio": copied / found["seconds"]}
-            found["synced_ratio"] = through / found["seconds"]
-            report[way] = found
+            measured = _measured(folder / source, folder / target, options)
+            measured |= {"rate": count / measured["seconds"], "ratio": copied / measured["seconds"]}
+            measured["synced_ratio"] = through / measured["seconds"]
+            report[way] = measured
             shutil.rmtree(folder / source)  # two copies at most lie on the disk
         return report
 
@@ -131,11 +131,11 @@ def table(report: JsonObject) -> str:
         f"{report['cp']['synced_seconds']:.1f} s until it is through to the disk",
     ]
     for way in ("to_zoo", "to_hf"):
-        found = report[way]
+        figures = report[way]
         lines.append(
-            f"{way:<8} {found['seconds']:>8.1f} s  {in_words(found['rate'])}/s  {found['ratio']:.2f} of cp, {found['synced_ratio']:.2f} of cp "
+            f"{way:<8} {figures['seconds']:>8.1f} s  {in_words(figures['rate'])}/s  {figures['ratio']:.2f} of cp, {figures['synced_ratio']:.2f} of cp "
             f"through to the disk; peak memory "
-            f"{in_words(found['peak'])}, {in_words(found['peak'] - found['start'])} over that after the imports"
+            f"{in_words(figures['peak'])}, {in_words(figures['peak'] - figures['start'])} over that after the imports"
         )
     return "\n".join(lines)
 

@@ -23,19 +23,19 @@ def receipts(folder: Path) -> str:
     """Steps of 2 and 4 samples a GPU, padded and packed."""
     rows = []
     for (count, way), published in PUBLISHED.items():
-        found = line(folder, f"receipts-{count}", way)
-        rows.append([f"{count} and {8 * count}", way, published, *rates(found)])
+        result = line(folder, f"receipts-{count}", way)
+        rows.append([f"{count} and {8 * count}", way, published, *rates(result)])
     return table(("samples a GPU and a step", "rows", "published, 8 H100", *RATES), rows)
 
 
 def scaling(folder: Path) -> str:
     """Eight GPUs against one."""
-    one, eight = line(folder, "scaling-1"), line(folder, "scaling-8")
+    single, eight = line(folder, "scaling-1"), line(folder, "scaling-8")
     linear = NOT
-    if one and eight and "ms" in one and "ms" in eight:
-        linear = f"{eight['real_tokens_per_s'] / (8 * one['real_tokens_per_s']):.1%}"
+    if single and eight and "ms" in single and "ms" in eight:
+        linear = f"{eight['real_tokens_per_s'] / (8 * single['real_tokens_per_s']):.1%}"
     return table(
-        ("rows of 16,384 tokens", *RATES, "of linear"), [["1 GPU", *rates(one), ""], ["DP 8", *rates(eight), linear]]
+        ("rows of 16,384 tokens", *RATES, "of linear"), [["1 GPU", *rates(single), ""], ["DP 8", *rates(eight), linear]]
     )
 
 
@@ -43,12 +43,12 @@ def experts(folder: Path) -> str:
     """30B-A3B at full depth under EP 8."""
     rows = []
     for title, name in (("Qwen3-VL 30B-A3B", "experts-vl"), ("Qwen3-Omni 30B-A3B", "experts-omni")):
-        found, plan = line(folder, name), folder / f"{name}-plan.json"
+        result, plan = line(folder, name), folder / f"{name}-plan.json"
         planned = NOT
         if plan.exists():
             stages = json.loads(plan.read_text())["memory_bytes"]
             planned = f"{max(stage['total'] for stage in stages) / 2**30:.1f}"
-        rows.append([title, *rates(found), planned, cell(found, lambda one: f"{one['host_gib']:.1f}")])
+        rows.append([title, *rates(result), planned, cell(result, lambda record: f"{record['host_gib']:.1f}")])
     return table(("EP 8, rows of 8,192 tokens, selective recompute", *RATES, "planned GiB", "host GiB a rank"), rows)
 
 
@@ -61,10 +61,10 @@ def layouts(folder: Path) -> str:
     ):
         first = line(folder, base[1])
         for layout, name in (base, others):
-            found = line(folder, name)
-            both = [one["losses"] for one in (first, found) if one and "ms" in one]
+            result = line(folder, name)
+            both = [record["losses"] for record in (first, result) if record and "ms" in record]
             apart = furthest(*both) if len(both) == 2 else NOT
-            rows.append([f"{title}, {layout}", *rates(found), "" if name == base[1] else apart])
+            rows.append([f"{title}, {layout}", *rates(result), "" if name == base[1] else apart])
     return table(("", *RATES, "largest difference of a loss"), rows)
 
 
@@ -73,7 +73,7 @@ def checkpoints(folder: Path) -> str:
     killed, resumed = log(folder / "killed.jsonl"), log(folder / "resumed.jsonl")
     rows = [["save under EP 8", NOT], ["SIGKILL of one rank", NOT], ["resume under EP 4 x DP 2", NOT], ["export", NOT]]
     if killed:
-        saved = next(one for one in killed if one.get("event") == "save")
+        saved = next(record for record in killed if record.get("event") == "save")
         rate, disk = saved["bytes"] / saved["write_ms"] * 1e3, json.loads((folder / "disk.json").read_text())
         ended = json.loads((folder / "killed.json").read_text())
         rows[0][1] = (
@@ -82,56 +82,56 @@ def checkpoints(folder: Path) -> str:
         )
         rows[1][1] = f"the launcher ended with {ended['exit']} after {ended['left_ms'] / 1e3:.1f} s"
     if killed and resumed:
-        start = max(place for place, one in enumerate(resumed) if one.get("event") == "resume")
-        load = next(one for one in resumed[start:] if one.get("event") == "startup")
+        start = max(index for index, record in enumerate(resumed) if record.get("event") == "resume")
+        load = next(record for record in resumed[start:] if record.get("event") == "startup")
         before, after = losses(killed), losses(resumed[start:])
         both = sorted(before.keys() & after.keys())
         rows[2][1] = (
             f"state loaded in {load['phases']['optimizer']:.1f} s; losses of steps {both[0]} to {both[-1]} differ by "
             f"{furthest([before[step] for step in both], [after[step] for step in both])} at most"
         )
-        place = max(place for place, one in enumerate(resumed) if one.get("event") == "export")
-        rows[3][1] = f"{resumed[place]['time'] - resumed[place - 1]['time']:.1f} s"
+        index = max(index for index, record in enumerate(resumed) if record.get("event") == "export")
+        rows[3][1] = f"{resumed[index]['time'] - resumed[index - 1]['time']:.1f} s"
     return table(("Qwen3-VL 30B-A3B", "measured"), rows)
 
 
 RATES = ("ms a step", "real tokens/s a GPU", "MFU", "peak GiB")
 
 
-def rates(found: Line | None) -> list[str]:
+def rates(result: Line | None) -> list[str]:
     """The cells of RATES."""
     shown: Sequence[Callable[[Line], str]] = (
-        lambda one: f"{one['ms']:.1f}",
-        lambda one: f"{one['real_tokens_per_s'] / one['ranks']:,.0f}",
-        lambda one: "-" if one["mfu"] is None else f"{one['mfu']:.1%}",
-        lambda one: "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}",
+        lambda record: f"{record['ms']:.1f}",
+        lambda record: f"{record['real_tokens_per_s'] / record['ranks']:,.0f}",
+        lambda record: "-" if record["mfu"] is None else f"{record['mfu']:.1%}",
+        lambda record: "-" if record["peak_gib"] is None else f"{record['peak_gib']:.1f}",
     )
-    return [cell(found, show) for show in shown]
+    return [cell(result, show) for show in shown]
 
 
-def cell(found: Line | None, show: Callable[[Line], str]) -> str:
+def cell(result: Line | None, show: Callable[[Line], str]) -> str:
     """What a setting's metrics show, or why there are none."""
-    if found is None:
+    if result is None:
         return NOT
-    return show(found) if "ms" in found else "did not run"
+    return show(result) if "ms" in result else "did not run"
 
 
 def line(folder: Path, name: str, way: str | None = None) -> Line | None:
     """The metrics of a setting in the results of that name; None where it has not been measured."""
     file = folder / f"{name}.json"
-    found = json.loads(file.read_text())["lines"] if file.exists() else []
-    return next((one for one in found if way in (None, one["way"])), None)
+    lines = json.loads(file.read_text())["lines"] if file.exists() else []
+    return next((record for record in lines if way in (None, record["way"])), None)
 
 
 def log(file: Path) -> list[Line]:
     """The lines of a run's log, whole ones."""
     text = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(one) for one in text if one.endswith("\n")]
+    return [json.loads(record) for record in text if record.endswith("\n")]
 
 
 def losses(lines: Iterable[Line]) -> dict[int, float]:
     """Step to loss."""
-    return {one["step"]: one["loss"] for one in lines if "event" not in one}
+    return {record["step"]: record["loss"] for record in lines if "event" not in record}
 
 
 def furthest(mine: Sequence[float], theirs: Sequence[float]) -> str:
@@ -145,14 +145,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
-def main(what: str, folder: str, *rest: str) -> None:
+def main(table: str, folder: str, *rest: str) -> None:
     """One of the module's commands."""
-    if what == "disk":
+    if table == "disk":
         from benchmarks.save_rates import disk_rates  # and torch
 
         print(json.dumps(disk_rates(Path(folder), int(rest[0]) * 10**6)))
-    elif what == "saved":
-        saves = [one["step"] for one in log(Path(folder) / "train.jsonl") if one.get("event") == "save"]
+    elif table == "saved":
+        saves = [record["step"] for record in log(Path(folder) / "train.jsonl") if record.get("event") == "save"]
         print(saves[-1])
     else:
         print(tables(Path(folder)))

@@ -39,13 +39,13 @@ def page(folder: Path, number: int) -> Row:
     """A page of text, and its first lines as the answer."""
     draws = np.random.default_rng((1, number))
     width, height = (int(side) for side in draws.integers(640, 1281, 2))
-    picture = Image.new("RGB", (width, height), tuple(draws.integers(225, 256, 3).tolist()))
-    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(size=18)
+    image = Image.new("RGB", (width, height), tuple(draws.integers(225, 256, 3).tolist()))
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=18)
     lines = [" ".join(draws.choice(WORDS, width // 75)) for _ in range(height // 26 - 1)]
-    for place, line in enumerate(lines):
-        pen.text((16, 12 + 26 * place), line, fill=(20, 20, 40), font=font)
+    for row, line in enumerate(lines):
+        pen.text((16, 12 + 26 * row), line, fill=(20, 20, 40), font=font)
     path = folder / f"page_{number}.jpg"
-    picture.save(path, quality=90)
+    image.save(path, quality=90)
     return _row("image", path, "Read the page.", "\n".join(lines[: int(draws.integers(4, 21))]))
 
 
@@ -57,8 +57,8 @@ def video(folder: Path, number: int) -> Row:
     with av.open(path, "w") as container:
         pictures = container.add_stream("libx264", rate=FRAMES_A_SECOND, options={"preset": "ultrafast"})
         pictures.width, pictures.height, pictures.pix_fmt = 1280, 720, "yuv420p"
-        sound = container.add_stream("aac", rate=RATE)
-        sound.layout = "mono"
+        audio = container.add_stream("aac", rate=RATE)
+        audio.layout = "mono"
         for index in range(FRAMES_A_SECOND * SECONDS):
             frame = Image.fromarray(np.roll(ground, index // 6, axis=1)).resize((1280, 720))
             ImageDraw.Draw(frame).text((8 * index % 700, 300), text, fill="white", font=font)
@@ -68,8 +68,8 @@ def video(folder: Path, number: int) -> Row:
             piece = _tone(440.0, np.arange(start, min(start + 1024, RATE * SECONDS)))
             block = av.AudioFrame.from_ndarray(piece[None].astype(np.float32), format="fltp", layout="mono")
             block.sample_rate, block.pts = RATE, start
-            container.mux(sound.encode(block))
-        container.mux(sound.encode())
+            container.mux(audio.encode(block))
+        container.mux(audio.encode())
     return _row("video", path, "Which words move through the picture?", text)
 
 
@@ -90,10 +90,10 @@ def write(folder: Path, counts: dict[str, int]) -> int:
     """Write so many files of each kind, and the rows; how many rows there are."""
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as workers:
-        found = [
+        written = [
             row for name, count in counts.items() for row in workers.map(partial(KINDS[name], folder), range(count))
         ]
-    rows = [found[index] for index in np.random.default_rng(0).permutation(len(found))]
+    rows = [written[index] for index in np.random.default_rng(0).permutation(len(written))]
     held = rows[::50]
     _write(folder / "held.jsonl", iter(held))
     _write(folder / "rows.jsonl", (row for index, row in enumerate(rows) if index % 50))

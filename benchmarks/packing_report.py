@@ -115,8 +115,8 @@ def as_dict(report: PackingReport) -> JsonObject:
     tree = asdict(report)
     tree["growth"] |= {"exponent": report.growth.exponent, "flat_exponent": report.growth.flat_exponent}
     for case, values in zip(report.cases, tree["cases"], strict=True):
-        found = zip((*case.lines, case.together), (*values["lines"], values["together"]), strict=True)
-        for line, entry in found:
+        pairs = zip((*case.lines, case.together), (*values["lines"], values["together"]), strict=True)
+        for line, entry in pairs:
             ratios = (line.time_ratio, line.rows_ratio, line.bytes_ratio) if line.elements else (0.0,) * 3
             entry |= dict(zip(("time_ratio", "rows_ratio", "bytes_ratio"), ratios, strict=True))
     return tree

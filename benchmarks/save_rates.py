@@ -75,7 +75,7 @@ def run(options: SaveRateOptions, overrides: Sequence[str] = ()) -> JsonObject:
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
         print(_of_disk(report["disk"]), file=sys.stderr, flush=True)  # the rest may take minutes
         recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
-        given = {
+        request = {
             "setting": vars(Setting("packed", options.packed, ranks=options.nproc)),
             "samples": options.steps * options.packed,
             "passes": 1,
@@ -85,19 +85,19 @@ def run(options: SaveRateOptions, overrides: Sequence[str] = ()) -> JsonObject:
             "saves": options.saves,
             "steps": options.steps,
         }
-        found = run_task("benchmarks.save_rates:measure", recipe, options.nproc, given, fresh=True)
+        result = run_task("benchmarks.save_rates:measure", recipe, options.nproc, request, fresh=True)
         shutil.rmtree(folder / "run")
         report["disk_after"] = disk_rates(folder, options.disk_mb * 10**6)  # some write fast for a while only
-    return report | found
+    return report | result
 
 
 def _recipe(options: SaveRateOptions, overrides: Sequence[str]) -> Recipe:
-    fixed = [
+    bench_keys = [
         f"size={options.size}", "model.init=random", "parallel.plan=[]", "log.tensorboard=false", "export=false",
         "run.dir=bench", "train.keep=1", "train.keep_best=null", f"packing.budget={options.packed * options.longest}", "train.steps=1000",
         f"train.global_batch={options.nproc}",
     ]  # fmt: skip
-    recipe = load_recipe(options.recipe, [*fixed, *overrides])
+    recipe = load_recipe(options.recipe, [*bench_keys, *overrides])
     if not options.layers:
         return recipe
     return recipe.replace({"model.arch": with_layers(dict(recipe.model.arch), options.layers)})
@@ -130,17 +130,20 @@ def _timed(commands: Sequence[Sequence[str]], direct: str) -> float:
     """Seconds of several `dd` at once; without the page cache where the file system does that."""
     for more in ([direct], []):
         began = time.monotonic()
-        running = [subprocess.Popen(["dd", *one, *more, "status=none"], stderr=subprocess.DEVNULL) for one in commands]
+        running = [
+            subprocess.Popen(["dd", *arguments, *more, "status=none"], stderr=subprocess.DEVNULL)
+            for arguments in commands
+        ]
         if not any([process.wait() for process in running]):
             return time.monotonic() - began
     raise UserError("dd can't write to that folder")
 
 
-def measure(recipe: Recipe, given: JsonObject) -> JsonObject:
+def measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     """On every rank: train, save, load."""
     startup = Startup("imports")
-    with interrupts() as stop, open_world(recipe) as here:
-        return SavesRun(recipe, here, stop, startup, given).measure()
+    with interrupts() as stop, open_world(recipe) as world:
+        return SavesRun(recipe, world, stop, startup, request).measure()
 
 
 class SavesRun(BenchRun):
@@ -179,12 +182,12 @@ class SavesRun(BenchRun):
         parameters = sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters())
         return {"parameters_of_rank": parameters, "step_ms": plain, "copy": copies, "saves": saves, "load": loading}
 
-    def _plain_step_ms(self, lines: Lines, beside: int) -> float:
-        """The median step that nothing is written beside, of as many as there were beside a save (`beside`), within bounds.
+    def _plain_step_ms(self, lines: Lines, steps_during_save: int) -> float:
+        """The median step that nothing is written beside, of as many as there were beside a save (`steps_during_save`), within bounds.
 
         Taken after the last save: steps are faster by then than those that the run began with.
         """
-        count = max(self.request["steps"], min(beside, MOST_PLAIN))
+        count = max(self.request["steps"], min(steps_during_save, MOST_PLAIN))
         for _ in range(count):
             self.train_step()
         return self._most(median(line["step_ms"] for line in lines.steps[-count:]))
@@ -205,7 +208,7 @@ class SavesRun(BenchRun):
             self.train_step()
             done = self.saver.poll()
             peak = _memory("VmHWM")
-        beside = [line["step_ms"] for line in lines.steps[first:]]
+        during_save = [line["step_ms"] for line in lines.steps[first:]]
         self.saved = done.folder
         held = float(self.saver.held_bytes)
         return {
@@ -213,8 +216,8 @@ class SavesRun(BenchRun):
             "bytes_of_rank": self._most(held),
             "stall_s": self._most(stall),
             "write_s": self._most(done.write_seconds),
-            "steps": len(beside),
-            "step_ms": self._most(median(beside)),
+            "steps": len(during_save),
+            "step_ms": self._most(median(during_save)),
             "memory": self._most(peak - before),
         }
 
@@ -253,8 +256,8 @@ def _copy_rate() -> float:
 
 def _memory(name: str) -> float:
     """Bytes of this process's memory, by the kernel's name."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024.0 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024.0 if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _of_disk(disk: dict[str, float], when: str = "") -> str:
@@ -275,24 +278,24 @@ def _of_load(load: dict[str, float]) -> str:
     return f"load           checked and loaded in {load['load_s']:.1f} s: {in_words(load['bytes'] / load['load_s'])}/s"
 
 
-def table(found: JsonObject) -> str:
+def table(result: JsonObject) -> str:
     """For people."""
-    disk, load = found["disk"], found["load"]
+    disk, load = result["disk"], result["load"]
     lines = [
-        f"{found['recipe']} size={found['size']} on {found['ranks']} ranks: {found['parameters_of_rank']:,} parameters a rank, "
-        f"a step takes {found['step_ms']:,.0f} ms without a save; host memory is copied at {in_words(found['copy'])}/s",
+        f"{result['recipe']} size={result['size']} on {result['ranks']} ranks: {result['parameters_of_rank']:,} parameters a rank, "
+        f"a step takes {result['step_ms']:,.0f} ms without a save; host memory is copied at {in_words(result['copy'])}/s",
         _of_disk(disk),
     ]
-    for number_, save in enumerate(found["saves"], 1):
+    for number_, save in enumerate(result["saves"], 1):
         lines.append(
-            f"{_of_save(number_, save)} ({save['step_ms'] / found['step_ms'] - 1:+.1%}); "
+            f"{_of_save(number_, save)} ({save['step_ms'] / result['step_ms'] - 1:+.1%}); "
             f"{save['bytes'] / save['write_s'] / disk['write']:.2f} of the disk's rate; host memory +{in_words(save['memory'])} "
             f"(a rank holds {in_words(save['bytes_of_rank'])})"
         )
     lines.append(
         f"{_of_load(load)}, {load['bytes'] / load['load_s'] / disk['read']:.2f} of the disk; host memory +{in_words(load['memory'])}"
     )
-    lines.append(_of_disk(found["disk_after"], "afterwards "))
+    lines.append(_of_disk(result["disk_after"], "afterwards "))
     return "\n".join(lines)
 
 

@@ -35,12 +35,12 @@ def main[Options, Report](
     Returns:
         The exit code: 2 for a mistake in the options, which is printed in one line.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in given:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in words:
         print((doc or "").strip())
         return 0
     quiet()
-    own = [text for text in given if text != "--json"]
+    own = [text for text in words if text != "--json"]
     further: list[list[str]] = []
     if takes_recipe_keys:
         own, recipe_keys = split_recipe_keys(own)
@@ -50,7 +50,7 @@ def main[Options, Report](
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(as_dict(report), indent=2) if "--json" in given else table(report))
+    print(json.dumps(as_dict(report), indent=2) if "--json" in words else table(report))
     return 0
 
 

@@ -117,7 +117,7 @@ def run(options: SoakOptions, overrides: Sequence[str] = ()) -> SoakReport:
 
 
 def _command(options: SoakOptions, overrides: Sequence[str]) -> list[str]:
-    given = {
+    keys = {
         "recipe": options.recipe,
         "size": options.size,
         "nproc": options.nproc,
@@ -129,7 +129,7 @@ def _command(options: SoakOptions, overrides: Sequence[str]) -> list[str]:
         "train.global_batch": options.nproc,
         **SHORT_ROWS,
     }
-    texts = [f"{key}={value}" for key, value in given.items()]
+    texts = [f"{key}={value}" for key, value in keys.items()]
     return module_command("zoo", "train", *texts, *overrides)
 
 
@@ -140,7 +140,7 @@ def _watch(command: list[str], folder: Path) -> list[Mark]:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                seen = [found for pid in _tree(process.pid) if (found := _look(pid)) is not None]
+                seen = [sample for pid in _tree(process.pid) if (sample := _look(pid)) is not None]
                 step = log.step()
                 if seen and step:
                     memory, files, cpu = (sum(values) for values in zip(*seen, strict=True))
@@ -175,15 +175,15 @@ class _Log:
 
 def _tree(pid: int) -> list[int]:
     """A process and all below it."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 text = Path(f"/proc/{parent}/task/{thread}/children").read_text()
-                found += [int(child) for child in text.split()]
+                pids += [int(child) for child in text.split()]
         except OSError:  # it has ended meanwhile
             continue
-    return found
+    return pids
 
 
 def _look(pid: int) -> tuple[float, int, float] | None:
@@ -225,12 +225,12 @@ def _report(options: SoakOptions, marks: list[Mark], records: list[JsonObject], 
 
 def as_dict(report: SoakReport) -> JsonObject:
     """Plain values, without the single steps and with some 500 of the marks."""
-    found = asdict(report)
-    del found["steps_ms"]
-    found["marks"] = found["marks"][:: max(len(found["marks"]) // 500, 1)]
+    values = asdict(report)
+    del values["steps_ms"]
+    values["marks"] = values["marks"][:: max(len(values["marks"]) // 500, 1)]
     for name in ("memory", "files", "step_ms", "cpu_ms"):
-        found[name]["growth"] = getattr(report, name).share
-    return found
+        values[name]["growth"] = getattr(report, name).share
+    return values
 
 
 def table(report: SoakReport) -> str:

@@ -88,9 +88,9 @@ def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[R
         UserError: no such checkpoint or rows, those of a reward model, or an override that is wrong.
     """
     path = run_of(path)
-    place = language_model(path)
-    settings = settings_of(place)
-    recipe = recipe_of(place, overrides)
+    source = language_model(path)
+    settings = settings_of(source)
+    recipe = recipe_of(source, overrides)
     overridden = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
     if "data.eval" in overridden:
         if rows is not None:

@@ -134,32 +134,32 @@ def convert(
     overwrite = text == "true"
     allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow
     source = run_of(source)
-    place = locate(source, revision)
-    check_beside_weights(place)
-    if place.kind != "run":  # whose files have checksums
-        check_side_files(place.files)
-        if (fault := side_file_fault(place.files)) is not None:
+    origin = locate(source, revision)
+    check_beside_weights(origin)
+    if origin.kind != "run":  # whose files have checksums
+        check_side_files(origin.files)
+        if (fault := side_file_fault(origin.files)) is not None:
             raise ConfigError(fault)
     target = expanded(target)
-    if push_to and place.kind == "hf":
+    if push_to and origin.kind == "hf":
         raise UserError(f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's")
     writer = ExportWriter(target, overwrite=overwrite)
-    if place.kind == "run":
+    if origin.kind == "run":
         from zoo.checkpoint.export import export_run
 
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
-        export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
-    elif place.kind == "zoo":
-        checksums = ChecksumsWhileReading(place.folder)
+        export_run(origin, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
+    elif origin.kind == "zoo":
+        checksums = ChecksumsWhileReading(origin.folder)
         with ExitStack() as opened:
             with checksums.raise_damage_first():
-                reader = opened.enter_context(SafetensorsFolder(place.weights, on_read=checksums.read))
-                conversion = _plan_hf(place, reader, dtype, allow)
+                reader = opened.enter_context(SafetensorsFolder(origin.weights, on_read=checksums.read))
+                conversion = _plan_hf(origin, reader, dtype, allow)
             _write(replace(conversion, check_source=checksums.finish), writer, shard_bytes, quiet)
     else:
-        with SafetensorsFolder(place.weights) as reader:
-            conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
+        with SafetensorsFolder(origin.weights) as reader:
+            conversion = _plan_zoo(origin, card.name_of(origin, str(source)), reader, dtype, allow)
             _write(conversion, writer, shard_bytes, quiet)
     if push_to:
         _push(target, push_to)
@@ -188,10 +188,10 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def _plan_zoo(
-    place: Place, name: str, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+    origin: Place, name: str, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
 ) -> Conversion:
     """A Hugging Face folder as zoo's own weights; `name` is what they will call it."""
-    arch = read_arch(place.files)
+    arch = read_arch(origin.files)
     plan = build_meta_model(arch, reader.names())
     conversion = to_zoo_jobs(reader, plan, dtype, allow)
     about = {
@@ -207,15 +207,15 @@ def _plan_zoo(
 
     def write_side_files(folder: Path) -> None:
         (folder / HF_PART).mkdir()
-        copy_side_files(place.files, folder / HF_PART, plan.bridge.carry_files)
-        if (place.files / CARD).is_file():
-            shutil.copyfile(place.files / CARD, folder / HF_PART / CARD)
+        copy_side_files(origin.files, folder / HF_PART, plan.bridge.carry_files)
+        if (origin.files / CARD).is_file():
+            shutil.copyfile(origin.files / CARD, folder / HF_PART / CARD)
         plain = unquantised(arch)
         config = plain if dtype is None else with_dtype(plain, dtype)
         _write_json(folder / HF_PART / "config.json", config)
         _write_json(folder / ABOUT, {**about, "changed": changed})
 
-    text = card.converted(place, arch, changed, native=True)
+    text = card.converted(origin, arch, changed, native=True)
     return replace(conversion, part=WEIGHTS_PART, write_side_files=write_side_files, card=text)
 
 
@@ -229,11 +229,11 @@ def _changes(arch: JsonObject, dtype: torch.dtype | None, allowed: Sequence[str]
     return changes
 
 
-def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]) -> Conversion:
+def _plan_hf(origin: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]) -> Conversion:
     """zoo's own weights as a Hugging Face folder."""
-    about, arch = read_about(place.folder), read_arch(place.files)
+    about, arch = read_about(origin.folder), read_arch(origin.files)
     plan = build_meta_model(arch, published_names(reader, arch))
-    conversion = to_hf_jobs(place.folder, reader, plan, dtype, allow)
+    conversion = to_hf_jobs(origin.folder, reader, plan, dtype, allow)
     config = arch
     if plan.bridge.export_config is not None:
         config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
@@ -244,18 +244,18 @@ def _plan_hf(place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None,
     changed = {**(before if isinstance(before, dict) else {}), **_changes(arch, dtype, conversion.allowed)}
 
     def write_side_files(folder: Path) -> None:
-        copy_side_files(place.files, folder, plan.bridge.carry_files)
+        copy_side_files(origin.files, folder, plan.bridge.carry_files)
         _write_json(folder / "config.json", config)
         write_generation_config(folder, config)
         if allowed:
             patterns = [*about.get("allow", ()), *allow]
             _write_json(folder / CONVERSION, {"allow": patterns, "allowed": allowed})
 
-    published = place.files / CARD  # of the same weights, so it is true of these
+    published = origin.files / CARD  # of the same weights, so it is true of these
     if published.is_file() and not changed:
         text = published.read_text(encoding="utf-8", errors="replace")
     else:
-        text = card.converted(place, config, changed)
+        text = card.converted(origin, config, changed)
     return replace(conversion, write_side_files=write_side_files, card=text)
 
 

@@ -56,12 +56,12 @@ def _without_bars() -> Iterator[None]:
 
 @plain_fp32()
 @torch.no_grad()
-def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> list[JsonObject]:
+def hf_logprobs(weights: Place, rows: str | Path, overrides: Overrides = ()) -> list[JsonObject]:
     """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one; `overrides` of data hold."""
     import transformers
 
-    arch = read_arch(place.files)
-    recipe = recipe_for_weights(str(place.folder), family_of(arch).name, overrides)
+    arch = read_arch(weights.files)
+    recipe = recipe_for_weights(str(weights.folder), family_of(arch).name, overrides)
     processor = build.assemble(recipe).processor
     kind = transformers_class(arch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,7 @@ def hf_logprobs(place: Place, rows: str | Path, overrides: Overrides = ()) -> li
         how = transformers.FineGrainedFP8Config(dequantize=True)
         options |= {"dtype": torch.bfloat16, "quantization_config": how}
     with _without_bars():
-        whole = kind.from_pretrained(place.folder, **options)
+        whole = kind.from_pretrained(weights.folder, **options)
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
     scored = []
     literal = recipe.data.literal_tags or set(processor.modalities) <= {"text"}

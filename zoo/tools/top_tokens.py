@@ -154,15 +154,15 @@ def _tokens(
         tokens, places = top
         bounds = torch.tensor([*batch.starts, batch.input_ids.numel()])
         owner = torch.searchsorted(bounds, places, right=True) - 1
-        arrays = [places, *(one.cpu() for one in tokens)]
+        arrays = [places, *(column.cpu() for column in tokens)]
         for segment, number in enumerate(numbers):
             chosen = owner == segment
-            mine[number] = (source.digest(number), [one[chosen].numpy() for one in arrays])
+            mine[number] = (source.digest(number), [array[chosen].numpy() for array in arrays])
     everyone: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {}
     for of_rank in object_group().gather(mine):
-        for place, one in of_rank.items():
-            everyone.setdefault(place, []).append(one)
-    return [_joined(everyone[place]) for place in sorted(everyone)]
+        for row, row_tokens in of_rank.items():
+            everyone.setdefault(row, []).append(row_tokens)
+    return [_joined(everyone[row]) for row in sorted(everyone)]
 
 
 def _joined(parts: Sequence[tuple[bytes, list[np.ndarray]]]) -> RowTokens:

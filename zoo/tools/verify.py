@@ -135,21 +135,21 @@ def verify(
 
 
 @contextmanager
-def _side(place: Place) -> Iterator[_Side]:
+def _side(weights: Place) -> Iterator[_Side]:
     """A checkpoint's tensors; those of a run as its export has them, which is written to a disk only where it needs a model."""
-    if place.kind != "run":
-        with SafetensorsFolder(place.weights) as reader:
-            if place.kind == "zoo":
-                verify_checksums(place.folder, Comm())
-            yield _Side.of(reader, read_arch(place.files), own=place.kind == "zoo")
+    if weights.kind != "run":
+        with SafetensorsFolder(weights.weights) as reader:
+            if weights.kind == "zoo":
+                verify_checksums(weights.folder, Comm())
+            yield _Side.of(reader, read_arch(weights.files), own=weights.kind == "zoo")
         return
-    check_beside_weights(place)
-    with exported_tensors(place) as tensors:
+    check_beside_weights(weights)
+    with exported_tensors(weights) as tensors:
         if tensors is not None:
             yield _Side.of(tensors, tensors.config)
             return
     with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
-        written = locate(str(convert(place.folder, Path(folder) / "export", quiet=True)))
+        written = locate(str(convert(weights.folder, Path(folder) / "export", quiet=True)))
         with SafetensorsFolder(written.weights) as reader:
             yield _Side.of(reader, read_arch(written.files))
 
@@ -274,12 +274,14 @@ def _size(difference: float | None) -> float:
     return float("inf") if difference is None or difference != difference else difference
 
 
-def _compare_rows(places: Sequence[Place], rows: str | Path, overrides: Overrides, here: bool) -> list[JsonObject]:
+def _compare_rows(
+    places: Sequence[Place], rows: str | Path, overrides: Overrides, in_process: bool
+) -> list[JsonObject]:
     """Row by row, each side by its own code, read as the run did that made one of them."""
     known = [settings for settings in map(settings_of, places) if settings.values]
     overrides = combined(as_overrides(known[0]) if known else (), overrides)
-    left, right = (_logprobs(place, rows, overrides, here) for place in places)
-    mixed = len({place.kind == "hf" for place in places}) > 1
+    left, right = (_logprobs(weights, rows, overrides, in_process) for weights in places)
+    mixed = len({weights.kind == "hf" for weights in places}) > 1
     compared = []
     for row, other in zip(left, right, strict=True):
         if row["token_ids"] != other["token_ids"]:
@@ -297,7 +299,7 @@ def _compare_rows(places: Sequence[Place], rows: str | Path, overrides: Override
     return compared
 
 
-def _logprobs(place: Place, rows: str | Path, overrides: Overrides, here: bool) -> list[JsonObject]:
-    if place.kind == "hf":
-        return hf_logprobs(place, rows, overrides)
-    return score(place.folder, rows, combined(["engine.precision=fp32"], overrides), here=here)
+def _logprobs(weights: Place, rows: str | Path, overrides: Overrides, in_process: bool) -> list[JsonObject]:
+    if weights.kind == "hf":
+        return hf_logprobs(weights, rows, overrides)
+    return score(weights.folder, rows, combined(["engine.precision=fp32"], overrides), here=in_process)

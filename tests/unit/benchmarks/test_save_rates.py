@@ -17,7 +17,7 @@ class Slowing(save_rates.SavesRun):
     """Steps take 500 ms while they warm up and 300 ms beside saves; the disk is quiet after the fifth of them: 290 ms."""
 
     def __init__(self, steps: int) -> None:
-        self.given, self.world = {"steps": steps, "saves": 2}, SimpleNamespace(size=1, rank=0)  # type: ignore[assignment]
+        self.request, self.world = {"steps": steps, "saves": 2}, SimpleNamespace(size=1, rank=0)  # type: ignore[assignment]
         self.lines = Lines()
 
     def train_step(self) -> None:
@@ -41,11 +41,13 @@ def test_the_folder_is_made_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
-@pytest.mark.parametrize("bench", [save_rates, convert])
-def test_a_folder_that_can_not_be_made_is_named_as_it_was_given(bench: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bench", "options_type"), [(save_rates, save_rates.SaveRateOptions), (convert, convert.ConvertOptions)]
+)
+def test_a_folder_that_can_not_be_made_is_named_as_it_was_given(bench: Any, options_type: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"folder={tmp_path}/file/in: Not a directory"):
-        bench.run(bench.SaveRateOptions(folder=f"{tmp_path}/file/in"))
+        bench.run(options_type(folder=f"{tmp_path}/file/in"))
 
 
 @pytest.mark.slow

@@ -60,7 +60,8 @@ class TextProcessor(Processor):
             # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # of many kinds, by what lies in the folder
-            said = printable(side_file_fault(folder) or " ".join(str(error).split()), 400)
+            fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
+            said = printable(fault or " ".join(str(error).split()), 400)
             raise ConfigError(
                 f"model.init: no tokenizer can be loaded from {Path(folder)}: {said}; its folder should hold the "
                 "tokenizer's files and the chat template."

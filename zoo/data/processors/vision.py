@@ -73,7 +73,8 @@ def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str
         # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
         hf = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of many kinds, by what lies in the folder
-        said = printable(side_file_fault(source) or " ".join(str(error).split()), 400)
+        fault = None if isinstance(error, ConfigError) else side_file_fault(source)
+        said = printable(fault or " ".join(str(error).split()), 400)
         raise ConfigError(
             f"model.init: no processor can be loaded from {Path(source)}: {said}; its folder should hold "
             "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
