@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.inputs import ModelInputs
 from zoo.packing import PackedLayout
 from zoo.parallel.world import World
-from zoo.steps.packed_step import PackedStep
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -57,7 +56,7 @@ class Decoding:
     cached: bool | None = None
 
     @cached_property
-    def step(self) -> PackedStep:
+    def step(self) -> Any:
         """The family's step, on packed rows of any length."""
         packing = {"packing.mode": "thd", "packing.pad_to": None}
         step = build.build_step(self.assembly, self.recipe.replace(packing), self.world)
