@@ -1,4 +1,4 @@
-"""Whole runs through zoo.training.trainer.train: each parallel layout takes the same steps to the same weights."""
+"""Whole runs through zoo.training.trainer.run_rank: each parallel layout takes the same steps to the same weights."""
 
 import shutil
 from collections.abc import Callable

@@ -25,7 +25,7 @@ ADAMW = (
 def train(
     rank: int, size: int, overrides: Sequence[str], recipe_name: str = "qwen3_omni_sft", model_size: str = "tiny"
 ) -> dict[str, Any]:
-    """A run of a recipe through zoo.training.trainer.train; its losses and gradient norms."""
+    """A run of a recipe through zoo.training.trainer.run_rank; its losses and gradient norms."""
     import json
 
     from support.recipes import load_effective

@@ -18,13 +18,13 @@ def copied(callbacks: Sequence[Any]) -> bytes:
     """
     import dill
 
-    for one in callbacks:
+    for callback in callbacks:
         try:
-            dill.dumps(one, recurse=True)
+            dill.dumps(callback, recurse=True)
         except Exception as error:  # whatever its parts raise
             reason = printable(f"{type(error).__name__}: {error}", 300)
             raise UserError(
-                f"callbacks: a {type(one).__name__} can't be copied to the process of rank 0 ({reason}); make what can't be "
+                f"callbacks: a {type(callback).__name__} can't be copied to the process of rank 0 ({reason}); make what can't be "
                 "pickled (connections, generators) in on_start, or name the class in run.callbacks=[module:Class]"
             ) from error
     data: bytes = dill.dumps(list(callbacks), recurse=True)
@@ -41,11 +41,11 @@ def read_copies(path: str | Path) -> list[Any]:
 
     try:
         with calling("callbacks"):
-            found: list[Any] = dill.loads(Path(path).read_bytes())
+            copies: list[Any] = dill.loads(Path(path).read_bytes())
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 300)
         raise UserError(
             f"callbacks: they can't be made again in the process of rank 0 ({reason}); put their module where Python finds "
             "it (PYTHONPATH, or the folder that the program is started in)"
         ) from error
-    return found
+    return copies

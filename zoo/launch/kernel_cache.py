@@ -27,13 +27,13 @@ def keep_kernels() -> None:
         return
     ((major, minor),) = capabilities
     for name, package, kept in _CACHES:
-        enabled, place = f"{name}_ENABLED", f"{name}_DIR"
-        if {enabled, place} & os.environ.keys() or not importlib.util.find_spec(package):
+        enabled, folder_variable = f"{name}_ENABLED", f"{name}_DIR"
+        if {enabled, folder_variable} & os.environ.keys() or not importlib.util.find_spec(package):
             continue
         cache = cache_folder(kept)
         folder = cache and cache / f"sm{major}{minor}"
         usable = folder is not None and _can_be_locked(folder)
-        os.environ |= {enabled: "1", place: str(folder)} if usable else {enabled: "0"}
+        os.environ |= {enabled: "1", folder_variable: str(folder)} if usable else {enabled: "0"}
 
 
 def _can_be_locked(folder: Path) -> bool:

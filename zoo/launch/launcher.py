@@ -161,7 +161,7 @@ def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> Tr
 def _calls_users(recipe: Recipe) -> bool:
     """Whether a run calls functions that the recipe names: callbacks, or formats of rows."""
     specs = [("data.train", recipe.data.train), ("data.eval", recipe.data.eval)]
-    entries = [parse_entry(spec, key) for key, given in specs for spec in given]
+    entries = [parse_entry(spec, key) for key, entry_specs in specs for spec in entry_specs]
     return bool(recipe.run.callbacks) or any(":" in (entry.format or "") for entry in entries)
 
 

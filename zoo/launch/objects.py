@@ -31,13 +31,13 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     Raises:
         UserError: objects under torchrun or SLURM, rows that can't be written, a stream, or a run folder in use.
     """
-    given = {"train": data, "eval": eval_data}
+    by_key = {"train": data, "eval": eval_data}
     entries = {
         name: getattr(recipe.data, name) if value is None else entries_of(value, f"data.{name}")
-        for name, value in given.items()
+        for name, value in by_key.items()
     }
     if not any(map(has_objects, entries.values())):
-        changed = {f"data.{name}": entries[name] for name, value in given.items() if value is not None}
+        changed = {f"data.{name}": entries[name] for name, value in by_key.items() if value is not None}
         return recipe.replace(changed) if changed else recipe
     join_slurm()
     if under_torchrun():
@@ -57,7 +57,7 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     return recipe.replace({"data.train": [], "data.eval": []}).replace(plain)
 
 
-def write_entry(entry: Any, place: Path, root: str | None, key: str) -> Any:
+def write_entry(entry: Any, folder: Path, root: str | None, key: str) -> Any:
     """An entry with a path, `place` with an ending, in the place of its rows; another entry as it is.
 
     Media that rows name lie in the entry's root, else in `root`, else in the current folder.
@@ -65,7 +65,7 @@ def write_entry(entry: Any, place: Path, root: str | None, key: str) -> Any:
     if not isinstance(entry, DataEntry):
         return entry
     if entry.rows is not None:
-        path = _write(entry.rows, place, key)
+        path = _write(entry.rows, folder, key)
         root = entry.root if entry.root is not None else root
         entry = replace(entry, rows=None, stream=False, path=str(path), root=root or str(Path.cwd()))
     return plain_entry(entry)
@@ -78,29 +78,29 @@ def plain_entry(entry: DataEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names if getattr(entry, name) != getattr(default, name)}
 
 
-def _write(rows: Any, place: Path, key: str) -> Path:
+def _write(rows: Any, folder: Path, key: str) -> Path:
     if isinstance(rows, dict):
         raise ConfigError(f"{key}: a {type(rows).__name__} of splits; give one, {key}=data['train']")
     if hasattr(rows, "save_to_disk"):
-        return _write_dataset(rows, place, key)
+        return _write_dataset(rows, folder, key)
     if hasattr(rows, "load_state_dict") and not hasattr(rows, "__len__"):
         raise ConfigError(
             f"{key}: a {type(rows).__name__} may have no end, and can't be handed to ranks; give {{hub: ..., stream: true}}, "
             "{path: ..., stream: true}, or list(data.take(10000))"
         )
-    path = place.with_name(f"{place.name}{SUFFIX}")
+    path = folder.with_name(f"{folder.name}{SUFFIX}")
     write_objects(rows, path, key)
     return path
 
 
-def _write_dataset(rows: Any, place: Path, key: str) -> Path:
+def _write_dataset(rows: Any, folder: Path, key: str) -> Path:
     """A folder of `save_to_disk`, in the place of an earlier one."""
     if rows.format.get("type") == "custom":
         raise ConfigError(f"{key}: the data set has a transform, which no file keeps; apply it with map() first")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f".{place.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     rows.save_to_disk(str(partial))
-    shutil.rmtree(place, ignore_errors=True)
-    partial.rename(place)
-    return place
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder

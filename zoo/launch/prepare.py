@@ -79,7 +79,7 @@ def _check_data(recipe: Recipe) -> None:
 
 def _check_machine(recipe: Recipe) -> None:
     """Raise ConfigError where this machine is not the one that the recipe was planned for."""
-    named, here = recipe.machine.gpus, gpu_count()
+    named, gpus_here = recipe.machine.gpus, gpu_count()
     if named is None or under_torchrun():
         return
     if recipe.machine.nodes > 1:
@@ -87,9 +87,9 @@ def _check_machine(recipe: Recipe) -> None:
             f"hardware={recipe.hardware}: its {recipe.machine.nodes} nodes need a launcher: `zoo train --slurm-template` "
             f"writes a batch script for SLURM, or start torchrun on each (docs/launch.md)"
         )
-    if recipe.hardware != "auto" and here < min(named, recipe.nproc or named):
+    if recipe.hardware != "auto" and gpus_here < min(named, recipe.nproc or named):
         raise ConfigError(
-            f"hardware={recipe.hardware}: a node of it has {named} GPUs and {here} can be seen here; "
+            f"hardware={recipe.hardware}: a node of it has {named} GPUs and {gpus_here} can be seen here; "
             f"hardware=auto takes what is here (zoo plan and zoo show take any)"
         )
 
@@ -113,11 +113,11 @@ def _refuse_other_experiment(folder: Path, recipe: Recipe) -> None:
 
     What can't be read is left to them: they may repair it, or take an older checkpoint.
     """
-    found = checkpoints(folder)
-    refuse_unwanted(folder, found, recipe)
-    if not found or recipe.run.stage is not None:
+    saved_checkpoints = checkpoints(folder)
+    refuse_unwanted(folder, saved_checkpoints, recipe)
+    if not saved_checkpoints or recipe.run.stage is not None:
         return
-    newest = found[-1]
+    newest = saved_checkpoints[-1]
     try:
         read_state(newest)
         saved, differences = changes_from(newest, recipe)

@@ -55,7 +55,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None, me
 @contextmanager
 def rank_group() -> Iterator[RankGroup]:
     """A group without ranks yet. Those that run at the end of the block are killed."""
-    with Launcher() as here, RankGroup(here) as group:
+    with Launcher() as launcher, RankGroup(launcher) as group:
         yield group
 
 

@@ -28,20 +28,20 @@ def join_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
     """
     if "RANK" in environ or not all(name in environ for name in _NAMES) or environ["SLURM_NTASKS"] == "1":
         return False
-    found = {ours: _number(theirs, environ) for theirs, ours in _NAMES.items()}
+    numbers = {ours: _number(theirs, environ) for theirs, ours in _NAMES.items()}
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = first_host(nodes) if nodes else "127.0.0.1"
     job = _number("SLURM_JOB_ID", environ) if "SLURM_JOB_ID" in environ else 0
     environ.setdefault("MASTER_ADDR", address)
     environ.setdefault("MASTER_PORT", str(_PORTS + job % _PORTS))
     if "SLURM_NNODES" in environ:
-        each = found["WORLD_SIZE"] // max(1, _number("SLURM_NNODES", environ))
+        each = numbers["WORLD_SIZE"] // max(1, _number("SLURM_NNODES", environ))
         environ.setdefault("LOCAL_WORLD_SIZE", str(max(1, each)))
-    if found["RANK"] == 0 and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ:
+    if numbers["RANK"] == 0 and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ:
         print(
-            f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts", file=sys.stderr
+            f"zoo: SLURM says {numbers['WORLD_SIZE']} tasks: waiting for the others, which srun starts", file=sys.stderr
         )
-    environ.update({name: str(value) for name, value in found.items()})
+    environ.update({name: str(value) for name, value in numbers.items()})
     return True
 
 

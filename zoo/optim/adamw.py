@@ -26,49 +26,49 @@ if TYPE_CHECKING:
 
 def optimizers(optimizer: Any) -> Iterator[AdamW]:
     """The inner optimizers that megatron-core chained, but for those without parameters."""
-    for one in optimizer.chained_optimizers:
-        if not one.is_stub_optimizer:
-            yield one.optimizer
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            yield part.optimizer
 
 
 def clip(optimizer: Any, norm: float) -> None:
     """Have the next update scale all gradients, whose norm is given, so that it is `clip_grad` where it was more."""
     most = optimizer.config.clip_grad
-    for one in optimizers(optimizer):
-        one.clip = min(1.0, most / (norm + 1e-6)) if most > 0.0 else 1.0
+    for inner in optimizers(optimizer):
+        inner.clip = min(1.0, most / (norm + 1e-6)) if most > 0.0 else 1.0
 
 
 def prepare(optimizer: Any) -> None:
     """Find the gradients, before anything waits for the GPU: views of DDP's buffers, which stay what they are."""
-    if not all(one.is_prepared() for one in optimizers(optimizer)):
+    if not all(inner.is_prepared() for inner in optimizers(optimizer)):
         optimizer.prepare_grads()
         forget(optimizer)
-    for one in optimizers(optimizer):
-        one.prepare()
+    for inner in optimizers(optimizer):
+        inner.prepare()
 
 
 def forget(optimizer: Any) -> None:
     """Have the next `prepare` find all tensors anew. To be called where their memory was moved."""
-    for one in optimizers(optimizer):
-        one.forget()
+    for inner in optimizers(optimizer):
+        inner.forget()
 
 
 def norm_gradients(optimizer: Any) -> list[Tensor]:
     """The gradients of this rank's share of the norm, after `prepare`: megatron-core's choice of them, made once."""
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer:
-            one: AdamW = chained.optimizer
-            if one.norm_gradients is None:
-                one.norm_gradients = chained.get_grads_for_grad_norm()
-            found += one.norm_gradients
-    return found
+            inner: AdamW = chained.optimizer
+            if inner.norm_gradients is None:
+                inner.norm_gradients = chained.get_grads_for_grad_norm()
+            gradients += inner.norm_gradients
+    return gradients
 
 
 def allocate_state(optimizer: Any) -> None:
     """Give chained optimizers that have never made an update a state that can be saved: no step, moments of zero."""
-    for one in optimizers(optimizer):
-        one.allocate()
+    for inner in optimizers(optimizer):
+        inner.allocate()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -128,15 +128,15 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = count
 
-    def share(self, one: SharedRange) -> None:
+    def share(self, shared: SharedRange) -> None:
         """Send a parameter to other pipeline stages after each update, or, where it is their copy, take it over."""
-        self._shared.append(one)
-        self._copies |= {one.part} if one.is_copy else set()
+        self._shared.append(shared)
+        self._copies |= {shared.part} if shared.is_copy else set()
 
     def send_shared(self) -> None:
         """Give copies of parameters the values of those that are updated."""
-        for one in self._shared:
-            one.send()
+        for shared in self._shared:
+            shared.send()
 
     def updates_here(self, parameter: Tensor) -> bool:
         """Whether this optimizer has elements of a parameter to update."""
@@ -225,7 +225,7 @@ class AdamW(torch.optim.Optimizer):
 
     def is_prepared(self) -> bool:
         """Whether gradients and state have been found, and megatron-core still has the views of the gradients."""
-        parameters = (one for group in self.param_groups for one in group["params"] if one.numel())
+        parameters = (parameter for group in self.param_groups for parameter in group["params"] if parameter.numel())
         first = next(parameters, None)
         return self._parts is not None and getattr(first, "decoupled_grad", None) is not None
 

@@ -52,7 +52,7 @@ def share_copies(optimizer: Any, group: Any) -> None:
     """
     if group is None or group.size() == 1:
         return
-    shared = [(one.optimizer, held) for one, held in _shared(optimizer)]
+    shared = [(chained.optimizer, held) for chained, held in _shared(optimizer)]
     mine = [(held.start, held.part.numel(), held.part.dtype) for _, held in shared]
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, mine, group=group)
@@ -62,8 +62,8 @@ def share_copies(optimizer: Any, group: Any) -> None:
 
 
 def _shared(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    for one in optimizer.chained_optimizers:
-        if not one.is_stub_optimizer:
-            for held in held_ranges(one):
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            for held in held_ranges(chained):
                 if getattr(held.parameter, "shared_embedding", False):
-                    yield one, held
+                    yield chained, held

@@ -92,9 +92,9 @@ class Exchange:
             self.batches[-1] += self._matrices(index, parameter)
 
     def _matrices(self, index: int, parameter: Parameter) -> Iterator[Matrix]:
-        found, columns = parameter.matrices, parameter.matrices.columns
-        for number, shape in enumerate(found.shapes()):
-            runs = [tuple((first * columns, end * columns) for first, end in rows[number]) for rows in found.rows]
+        layout, columns = parameter.matrices, parameter.matrices.columns
+        for number, shape in enumerate(layout.shapes()):
+            runs = [tuple((first * columns, end * columns) for first, end in rows[number]) for rows in layout.rows]
             pieces = tuple(_within(runs[cut], parameter.ranges[replica]) for cut, replica in self._places)
             parts = tuple(
                 tuple(sorted((r for r in range(self.size) if self._places[r][0] == cut), key=self._replica))
@@ -103,7 +103,7 @@ class Exchange:
             holders = [rank for rank in range(self.size) if pieces[rank]]
             owner = min(holders, key=lambda rank: (self._load[rank], rank))
             self._load[owner] += newton_schulz_flops(*shape)
-            yield Matrix(index, shape, found.dim, pieces, parts, owner)
+            yield Matrix(index, shape, layout.dim, pieces, parts, owner)
 
     def _replica(self, rank: int) -> int:
         return self._places[rank][1]
@@ -136,8 +136,8 @@ class Exchange:
         returned = self._swap(received, incoming, sizes).float()
         values = returned.split([end - first for _, first, end in away])
         return [
-            Values(matrix.index, first, end, matrix.shape, one)
-            for (matrix, first, end), one in zip(away, values, strict=True)
+            Values(matrix.index, first, end, matrix.shape, value)
+            for (matrix, first, end), value in zip(away, values, strict=True)
         ]
 
     def _swap(self, values: Tensor, sizes: Sequence[int], incoming: Sequence[int]) -> Tensor:
@@ -145,15 +145,15 @@ class Exchange:
         if self.size == 1:
             return values
         width = values.element_size()  # bytes: gloo does not send every dtype
-        found = torch.empty(sum(incoming), dtype=values.dtype, device=values.device)
+        received = torch.empty(sum(incoming), dtype=values.dtype, device=values.device)
         dist.all_to_all_single(
-            found.view(torch.uint8),
+            received.view(torch.uint8),
             values.view(torch.uint8),
             [count * width for count in incoming],
             [count * width for count in sizes],
             group=self.group,
         )
-        return found
+        return received
 
     def _orthogonalize(self, own: Sequence[Matrix], received: Tensor, incoming: Sequence[int]) -> None:
         """Replace the pieces of this rank's matrices in `received`, which come rank by rank."""
@@ -166,19 +166,21 @@ class Exchange:
                 views.append(received[at[rank] : at[rank] + count])
                 at[rank] += count
             alike.setdefault(matrix.shape, []).append((matrix, views))
-        for shape, those in alike.items():
+        for shape, of_shape in alike.items():
             several = max(1, AT_ONCE // (shape[0] * shape[1]))
-            for first in range(0, len(those), several):
-                some = those[first : first + several]
-                found = orthogonalized(torch.stack([_joined(matrix, views) for matrix, views in some]))
-                given = [_parts(matrix, views, one) for (matrix, views), one in zip(some, found, strict=True)]
+            for first in range(0, len(of_shape), several):
+                some = of_shape[first : first + several]
+                orthogonal = orthogonalized(torch.stack([_joined(matrix, views) for matrix, views in some]))
+                given = [
+                    _parts(matrix, views, update) for (matrix, views), update in zip(some, orthogonal, strict=True)
+                ]
                 kept = [views[rank] for matrix, views in some for ranks in matrix.parts for rank in ranks]
                 torch._foreach_copy_(kept, [part for parts in given for part in parts])
 
 
 def _within(runs: Spans, limits: tuple[int, int]) -> Spans:
-    found = ((max(first, limits[0]), min(end, limits[1])) for first, end in runs)
-    return tuple((first, end) for first, end in found if first < end)
+    overlaps = ((max(first, limits[0]), min(end, limits[1])) for first, end in runs)
+    return tuple((first, end) for first, end in overlaps if first < end)
 
 
 def _joined(matrix: Matrix, views: Sequence[Tensor]) -> Tensor:

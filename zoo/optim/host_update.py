@@ -115,8 +115,8 @@ class HostUpdate:
     def _send_back(self, number: int, updates: list[Future[None]]) -> None:
         """Copy a chunk to where it came from once it is updated, and have a later one come in its place."""
         assert self._streams is not None
-        for one in updates:
-            one.result()  # an error of one is raised here
+        for update in updates:
+            update.result()  # an error of one is raised here
         (chunk, _), slot, (there, back) = self._jobs[number], self._slots[number % DEPTH], self._streams
         with torch.cuda.stream(back):
             chunk.weight.copy_(slot.of(chunk)[0], non_blocking=True)
@@ -190,12 +190,12 @@ def on_host(sizes: Sequence[int], share: float) -> list[bool]:
 
     Large ones come first: each is on the host as long as there is room.
     """
-    room = share * sum(sizes)
+    capacity = share * sum(sizes)
     chosen = [False] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        if sizes[index] <= room:
+        if sizes[index] <= capacity:
             chosen[index] = True
-            room -= sizes[index]
+            capacity -= sizes[index]
     return chosen
 
 

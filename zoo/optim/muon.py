@@ -100,11 +100,11 @@ class Muon(AdamW):
             weight = join(part.detach(), self.state[part][MASTER]) if half else part.detach()
             weights[index] = weight.mul_(1.0 - self.lr_scale * group["lr"] * group["weight_decay"])
         by_rate: dict[float, list[tuple[Tensor, Tensor]]] = {}
-        for found in exchange.orthogonalize(batch, held):
-            shard = mine[found.index]
+        for update in exchange.orthogonalize(batch, held):
+            shard = mine[update.index]
             lr = self.lr_scale * groups[shard.part]["lr"]
-            piece = weights[found.index][found.first - shard.start : found.end - shard.start]
-            by_rate.setdefault(lr * rms_scale(*found.shape), []).append((piece, found.values))
+            piece = weights[update.index][update.first - shard.start : update.end - shard.start]
+            by_rate.setdefault(lr * rms_scale(*update.shape), []).append((piece, update.values))
         for rate, pairs in by_rate.items():
             torch._foreach_add_([piece for piece, _ in pairs], [values for _, values in pairs], alpha=-rate)
         for index, shard in mine.items():
@@ -125,26 +125,26 @@ def share_out(optimizer: Any, chunks: Sequence[Any], family: ModelFamily, dims: 
     names: dict[Tensor, str] = {parameter: name for name, parameter in model_parameters(chunks)}
     bridge, info = family.load("bridge"), ShardInfo.from_groups(world.groups)
     groups = {"tp": world.groups.tp_dp_cp, "etp": _expert_group(world, info) if info.etp_size > 1 else None}
-    for one in optimizer.chained_optimizers:
-        if one.is_stub_optimizer:
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
             continue
         by_axis: dict[Axis | None, dict[Tensor, Parameter]] = {}
-        for parameter, ranges in ranges_of(one):
+        for parameter, ranges in ranges_of(chained):
             name = names[parameter]
             if is_matrix(name, parameter):
                 matrices = matrices_of(name, parameter, bridge, dims, info)
-                found = Parameter(matrices, parameter.numel(), ranges)
-                by_axis.setdefault(matrices.axis, {})[parameter] = found
-        held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(one)}
+                described = Parameter(matrices, parameter.numel(), ranges)
+                by_axis.setdefault(matrices.axis, {})[parameter] = described
+        held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(chained)}
         for axis in sorted(by_axis, key=str):
-            group = groups[axis] if axis else one.data_parallel_group
+            group = groups[axis] if axis else chained.data_parallel_group
             places: list[Any] = [None] * group.size()
-            own = (info.on(axis)[0] if axis else 0, one.data_parallel_group.rank())
+            own = (info.on(axis)[0] if axis else 0, chained.data_parallel_group.rank())
             dist.all_gather_object(places, own, group=group)
             shards = {index: held[p] for index, p in enumerate(by_axis[axis]) if p in held}
-            narrowest = min(by_axis[axis], key=lambda one: one.dtype.itemsize)
+            narrowest = min(by_axis[axis], key=lambda chained: chained.dtype.itemsize)
             exchange = Exchange(group, places, list(by_axis[axis].values()), narrowest)
-            one.optimizer.take(exchange, shards)
+            chained.optimizer.take(exchange, shards)
 
 
 def _expert_group(world: World, info: ShardInfo) -> Any:
@@ -152,9 +152,9 @@ def _expert_group(world: World, info: ShardInfo) -> Any:
     places: list[Any] = [None] * world.size
     dist.all_gather_object(places, (world.pp_rank, info.ep_rank))
     mine = None
-    for place in sorted(set(places)):
-        group = dist.new_group([rank for rank in range(world.size) if places[rank] == place])
-        mine = group if place == places[world.rank] else mine
+    for axis in sorted(set(places)):
+        group = dist.new_group([rank for rank in range(world.size) if places[rank] == axis])
+        mine = group if axis == places[world.rank] else mine
     return mine
 
 

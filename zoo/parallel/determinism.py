@@ -71,7 +71,7 @@ _ROUNDED = (
 def plain_fp32() -> Iterator[None]:
     """Compute products and convolutions of fp32 values in fp32 inside the block; the caller's settings are back after it."""
     places = [_place(name) for name in ("", *_ROUNDED)]
-    before = [place.fp32_precision for place in places]
+    before = [setting.fp32_precision for setting in places]
     old = [_asked_of(read) for read in _OLD]
     try:
         _set(["highest", False, False], ["ieee"] * len(places), places)
@@ -104,12 +104,12 @@ def _set(old: list[Any], new: list[str], places: list[Any]) -> None:
         torch.backends.cudnn.allow_tf32 = convolutions
     if matmul is not None:  # behind `allow_tf32`, which knows two of its three values
         torch.set_float32_matmul_precision(matmul)
-    for place, precision in zip(places, new, strict=True):
-        place.fp32_precision = precision
+    for setting, precision in zip(places, new, strict=True):
+        setting.fp32_precision = precision
 
 
 def _place(name: str) -> Any:
-    found: Any = torch.backends
+    setting: Any = torch.backends
     for part in filter(None, name.split(".")):
-        found = getattr(found, part)
-    return found
+        setting = getattr(setting, part)
+    return setting

@@ -24,14 +24,14 @@ class OrderedReductions:
         self._starts: list[Callable[..., None]] = [group.start_grad_sync for group in groups]
         self._ready: dict[int, dict[str, Any]] = {}
         self._next = 0
-        for place, group in enumerate(groups):
-            group.start_grad_sync = partial(self._start, place)
+        for index, group in enumerate(groups):
+            group.start_grad_sync = partial(self._start, index)
 
-    def _start(self, place: int, **options: Any) -> None:
-        if self._groups[place].is_first_batch:  # which starts all at its end, group by group
-            self._starts[place](**options)
+    def _start(self, index: int, **options: Any) -> None:
+        if self._groups[index].is_first_batch:  # which starts all at its end, group by group
+            self._starts[index](**options)
             return
-        self._ready[place] = options
+        self._ready[index] = options
         while self._next in self._ready:
             self._starts[self._next](**self._ready.pop(self._next))
             self._next += 1

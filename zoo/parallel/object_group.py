@@ -44,15 +44,15 @@ class ObjectGroup:
         if self._of_firsts is not None:
             dist.broadcast_object_list(everyone, src=0, group=self._of_firsts)
         dist.broadcast_object_list(everyone, src=self._block[0], group=self._ours)
-        found: list[T] = everyone[0]
-        return found
+        values: list[T] = everyone[0]
+        return values
 
     def collect[T](self, value: T) -> list[T]:
         """Every rank's value, by rank, on the first one; nothing on the others."""
         block = _gathered(value, self._block, self._ours)
         if self._of_firsts is None:
             return []
-        return [one for values in _gathered(block, self._firsts, self._of_firsts) for one in values]
+        return [of_rank for values in _gathered(block, self._firsts, self._of_firsts) for of_rank in values]
 
 
 def _gathered[T](value: T, ranks: range, group: Any) -> list[T]:
@@ -69,14 +69,14 @@ def agreed[T](find: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return find()
-    found: list[Any] = [None, None]
+    result_and_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = find()
+            result_and_error[0] = find()
         except Exception as error:
-            found[1] = error
-    dist.broadcast_object_list(found)
-    value, failure = found
+            result_and_error[1] = error
+    dist.broadcast_object_list(result_and_error)
+    value, failure = result_and_error
     if failure is not None:
         raise failure
     result: T = value

@@ -37,7 +37,7 @@ def gather_once(optimizer: Any, chunks: Sequence[Any], *, ahead: bool = False) -
         ahead: layers on a GPU wait for their weights in the next forward pass. Otherwise the current stream waits for all after the last update.
     """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    distributed = [one for one in chain if hasattr(one, "start_param_sync_for_bucket_group_subset")]
+    distributed = [part for part in chain if hasattr(part, "start_param_sync_for_bucket_group_subset")]
     _gatherings.add(Gathering(distributed, chunks, ahead))
 
 
@@ -50,9 +50,9 @@ class Gathering:
         self.ahead, self.pending = ahead and on_gpu, False
         self._there: dict[Any, Any] = {}  # bucket group -> event of its arrival
         order = self._waits(chunks) if self.ahead else {}
-        for one in chain:
-            groups = sorted(_groups(one), key=lambda group: order.get(group, 0))
-            one.start_param_sync_for_bucket_group_subset = partial(self._gather, groups, one is chain[-1])
+        for part in chain:
+            groups = sorted(_groups(part), key=lambda group: order.get(group, 0))
+            part.start_param_sync_for_bucket_group_subset = partial(self._gather, groups, part is chain[-1])
 
     def settle(self) -> None:
         """Make the current stream wait for all weights that are being gathered."""
@@ -80,10 +80,10 @@ class Gathering:
         order: dict[Any, int] = {}
         for chunk in chunks:
             of_weight = chunk.param_to_bucket_group
-            for place, (module, weights) in enumerate(_parts(chunk)):
+            for index, (module, weights) in enumerate(_parts(chunk)):
                 groups = dict.fromkeys(of_weight[weight] for weight in weights if weight in of_weight)
                 for group in groups:
-                    order.setdefault(group, place)
+                    order.setdefault(group, index)
                     self._there.setdefault(group, torch.cuda.Event())
                 module.register_forward_pre_hook(partial(self._wait, [self._there[group] for group in groups]))
         return order

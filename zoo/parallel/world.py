@@ -81,8 +81,8 @@ def open_world(recipe: Recipe) -> Iterator[World]:
             "torch.distributed is in use in this process, which zoo needs for itself; end that first "
             "(torch.distributed.destroy_process_group), or call zoo from another process"
         )
-    with settings(recipe) as device, groups(recipe, device) as here:
-        yield here
+    with settings(recipe) as device, groups(recipe, device) as world:
+        yield world
 
 
 @contextmanager
@@ -169,17 +169,17 @@ def _take_down(before: set[Any] | None) -> None:
         dist.destroy_process_group(group)
 
 
-def cores_beside_gpu(recipe: Recipe, here: World) -> int | None:
+def cores_beside_gpu(recipe: Recipe, world: World) -> int | None:
     """This rank's share of the cores for work on whole weights, where steps use one (`cpu_threads`); None without GPUs."""
-    ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
+    ranks = min(world.size, gpu_count())  # of this host: each has a GPU of its own
     return (recipe.engine.threads or share_of_cores(ranks)) if ranks else None
 
 
 @contextmanager
-def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
+def on_all_cores(recipe: Recipe, world: World) -> Iterator[None]:
     """Use `cores_beside_gpu` inside the block."""
     threads = torch.get_num_threads()
-    if count := cores_beside_gpu(recipe, here):
+    if count := cores_beside_gpu(recipe, world):
         torch.set_num_threads(count)
     try:
         yield
@@ -199,8 +199,8 @@ def alone(recipe: Recipe) -> Iterator[World]:
     with preserve_process_state():
         for name in _LAUNCHED:
             os.environ.pop(name, None)
-        with open_world(on_one_rank(recipe)) as here:
-            yield here
+        with open_world(on_one_rank(recipe)) as world:
+            yield world
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:

@@ -30,20 +30,20 @@ def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callab
     config.store_param_remainders = False  # only tells megatron-core's own loading which tensors to allocate
     with replaced(module, Adam=inner, USING_PYTORCH_OPTIMIZER=False):
         made = make()
-    for one in made.chained_optimizers:
-        if not one.is_stub_optimizer:
-            _find_places(one)
+    for distributed in made.chained_optimizers:
+        if not distributed.is_stub_optimizer:
+            _find_places(distributed)
     return made
 
 
-def _find_places(one: Any) -> None:
+def _find_places(distributed: Any) -> None:
     """Correct the place of each parameter among those of the inner optimizer's group: fp32 ones stand before the others there.
 
     megatron-core counts them as they come, so where dtypes are mixed it takes one parameter's state for another's.
     """
-    for group, kinds in enumerate(zip(one.model_fp32_groups, one.model_float16_groups, strict=True)):
-        for place, parameter in enumerate(parameter for kind in kinds for parameter in kind):
-            one.model_param_group_index_map[parameter] = group, place
+    for group, kinds in enumerate(zip(distributed.model_fp32_groups, distributed.model_float16_groups, strict=True)):
+        for index, parameter in enumerate(parameter for kind in kinds for parameter in kind):
+            distributed.model_param_group_index_map[parameter] = group, index
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,25 @@ class HeldRange:
     start: int  # its first element in the flattened parameter
 
 
-def held_ranges(one: Any) -> Iterator[HeldRange]:
+def held_ranges(distributed: Any) -> Iterator[HeldRange]:
     """This rank's ranges in a DistributedOptimizer, without empty ones."""
-    for of_buffer in one.gbuf_ranges:
+    for of_buffer in distributed.gbuf_ranges:
         for buckets in of_buffer.values():
             for parameter, where in ((p, w) for bucket in buckets for p, w in bucket["param_map"].items()):
-                group, place = one.model_param_group_index_map[parameter]
-                part = one.optimizer.param_groups[group]["params"][place]
+                group, index = distributed.model_param_group_index_map[parameter]
+                part = distributed.optimizer.param_groups[group]["params"][index]
                 if part.numel():
                     yield HeldRange(parameter, part, where["param"].start)
 
 
-def ranges_of(one: Any) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
+def ranges_of(distributed: Any) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
     """All parameters of a DistributedOptimizer, in the same order on all its data-parallel ranks.
 
     Yields each with the range (first, end) of its flattened elements that each of these ranks updates
     (DistributedOptimizer._build_model_gbuf_range).
     """
-    ranks = one.data_parallel_group.size()
-    for buffer in one.buffers[: len(one.gbuf_ranges)]:
+    ranks = distributed.data_parallel_group.size()
+    for buffer in distributed.buffers[: len(distributed.gbuf_ranges)]:
         for parameter, (first, end, bucket_id) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_id]
             share = bucket.grad_data.numel() // ranks
