@@ -305,7 +305,8 @@ class PackedLayout:
 
         Args:
             x: T tokens at `dim` (at least 0), any dtype and device.
-            rank, size: in the context-parallel group.
+            rank: of the context-parallel group.
+            size: of that group.
 
         Raises:
             ValueError: as `cp_index`, or x does not have T tokens at `dim`.
