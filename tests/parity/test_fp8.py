@@ -20,7 +20,7 @@ MODELS = ("qwen3_vl", "qwen3_vl moe", "qwen35_vl")
 
 
 @pytest.fixture(scope="module")
-def open_world() -> Iterator[Any]:
+def world() -> Iterator[Any]:
     with single_process_world() as here:
         yield here
 

@@ -192,8 +192,8 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         shared = [p for p in run.trainable.chunks[0].parameters() if getattr(p, "allreduce", True)]
         before = [p.detach().clone() for p in shared]
         patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
-        for kind in (layer.ExchangeByChoice, layer.ExchangeWithAll):
-            patch.setattr(kind, "of", counted(kind.__name__, kind.of))
+        for kind, plan in ((layer.ExchangeByChoice, "from_choices"), (layer.ExchangeWithAll, "from_count")):
+            patch.setattr(kind, plan, counted(kind.__name__, getattr(kind, plan)))
         patch.setattr(exchange, "_gather", counted("asked", exchange._gather))
         _step(run)
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))

@@ -68,5 +68,5 @@ def write_fp8(source: Path, folder: Path, block: tuple[int, int]) -> dict[str, T
 def state(folder: Path, how: object, key: str = "quantization_config") -> None:
     """Have a folder's config.json say how it is quantised, in bf16 else."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = json.loads(path.read_text()) if path.is_file() else {"model_type": "m"}
     path.write_text(json.dumps({**config, key: how, "dtype": "bfloat16"}))

@@ -95,7 +95,8 @@ class PackedLayout:
             mask: (B, T0) bool or integer, True or 1 on real tokens; or (B, 1, T0, T0), True or 1 where query may attend key, a
                 token being real when its diagonal entry attends. Rows may be padded on the left, the right or both. It is read
                 on the CPU: hand over a CPU tensor, or pay one device sync.
-            align, pad_to: as in `from_lengths`.
+            align: as in `from_lengths`.
+            pad_to: as in `from_lengths`.
             masked_is_true: True for a mask of the other sense, True or 1 on padding, or where query may not attend key
                 (Megatron's `attention_mask`). None is False, but refuses a 4-D mask that can be read in both senses.
 

@@ -348,13 +348,13 @@ def test_the_worker_maps_what_happens_to_exit_codes(
     monkeypatch.setitem(sys.modules, "zoo.training.trainer", loop)
 
     def outcome(what: TrainResult | BaseException) -> int:
-        def train(given: Recipe, callbacks: list[object]) -> TrainResult:
+        def run_rank(given: Recipe, callbacks: list[object]) -> TrainResult:
             assert given == recipe and callbacks == []
             if isinstance(what, BaseException):
                 raise what
             return what
 
-        loop.train = train  # type: ignore[attr-defined]
+        loop.run_rank = run_rank  # type: ignore[attr-defined]
         return rank_main.main([str(tmp_path / "config.yaml")])
 
     done = TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
