@@ -21,7 +21,7 @@ _cases: Counter[str] = Counter()  # cases of each function so far
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of the cases of a test that is marked `sampled(n)`, each n-th stays in the fast tier; the others are slow."""
+    """Mark cases of tests marked `sampled(n)` as slow, but for each n-th, which stays in the fast tier."""
     sampled = item.get_closest_marker("sampled")
     if sampled:
         function = item.nodeid.partition("[")[0]

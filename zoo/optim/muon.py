@@ -152,9 +152,9 @@ def _expert_group(world: World, info: ShardInfo) -> Any:
     places: list[Any] = [None] * world.size
     dist.all_gather_object(places, (world.pp_rank, info.ep_rank))
     mine = None
-    for axis in sorted(set(places)):
-        group = dist.new_group([rank for rank in range(world.size) if places[rank] == axis])
-        mine = group if axis == places[world.rank] else mine
+    for coordinates in sorted(set(places)):
+        group = dist.new_group([rank for rank in range(world.size) if places[rank] == coordinates])
+        mine = group if coordinates == places[world.rank] else mine
     return mine
 
 

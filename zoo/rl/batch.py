@@ -140,11 +140,11 @@ class PaddedRows:
 
 
 type Bin = tuple[int, ...]
-"""PaddedRows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
+"""Rows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
 
 
 def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
-    """PaddedRows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
+    """Rows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
 
     Raises:
         ValueError: a row has more tokens than the budget.

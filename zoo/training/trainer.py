@@ -554,20 +554,19 @@ class Trainer:
 
     def export(self) -> bool:
         """Export; an interrupt ends it at once, on each rank by itself. Returns whether it was complete."""
-        self.progress.enter("export")
-        self.log.note("exporting ...")
         target = self.folder / "export"
         try:
+            self.progress.enter("export")
+            self.log.note("exporting ...")
             kind = export_trained(self.trainable, self.assembly, self.recipe, self.world, self.stage, target, self.done)
+            self.exported = str(target)
+            self.log.event("export", self.done, path=self.exported)
+            self.log.say(f"exported to {target} ({kind})")
         except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
             if not self.stop.asked:
                 raise
             self.interrupted, self.preempted = True, self.stop.preempted
-            return False
-        self.exported = str(target)
-        self.log.event("export", self.done, path=self.exported)
-        self.log.say(f"exported to {target} ({kind})")
-        return True
+        return not self.interrupted
 
     def _log_start(self) -> None:
         """Log what is trained, and what differs from the run that is resumed."""

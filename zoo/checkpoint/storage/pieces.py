@@ -116,6 +116,8 @@ def boxes(entry: ShardedTensor | ShardedTensorFactory) -> list[Box]:
     cut = []
     for part in nested_values({"parts": replace(entry, data=probe).build()}):
         view = part.data
+        if not view.numel():  # this rank has nothing of it
+            continue
         axes = [axis for axis, size in enumerate(view.shape) if size > 1]
         if view.ndim != probe.ndim or any(view.stride(axis) != probe.stride(axis) for axis in axes):
             raise NotImplementedError(f"{entry.key}: its tensor {part.key} is no rectangle of the parameter")

@@ -63,7 +63,7 @@ class Row:
     text: str | None = None  # plain text, where there are no messages
     trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
     tools: str = ""  # the tools that the conversation offers, a list in JSON; "" for none
-    # Of each message its tool calls, a list in JSON, "" for none; () where no message has any.
+    # Tool calls by message, each a list in JSON ("" for none); () where no message has any.
     calls: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # of who speaks each message, "" for none; () where no message has any
     boxes: tuple[Box, ...] = ()  # one for each <bbox> in the messages
