@@ -75,7 +75,13 @@ def test_a_spike_can_be_switched_off(zoo: Zoo, tmp_path: Path) -> None:
 def test_numbers_that_overflow_stop_the_run_which_is_saved(zoo: Zoo, tmp_path: Path) -> None:
     """The first update takes the decoder's weights to 1e8; what follows is not finite."""
     folder = tmp_path / "run"
-    overrides = ["train.lr=100", "train.lr_scale={language: 1e6}", "train.warmup_steps=0", "train.on_bad_step=stop", "train.bad_steps=2"]
+    overrides = [
+        "train.lr=100",
+        "train.lr_scale={language: 1e6}",
+        "train.warmup_steps=0",
+        "train.on_bad_step=stop",
+        "train.bad_steps=2",
+    ]
     message = zoo.refused(*zoo.train_arguments(folder, "nproc=2", *overrides))
     assert message.startswith("2 bad steps in a row, the last one step 3: the loss is ")
     assert f"saved in {folder}/checkpoints/iter_3; " in message and "train.on_bad_step=skip" in message

@@ -22,8 +22,7 @@ from zoo.errors import UserError, printable
 from zoo.model import build
 from zoo.nn.family import refusal
 from zoo.nn.kernels import has_triton
-from zoo.parallel.megatron import private
-from zoo.parallel.megatron.replaced import replaced
+from zoo.parallel.megatron.replaced import replaced, without_a_random_state
 from zoo.parallel.world import World, open_world
 from zoo.registry import ModelFamily, families
 from zoo.types import JsonMapping, JsonObject
@@ -122,7 +121,7 @@ def on_meta(world: World) -> Iterator[World]:
             _ = driver.active
     meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
     states = tracker.get_states()
-    with torch.device(meta), replaced(torch.cuda, current_device=lambda: meta), private.without_a_random_state():
+    with torch.device(meta), replaced(torch.cuda, current_device=lambda: meta), without_a_random_state():
         try:
             yield replace(world, device=meta)
         finally:

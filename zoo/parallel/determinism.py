@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from operator import attrgetter
 
 import torch
 
@@ -32,8 +32,7 @@ def install(recipe: Recipe, on_cpu: bool) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     set_deterministic(wanted)
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False  # nothing of zoo's reads it
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # nothing of zoo's reads it
     torch.backends.cudnn.deterministic = wanted
     torch.backends.cudnn.benchmark = False
 
@@ -41,9 +40,8 @@ def install(recipe: Recipe, on_cpu: bool) -> None:
 def set_deterministic(strict: bool, warn: bool = False) -> None:
     """torch.use_deterministic_algorithms for eager code: that one imports TorchInductor to tell it, two seconds of a start."""
     torch.set_deterministic_debug_mode(("warn" if warn else "error") if strict else "default")
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    if inductor is not None:
-        inductor.deterministic = strict
+    if inductor := sys.modules.get("torch._inductor.config"):
+        setattr(inductor, "deterministic", strict)  # noqa: B010  # mypy does not know it
 
 
 @contextmanager
@@ -63,31 +61,32 @@ def explain_refusals() -> Iterator[None]:
 
 # Where PyTorch may be asked to round fp32 values to TF32 (10 bits) or bf16 in a product, by the user or by a library.
 _ROUNDED = (
-    "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn",
+    "", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn", ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn",
 )  # fmt: skip
+
+
+def fp32_settings() -> list[str]:
+    """What PyTorch is asked for in each place where it may round fp32 values."""
+    return [attrgetter(f"backends{name}.fp32_precision")(torch) for name in _ROUNDED]
 
 
 @contextmanager
 def plain_fp32() -> Iterator[None]:
     """Compute products and convolutions of fp32 values in fp32 inside the block; the caller's settings are back after it."""
-    places = [_place(name) for name in ("", *_ROUNDED)]
-    before = [setting.fp32_precision for setting in places]
-    old = [_asked_of(read) for read in _OLD]
+    before = fp32_settings()
+    older = (
+        _unless_mixed(torch.get_float32_matmul_precision),
+        _unless_mixed(lambda: torch.backends.cuda.matmul.allow_tf32),
+        _unless_mixed(lambda: torch.backends.cudnn.allow_tf32),
+    )
     try:
-        _set(["highest", False, False], ["ieee"] * len(places), places)
+        _set("highest", False, False, ["ieee"] * len(_ROUNDED))
         yield
     finally:
-        _set(old, before, places)
+        _set(*older, before)
 
 
-_OLD = (
-    torch.get_float32_matmul_precision,
-    lambda: torch.backends.cuda.matmul.allow_tf32,
-    lambda: torch.backends.cudnn.allow_tf32,
-)
-
-
-def _asked_of(read: Any) -> Any:
+def _unless_mixed[T](read: Callable[[], T]) -> T | None:
     """The value of an older setting; None where PyTorch refuses to read it beside a newer one."""
     try:
         return read()
@@ -95,21 +94,13 @@ def _asked_of(read: Any) -> Any:
         return None
 
 
-def _set(old: list[Any], new: list[str], places: list[Any]) -> None:
+def _set(matmul: str | None, products: bool | None, convolutions: bool | None, newer: list[str]) -> None:
     """The older settings first: each of them sets newer ones, too, and they must agree."""
-    matmul, products, convolutions = old
     if products is not None:
         torch.backends.cuda.matmul.allow_tf32 = products
     if convolutions is not None:
         torch.backends.cudnn.allow_tf32 = convolutions
-    if matmul is not None:  # behind `allow_tf32`, which knows two of its three values
+    if matmul is not None:  # after `allow_tf32`, which knows two of its three values
         torch.set_float32_matmul_precision(matmul)
-    for setting, precision in zip(places, new, strict=True):
-        setting.fp32_precision = precision
-
-
-def _place(name: str) -> Any:
-    setting: Any = torch.backends
-    for part in filter(None, name.split(".")):
-        setting = getattr(setting, part)
-    return setting
+    for name, precision in zip(_ROUNDED, newer, strict=True):
+        setattr(attrgetter(f"backends{name}")(torch), "fp32_precision", precision)  # noqa: B010  # mypy does not know it

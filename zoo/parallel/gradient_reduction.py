@@ -7,48 +7,46 @@ buckets at the same time, and either wait for one another without end or add up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-
-class OrderedReductions:
-    """Starts the reductions of bucket groups in order, each as soon as it and all groups before it are ready."""
-
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = groups
-        self._starts: list[Callable[..., None]] = [group.start_grad_sync for group in groups]
-        self._ready: dict[int, dict[str, Any]] = {}
-        self._next = 0
-        for index, group in enumerate(groups):
-            group.start_grad_sync = partial(self._start, index)
-
-    def _start(self, index: int, **options: Any) -> None:
-        if self._groups[index].is_first_batch:  # which starts all at its end, group by group
-            self._starts[index](**options)
-            return
-        self._ready[index] = options
-        while self._next in self._ready:
-            self._starts[self._next](**self._ready.pop(self._next))
-            self._next += 1
-        if self._next == len(self._groups):
-            self._next = 0
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 
-def reduce_in_order(wrapped: Any) -> None:
+def reduce_in_order(wrapped: DistributedDataParallel) -> None:
     """Make megatron-core's DDP of a model chunk start its reductions in the order of its buckets.
 
-    Buckets begin with the last parameters: the decoder's, then the towers', then the embedding's, which is about the order
-    in which a backward pass finishes them.
+    Each starts as soon as it and all before it are ready. Buckets begin with the last parameters: the decoder's, then the towers',
+    then the embedding's, which is about the order in which a backward pass finishes them.
     """
-    OrderedReductions(wrapped.bucket_groups)
+    groups = wrapped.bucket_groups
+    starts: list[Callable[..., None]] = [group.start_grad_sync for group in groups]
+    ready: dict[int, dict[str, object]] = {}
+    next_group = 0
+
+    def start(index: int, **options: object) -> None:
+        nonlocal next_group
+        if groups[index].is_first_batch:  # which starts all at its end, group by group
+            starts[index](**options)
+            return
+        ready[index] = options
+        while next_group in ready:
+            starts[next_group](**ready.pop(next_group))
+            next_group += 1
+        if next_group == len(groups):
+            next_group = 0
+
+    for index, group in enumerate(groups):
+        group.start_grad_sync = partial(start, index)
 
 
-def sum_by_dtype(wrapped: Any) -> None:
+def sum_by_dtype(wrapped: DistributedDataParallel) -> None:
     """Have megatron-core's DDP, which sums bf16 gradients in fp32, wait for reductions of those of fp32 parameters as for any others.
 
     They are the backend's, which DDP takes for its own sum's: that one's handle can be waited for, the backend's can't.
@@ -58,7 +56,7 @@ def sum_by_dtype(wrapped: Any) -> None:
             group.ddp_config = replace(group.ddp_config, reduce_scatter_with_fp32_accumulation=False)
 
 
-def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:
+def divide_at_the_loss(wrapped: DistributedDataParallel, ranks: int, *, always: bool) -> None:
     """Have the loss of a model chunk divided by the ranks whose mean megatron-core's DDP takes, not each of its gradients.
 
     That would read and write all of them once more, but where NCCL takes the mean beside the sum, which it can't for experts.
@@ -92,14 +90,14 @@ def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:
     wrapped.zero_grad_buffer = zero_grad_buffer
 
 
-def accumulate_directly(wrapped: Any) -> None:
+def accumulate_directly(wrapped: DistributedDataParallel) -> None:
     """Have a model chunk's gradients added to DDP's buffers without its account of them, where no reduction begins before the end."""
     for node in wrapped.grad_accs:
         node.register_hook(print).hooks_dict_ref().clear()  # a new one's handle leads to all
         node.register_hook(partial(_accumulate, node.variable))
 
 
-def _accumulate(parameter: Any, *_: Any) -> None:
+def _accumulate(parameter: MainGradParameter, *_: object) -> None:
     """What megatron-core's hook does for a gradient that is there: some were added by the product that made them."""
     grad = parameter.grad
     if grad is None:
@@ -107,3 +105,11 @@ def _accumulate(parameter: Any, *_: Any) -> None:
     if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
         parameter.main_grad.add_(grad)
     parameter.grad = None
+
+
+class MainGradParameter(Protocol):
+    """A parameter under DDP."""
+
+    grad: Tensor | None
+    main_grad: Tensor
+    grad_added_to_main_grad: bool

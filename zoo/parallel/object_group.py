@@ -7,13 +7,13 @@ blocks meet in one more group: that takes at most 2 sqrt(N) sockets a rank (126 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.foreign.programs import flattened
 from zoo.config.schema import Recipe
 from zoo.data.loading.lengths import OneRank, RankGroup
 from zoo.errors import UserError
@@ -40,12 +40,11 @@ class ObjectGroup:
 
     def gather[T](self, value: T) -> list[T]:
         """Every rank's value, by rank."""
-        everyone: list[Any] = [self.collect(value)]
+        everyone = [self.collect(value)]
         if self._of_firsts is not None:
             dist.broadcast_object_list(everyone, src=0, group=self._of_firsts)
         dist.broadcast_object_list(everyone, src=self._block[0], group=self._ours)
-        values: list[T] = everyone[0]
-        return values
+        return everyone[0]
 
     def collect[T](self, value: T) -> list[T]:
         """Every rank's value, by rank, on the first one; nothing on the others."""
@@ -55,9 +54,9 @@ class ObjectGroup:
         return [of_rank for values in _gathered(block, self._firsts, self._of_firsts) for of_rank in values]
 
 
-def _gathered[T](value: T, ranks: range, group: Any) -> list[T]:
+def _gathered[T](value: T, ranks: range, group: dist.ProcessGroup | None) -> list[T]:
     """The values of a group's ranks, on its first one; nothing on the others."""
-    values: list[Any] | None = [None] * len(ranks) if dist.get_rank() == ranks[0] else None
+    values = [value] * len(ranks) if dist.get_rank() == ranks[0] else None
     dist.gather_object(value, values, dst=ranks[0], group=group)
     return values or []
 
@@ -69,18 +68,19 @@ def agreed[T](find: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return find()
-    result_and_error: list[Any] = [None, None]
+    values: list[T] = []
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            result_and_error[0] = find()
+            values = [find()]
         except Exception as error:
-            result_and_error[1] = error
-    dist.broadcast_object_list(result_and_error)
-    value, failure = result_and_error
+            failure = error
+    shared = [(values, failure)]
+    dist.broadcast_object_list(shared)
+    values, failure = shared[0]
     if failure is not None:
         raise failure
-    result: T = value
-    return result
+    return values[0]
 
 
 _OF_A_MACHINE = ("nproc", "nproc_cpu", "engine.threads", "data.workers")  # keys that may differ between nodes
@@ -93,7 +93,7 @@ def refuse_different(recipe: Recipe) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, dict(flattened(asdict(recipe))))
     first = everyone[0]
     for rank, other in enumerate(everyone):
@@ -103,15 +103,6 @@ def refuse_different(recipe: Recipe) -> None:
                     f"{key}: rank 0 has {first.get(key)!r} and rank {rank} has {other.get(key)!r}; start all ranks with "
                     f"the same recipe and the same arguments"
                 )
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in nested mappings; an empty one is a value."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def object_group() -> RankGroup:

@@ -13,9 +13,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+    from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 
 _gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
 
@@ -26,7 +31,9 @@ def settle_all() -> None:
         gathering.settle()
 
 
-def gather_once(optimizer: Any, chunks: Sequence[Any], *, ahead: bool = False) -> None:
+def gather_once(
+    optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], *, ahead: bool = False
+) -> None:
     """Make each optimizer of a chain gather the weights that it updates, and no others.
 
     On a GPU one optimizer's weights are gathered while the next one updates its own. Weights that a single rank has are not sent.
@@ -44,11 +51,13 @@ def gather_once(optimizer: Any, chunks: Sequence[Any], *, ahead: bool = False) -
 class Gathering:
     """The gathering of weights after an update by a chain of DistributedOptimizers. They hold it as long as they live."""
 
-    def __init__(self, chain: Sequence[Any], chunks: Sequence[Any], ahead: bool) -> None:
+    def __init__(
+        self, chain: Sequence[DistributedOptimizer], chunks: Sequence[DistributedDataParallel], ahead: bool
+    ) -> None:
         on_gpu = torch.cuda.is_available()
-        self.beside: Any = torch.cuda.Stream() if on_gpu and (ahead or len(chain) > 1) else None
+        self.side_stream = torch.cuda.Stream() if on_gpu and (ahead or len(chain) > 1) else None
         self.ahead, self.pending = ahead and on_gpu, False
-        self._there: dict[Any, Any] = {}  # bucket group -> event of its arrival
+        self._arrivals: dict[BucketGroup, torch.cuda.Event] = {}
         order = self._waits(chunks) if self.ahead else {}
         for part in chain:
             groups = sorted(_groups(part), key=lambda group: order.get(group, 0))
@@ -56,45 +65,45 @@ class Gathering:
 
     def settle(self) -> None:
         """Make the current stream wait for all weights that are being gathered."""
-        if self.pending:
-            torch.cuda.current_stream().wait_stream(self.beside)
+        if self.pending and self.side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.side_stream)
             self.pending = False
 
-    def _gather(self, groups: Sequence[Any], last: bool) -> None:
-        if self.beside is None:
+    def _gather(self, groups: Sequence[BucketGroup], last: bool) -> None:
+        if self.side_stream is None:
             for group in groups:
                 group.start_param_sync()
             return
-        self.beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.beside):
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream):
             for group in groups:
                 group.start_param_sync()
-                if group in self._there:
-                    self._there[group].record(self.beside)
+                if group in self._arrivals:
+                    self._arrivals[group].record(self.side_stream)
         self.pending = True
         if last and not self.ahead:
             self.settle()
 
-    def _waits(self, chunks: Sequence[Any]) -> dict[Any, int]:
+    def _waits(self, chunks: Sequence[DistributedDataParallel]) -> dict[BucketGroup, int]:
         """Register hooks in which models and layers wait for their weights; returns the place of each bucket group in the order of these waits."""
-        order: dict[Any, int] = {}
+        order: dict[BucketGroup, int] = {}
         for chunk in chunks:
             of_weight = chunk.param_to_bucket_group
             for index, (module, weights) in enumerate(_parts(chunk)):
                 groups = dict.fromkeys(of_weight[weight] for weight in weights if weight in of_weight)
                 for group in groups:
                     order.setdefault(group, index)
-                    self._there.setdefault(group, torch.cuda.Event())
-                module.register_forward_pre_hook(partial(self._wait, [self._there[group] for group in groups]))
+                    self._arrivals.setdefault(group, torch.cuda.Event())
+                module.register_forward_pre_hook(partial(self._wait, [self._arrivals[group] for group in groups]))
         return order
 
-    def _wait(self, events: Sequence[Any], *_: Any) -> None:
+    def _wait(self, events: Sequence[torch.cuda.Event], *_: object) -> None:
         if self.pending:
             for event in events:
                 torch.cuda.current_stream().wait_event(event)
 
 
-def _parts(chunk: Any) -> Iterator[tuple[Any, list[Any]]]:
+def _parts(chunk: DistributedDataParallel) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
     """The chunk's model with its weights outside of layers, then each layer of its towers and decoder with its weights, in forward order."""
     model = chunk.module
     while not hasattr(model, "tower_names"):
@@ -107,16 +116,12 @@ def _parts(chunk: Any) -> Iterator[tuple[Any, list[Any]]]:
     yield from layers
 
 
-def _groups(optimizer: Any) -> list[Any]:
+def _groups(optimizer: DistributedOptimizer) -> list[BucketGroup]:
     """The bucket groups that this optimizer updates and that several ranks hold."""
     own = {id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets}
-    every = [
+    return [
         group
         for chunk in optimizer.model_chunks
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    ]
-    return [
-        group
-        for group in every
         if group.buckets and id(group.buckets[0]) in own and group.intra_distributed_optimizer_instance_size > 1
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from zoo.parallel import determinism
 from zoo.parallel.megatron import compat, cpu_host
 from zoo.parallel.process_state import preserve_process_state
 
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
 TIMEOUT = timedelta(minutes=30)
 SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -32,10 +35,7 @@ _SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among all ranks: its rank in each process group, and the groups' sizes.
-
-    `groups` is megatron-core's ProcessGroupCollection.
-    """
+    """This rank's place among all ranks: its rank in each process group, and the groups' sizes."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ class World:
     cp_rank: int
     pp_rank: int
     pp_size: int
-    groups: Any
+    groups: ProcessGroupCollection
 
     @property
     def is_main(self) -> bool:
@@ -142,13 +142,12 @@ def groups(recipe: Recipe, device: torch.device) -> Iterator[World]:
         _take_down(before if joined else None)
 
 
-def _groups() -> set[Any]:
+def _groups() -> set[dist.ProcessGroup]:
     """All process groups of this rank."""
-    c10d: Any = dist.distributed_c10d
-    return set(c10d._world.pg_map)
+    return set(dist.distributed_c10d._world.pg_map)
 
 
-def _take_down(before: set[Any] | None) -> None:
+def _take_down(before: set[dist.ProcessGroup] | None) -> None:
     """`before`: the groups of a caller, which stay; None where torch.distributed was initialised here."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -204,17 +203,16 @@ def alone(recipe: Recipe) -> Iterator[World]:
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:
-    c10d: Any = dist  # which has more than it says
+    exported: Any = dist  # more than it says
     # Without a device_id: with one, a rank that a new gloo group leaves out joins NCCL's split of all ranks for it, in
     # which those of the group take no part, and waits for good (torch 2.11, `_new_process_group_helper`).
     options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
     if "RANK" not in os.environ:
-        store: Any = c10d.HashStore()
-        options |= {"store": store, "rank": 0, "world_size": 1}
+        options |= {"store": exported.HashStore(), "rank": 0, "world_size": 1}
     elif "TORCHELASTIC_RESTART_COUNT" in os.environ:
         # torchrun keeps its store when it starts ranks again: what those before have left in it must not be read.
-        store, rank, size = next(c10d.rendezvous("env://", timeout=TIMEOUT))
-        store = c10d.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        store, rank, size = next(exported.rendezvous("env://", timeout=TIMEOUT))
+        store = exported.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**options)
     if not on_cpu:

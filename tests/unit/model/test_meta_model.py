@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ from zoo.parallel.megatron import cpu_host
 from zoo.parallel.world import World
 
 
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    with cpu_host.redirected():
+        yield
+
+
 @pytest.mark.parametrize("recipe", ["qwen3_vl_sft", "qwen35_vl_moe_sft"])
 def test_a_gpus_generator_is_not_looked_up_by_a_device_without_data(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.tensor_parallel import random
 
@@ -21,13 +28,14 @@ def test_a_gpus_generator_is_not_looked_up_by_a_device_without_data(
         if torch.cuda.current_device() == torch.device("meta"):
             raise TypeError("tuple indices must be integers or slices, not torch.device")  # as with a GPU
 
-    cpu_host.install()
     monkeypatch.setattr(random, "_set_cuda_rng_state", set_state)
     parameters = build_meta_model(load_recipe(recipe, ["hardware=cpu"]).model.arch).parameters
     assert parameters and all(tensor.is_meta for tensor in parameters.values())
 
 
-def test_triton_looks_for_its_driver_before_the_current_device_is_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_looks_for_its_driver_before_the_current_device_is_meta(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It keeps what it finds: a library that asks for it while a model is built would leave kernels without a device."""
     found = []
 
@@ -39,7 +47,6 @@ def test_triton_looks_for_its_driver_before_the_current_device_is_meta(monkeypat
 
     import triton.runtime
 
-    cpu_host.install()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(triton.runtime, "driver", Driver())
     before = torch.cuda.current_device

@@ -104,10 +104,10 @@ def tracker() -> Iterator[None]:
     """The tracker of random states as it was before, after."""
     from zoo.parallel.megatron import cpu_host
 
-    cpu_host.install()
     tracker: Any = lora.get_cuda_rng_tracker()
     states = dict(tracker.get_states())
-    yield
+    with cpu_host.redirected():
+        yield
     tracker.set_states(states)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.engine import single_process_world
 
-from zoo.parallel.determinism import _ROUNDED, _place, plain_fp32
+from zoo.parallel.determinism import fp32_settings, plain_fp32
 
 OLD: tuple[Callable[[], Any], ...] = (
     torch.get_float32_matmul_precision,
@@ -18,7 +18,7 @@ OLD: tuple[Callable[[], Any], ...] = (
 
 def state() -> list[Any]:
     """Every setting; "mixed" where PyTorch refuses to say."""
-    found: list[Any] = [_place(name).fp32_precision for name in ("", *_ROUNDED)]
+    found: list[Any] = [*fp32_settings()]
     for read in OLD:
         try:
             found.append(read())
@@ -53,7 +53,7 @@ def test_fp32_is_plain_in_between(ask: Callable[[], None]) -> None:
     before = state()
     for meanwhile in (plain_fp32, single_process_world):
         with meanwhile():  # type: ignore[operator]
-            assert state() == ["ieee"] * (1 + len(_ROUNDED)) + ["highest", False, False]
+            assert state() == ["ieee"] * len(fp32_settings()) + ["highest", False, False]
         assert state() == before
 
 

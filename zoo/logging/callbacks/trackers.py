@@ -12,10 +12,10 @@ from dataclasses import asdict
 
 import numpy as np
 
+from zoo.config.foreign.programs import flattened
 from zoo.config.schema import Recipe
 from zoo.files import finite
 from zoo.logging.callbacks.event import Event
-from zoo.parallel.object_group import flattened
 from zoo.types import JsonMapping, JsonObject
 
 

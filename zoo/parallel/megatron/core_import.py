@@ -22,6 +22,7 @@ from typing import Any
 
 from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.schema import Recipe
+from zoo.parallel.megatron.replaced import replaced
 
 # Module -> its function that megatron-core or transformers imports.
 _OF_CORE = {
@@ -58,14 +59,10 @@ def import_core() -> None:
     """
     import torch
 
-    module: Any = torch
-    compile_now, module.compile = torch.compile, _at_first_call(torch.compile)
-    try:
+    with replaced(torch, compile=_at_first_call(torch.compile)):
         importlib.import_module("megatron.core")
         with _imported_later(_OF_CORE):
             importlib.import_module("megatron.core.ssm.gated_delta_net")
-    finally:
-        module.compile = compile_now
     with _imported_later(_OF_TRANSFORMERS):
         from transformers import GenerationMixin, PreTrainedModel  # noqa: F401  # it imports modules as they are asked for
 
@@ -108,40 +105,31 @@ def _imported_later(functions: Mapping[str, str]) -> Iterator[None]:
 
 def _stand_in(name: str, called: str) -> ModuleType:
     """A module whose function `called` imports the module `name` and calls that one's; other names are the imported one's own."""
-    module: Any = ModuleType(name)
+    module = ModuleType(name)
 
-    def real() -> ModuleType:
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-        return importlib.import_module(name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        return getattr(real(), called)(*args, **options)
-
-    def other(asked: str) -> Any:
+    def attribute(asked: str) -> object:
         if asked.startswith("__"):  # whoever looks through all modules asks for their files
             raise AttributeError(asked)
-        return getattr(real(), asked)
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return getattr(importlib.import_module(name), asked)
 
-    setattr(module, called, call)
-    module.__getattr__ = other
+    def call(*args: object, **options: object) -> object:
+        function = attribute(called)
+        assert callable(function)
+        return function(*args, **options)
+
+    vars(module).update({called: call, "__getattr__": attribute})
     return module
 
 
-def _at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+def _at_first_call(compile_now: Callable[..., Callable[..., object]]) -> Callable[..., object]:
     """torch.compile, as a decorator too, that waits until the function is called."""
 
-    def later(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    def later(function: Callable[..., object] | None = None, /, **options: object) -> Callable[..., object]:
         if function is None:
             return functools.partial(later, **options)
-        compiled: list[Callable[..., Any]] = []
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not compiled:
-                compiled.append(compile_now(function, **options))
-            return compiled[0](*args, **kwargs)
-
-        return call
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     return later

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.parallel.megatron.replaced import replaced
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, OptimizerConfig
 
-def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callable[[], Any]) -> Any:
+
+def build(
+    config: OptimizerConfig, inner: Callable[..., torch.optim.Optimizer], make: Callable[[], ChainedOptimizer]
+) -> ChainedOptimizer:
     """What `make` builds with megatron-core's `get_megatron_optimizer(config, ...)`, around optimizers made by `inner`.
 
     Args:
@@ -31,19 +36,16 @@ def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callab
     with replaced(module, Adam=inner, USING_PYTORCH_OPTIMIZER=False):
         made = make()
     for distributed in made.chained_optimizers:
-        if not distributed.is_stub_optimizer:
-            _find_places(distributed)
+        if distributed.is_stub_optimizer:
+            continue
+        # In the inner optimizer's group fp32 parameters stand before the others. megatron-core counts them as they come, so
+        # where dtypes are mixed it takes one parameter's state for another's.
+        for group, kinds in enumerate(
+            zip(distributed.model_fp32_groups, distributed.model_float16_groups, strict=True)
+        ):
+            for index, parameter in enumerate(parameter for kind in kinds for parameter in kind):
+                distributed.model_param_group_index_map[parameter] = group, index
     return made
-
-
-def _find_places(distributed: Any) -> None:
-    """Correct the place of each parameter among those of the inner optimizer's group: fp32 ones stand before the others there.
-
-    megatron-core counts them as they come, so where dtypes are mixed it takes one parameter's state for another's.
-    """
-    for group, kinds in enumerate(zip(distributed.model_fp32_groups, distributed.model_float16_groups, strict=True)):
-        for index, parameter in enumerate(parameter for kind in kinds for parameter in kind):
-            distributed.model_param_group_index_map[parameter] = group, index
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,17 @@ class HeldRange:
     start: int  # its first element in the flattened parameter
 
 
-def held_ranges(distributed: Any) -> Iterator[HeldRange]:
+def held_ranges(distributed: DistributedOptimizer) -> Iterator[HeldRange]:
     """This rank's ranges in a DistributedOptimizer, without empty ones."""
-    for of_buffer in distributed.gbuf_ranges:
-        for buckets in of_buffer.values():
-            for parameter, where in ((p, w) for bucket in buckets for p, w in bucket["param_map"].items()):
-                group, index = distributed.model_param_group_index_map[parameter]
-                part = distributed.optimizer.param_groups[group]["params"][index]
-                if part.numel():
-                    yield HeldRange(parameter, part, where["param"].start)
+    buckets = (bucket for by_dtype in distributed.gbuf_ranges for buckets in by_dtype.values() for bucket in buckets)
+    for parameter, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
+        group, index = distributed.model_param_group_index_map[parameter]
+        part = distributed.optimizer.param_groups[group]["params"][index]
+        if part.numel():
+            yield HeldRange(parameter, part, ranges["param"].start)
 
 
-def ranges_of(distributed: Any) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
+def ranges_of(distributed: DistributedOptimizer) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
     """All parameters of a DistributedOptimizer, in the same order on all its data-parallel ranks.
 
     Yields each with the range (first, end) of its flattened elements that each of these ranks updates
@@ -77,6 +78,6 @@ def ranges_of(distributed: Any) -> Iterator[tuple[Tensor, tuple[tuple[int, int],
         for parameter, (first, end, bucket_id) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_id]
             share = bucket.grad_data.numel() // ranks
-            places = [bucket.offset + rank * share - first for rank in range(ranks)]
+            starts = [bucket.offset + rank * share - first for rank in range(ranks)]
             size = end - first
-            yield parameter, tuple((min(max(at, 0), size), min(max(at + share, 0), size)) for at in places)
+            yield parameter, tuple((min(max(at, 0), size), min(max(at + share, 0), size)) for at in starts)

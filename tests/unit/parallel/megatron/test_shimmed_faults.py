@@ -9,7 +9,7 @@ import torch
 from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, shim, shows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo.parallel.megatron import compat, replacements
+from zoo.parallel.megatron import compat
 
 
 def test_one_sum_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +80,17 @@ def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch)
     if not read:
         remove_me("norms-one-by-one")
     read.clear()
-    fixed, _ = replacements.l2_norm(0, None, [gradients], False)
+    fixed, _ = compat.l2_norm(0, None, [gradients], False)
     assert not read
     torch.testing.assert_close(fixed, broken, rtol=0, atol=0)
     assert fixed.item() == 4.0
-    replacements.scale_in_place(0, None, [gradients, gradients], 0.5)
-    replacements.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
+    compat.scale_in_place(0, None, [gradients, gradients], 0.5)
+    compat.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
     assert gradients[0].tolist() == [1.0] * 3
 
 
 def test_aux_scale_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
-
-    monkeypatch.setattr(Scaler, "set_loss_scale", Scaler.set_loss_scale)  # what is replaced comes back
 
     def step_outside_then_inside_of_a_schedule() -> None:
         monkeypatch.setattr(Scaler, "main_loss_backward_scale", None)
@@ -104,8 +102,8 @@ def test_aux_scale_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with shows("aux-scale-has-one-shape", RuntimeError):
         step_outside_then_inside_of_a_schedule()
-    shim("aux-scale-has-one-shape").apply()
-    step_outside_then_inside_of_a_schedule()
+    with shim("aux-scale-has-one-shape").apply():
+        step_outside_then_inside_of_a_schedule()
 
 
 def gated_delta_net() -> Any:
@@ -131,6 +129,38 @@ def test_gated_delta_net_needs_fla(monkeypatch: pytest.MonkeyPatch, on_the_cpu: 
     monkeypatch.setattr(gdn, "chunk_gated_delta_rule", None)
     with shows("gated-delta-net-needs-fla", ImportError, AssertionError):
         gated_delta_net()
-    shim("gated-delta-net-needs-fla").apply()
-    layer = gated_delta_net()
+    with shim("gated-delta-net-needs-fla").apply():
+        layer = gated_delta_net()
     assert layer.conv1d.weight.shape == (24, 1, 4)  # queries, keys and values
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_parts_of_ranks_are_summed_in_fp32_and_rounded_once(async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = torch.tensor([[256.0, 1.0], [1.0, 2.0], [1.0, 3.0]], dtype=torch.bfloat16)
+    waited = []
+    handle = SimpleNamespace(wait=lambda: waited.append(1)) if async_op else None
+
+    def exchange(received: torch.Tensor, sent: torch.Tensor, **_: Any) -> Any:
+        received.copy_(parts.flatten())
+        return handle
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", exchange)
+    out = torch.zeros(2, dtype=torch.bfloat16)
+    group = SimpleNamespace(size=lambda: 3)
+    found = compat.reduce_scatter(
+        out, torch.zeros(6, dtype=torch.bfloat16), op=torch.distributed.ReduceOp.SUM, group=group, async_op=async_op
+    )
+    if async_op:
+        assert found is not None and not out.any()
+        found.wait()
+    assert out.tolist() == [258.0, 6.0], "in bf16, 256 + 1 is 256"
+    assert len(waited) == async_op
+
+
+def test_other_gradients_are_summed_by_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", lambda *_, **options: asked.append(options))
+    whole = torch.ones(4)
+    options: dict[str, Any] = {"op": torch.distributed.ReduceOp.AVG, "group": SimpleNamespace(size=lambda: 2)}
+    compat.reduce_scatter(whole[:2], whole, async_op=False, **options)
+    assert asked == [{"async_op": False, **options}]
