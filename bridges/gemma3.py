@@ -6,11 +6,9 @@ Published names are the first ones that transformers gave these models. Those it
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.shared_rules import decoder, swapped
 from zoo.bridge.mapping.table import Bridge
 
-_ZOO = "decoder.layers.{layer}"
-_HF = "language_model.model.layers.{layer}"
 _TOWER = "vision_tower.vision_model."
 _MODULES = {
     "language_model.model.": "model.language_model.",
@@ -22,22 +20,12 @@ _MODULES = {
 BRIDGE = Bridge(
     name="gemma3",
     rules=(
-        *decoder_ends("language_model.model", head="language_model.lm_head.weight"),
-        *attention_layer(_ZOO, _HF, sandwich=True),
-        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        *decoder("language_model.model", head="language_model.lm_head.weight", sandwich=True),
         rule("vision.{rest}", f"{_TOWER}{{rest}}"),
         rule("projector.{rest}", "multi_modal_projector.{rest}"),
     ),
     name_prefixes=(
-        {
-            "model.language_model.": "language_model.model.",
-            "lm_head.": "language_model.lm_head.",
-            "model.vision_tower.vision_model.": _TOWER,
-            "model.vision_tower.": _TOWER,
-            "vision_tower.vision_model.": _TOWER,
-            "vision_tower.": _TOWER,
-            "model.multi_modal_projector.": "multi_modal_projector.",
-        },
+        {"model.vision_tower.vision_model.": _TOWER, **swapped(_MODULES), _TOWER: _TOWER, "vision_tower.": _TOWER},
     ),
     module_names=lambda config: _MODULES,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.shared_rules import decoder
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.transforms import QK
 
@@ -13,8 +13,7 @@ _HF = "model.language_model.layers.{layer}"
 BRIDGE = Bridge(
     name="gemma4",
     rules=(
-        *decoder_ends("model.language_model", head="lm_head.weight"),
-        *attention_layer(_ZOO, _HF, sandwich=True),
+        *decoder("model.language_model", sandwich=True),
         rule(  # of full layers, whose values are keys
             f"{_ZOO}.self_attention.linear_qk.weight",
             f"{_HF}.self_attn.q_proj.weight",
@@ -22,7 +21,6 @@ BRIDGE = Bridge(
             transform=QK(),
             shard="tp0",
         ),
-        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
         rule(f"{_ZOO}.layer_scalar", f"{_HF}.layer_scalar"),
         rule("vision.{rest}", "model.vision_tower.{rest}"),
         rule("projector.{rest}", "model.embed_vision.{rest}"),

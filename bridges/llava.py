@@ -7,41 +7,28 @@ those it saves by: the published ones, but without `vision_model` where a model 
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.shared_rules import decoder, swapped
 from zoo.bridge.mapping.table import Bridge
-from zoo.bridge.mapping.transforms import QKV
 
-_ZOO = "decoder.layers.{layer}"
-_HF = "language_model.model.layers.{layer}"
 _TOWER = "vision_tower.vision_model."
-_OTHER = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.vision_model.": _TOWER,
-    "model.vision_tower.": _TOWER,
-    "model.": "",  # projector and newline
-    "vision_tower.vision_model.": _TOWER,
-    "vision_tower.": _TOWER,
-    "lm_head.": "language_model.lm_head.",
-}
-
 _MODULES = {
     "language_model.model.": "model.language_model.",
     _TOWER: "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
+_OTHER = {
+    "model.vision_tower.vision_model.": _TOWER,
+    **swapped(_MODULES),
+    "model.": "",  # the newline
+    _TOWER: _TOWER,
+    "vision_tower.": _TOWER,
+    "lm_head.": "language_model.lm_head.",
+}
 
 BRIDGE = Bridge(
     name="llava",
     rules=(
-        *decoder_ends("language_model.model", head="language_model.lm_head.weight"),
-        *attention_layer(_ZOO, _HF),
-        rule(
-            f"{_ZOO}.self_attention.linear_qkv.bias",
-            *(f"{_HF}.self_attn.{part}_proj.bias" for part in "qkv"),
-            transform=QKV(),
-            shard="tp0",
-        ),
-        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        *decoder("language_model.model", head="language_model.lm_head.weight", bias=True),
         rule("vision.{rest}", f"{_TOWER}{{rest}}"),
         *(rule(f"projector.linear_{i}.{{rest}}", f"multi_modal_projector.linear_{i}.{{rest}}") for i in (1, 2)),
         rule("projector.image_newline", "image_newline"),

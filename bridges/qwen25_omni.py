@@ -7,20 +7,14 @@ not trained and pass through, with the file of speakers that transformers wants 
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp, qkv_bias
+from zoo.bridge.mapping.shared_rules import decoder
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
-
-_ZOO = "decoder.layers.{layer}"
-_HF = "thinker.model.layers.{layer}"
 
 BRIDGE = Bridge(
     name="qwen25_omni",
     rules=(
-        *decoder_ends("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight"),
-        *attention_layer(_ZOO, _HF),
-        qkv_bias(_ZOO, _HF),
-        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        *decoder("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight", bias=True),
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
     ),

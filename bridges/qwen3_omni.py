@@ -8,21 +8,14 @@ code2wav are not trained and pass through.
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
+from zoo.bridge.mapping.shared_rules import decoder, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
-
-_ZOO = "decoder.layers.{layer}"
-_HF = "thinker.model.layers.{layer}"
-
 
 BRIDGE = Bridge(
     name="qwen3_omni",
     rules=(
-        *decoder_ends("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight"),
-        *attention_layer(_ZOO, _HF),
-        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),  # mlp_only_layers, decoder_sparse_step
-        *routed_experts(f"{_ZOO}.mlp", f"{_HF}.mlp", singles, stacks),
+        *decoder("thinker.model", singles, stacks, head="thinker.lm_head.weight", score="thinker.score.weight"),
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
     ),

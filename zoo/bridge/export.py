@@ -74,29 +74,21 @@ def export_hf(
     where the folder exists and `overwrite` is false (or it is not zoo's: "aside" moves such a one away), where the source is broken, or where the disk is full.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
-    writer = ExportWriter(folder, overwrite=overwrite)
     parameters = together(comm, lambda: model_parameters(model_chunks))
     held = comm.gather_objects([name for name, _ in parameters])
     everywhere = sorted({name for names in held for name in names})
-    still = _frozen(parameters) if source_has_frozen else []
+    still = [name for name, parameter in parameters if source_has_frozen and not parameter.requires_grad]
     frozen = sorted({name for names in comm.gather_objects(still) for name in names})
     stated = dtype or (_most_common(parameters) if source is None else None)
     plan = together(comm, lambda: make_plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: check(plan, parameters, dims, shard))
-    try:
+    with ExportWriter(folder, overwrite=overwrite) as writer:
         together(comm, lambda: writer.begin() if comm.rank == 0 else None)
         mine = _by_width(_own(parameters, held), plan)
         written = _write_parameters(mine, plan, dims, shard, comm, writer.partial, shard_bytes)
-        if comm.rank == 0:
-            written += together(comm, lambda: _write_copies(plan, writer.partial, shard_bytes))
-        else:
-            together(comm, lambda: None)
+        written += together(comm, lambda: _write_copies(plan, writer.partial, shard_bytes) if comm.rank == 0 else [])
         written = [s for of_rank in comm.gather_objects(written) for s in of_rank]
         together(comm, lambda: _commit(writer, written, plan, processor, ends, card) if comm.rank == 0 else None)
-    except BaseException:
-        if comm.rank == 0:
-            writer.discard()
-        raise
     return writer.target
 
 
@@ -123,11 +115,10 @@ class HeldTensors:
 
     def plan(self, dtype: torch.dtype | None = None) -> tuple[Plan, list[tuple[str, Job]]]:
         """What an export of them writes, and how what is written of zoo's tensors, in that order, is made."""
+        dims, source, dtypes = self.dims, self.source, self.reader.dtype
         parameters = [
-            (name, torch.empty(shape, dtype=self.reader.dtype(name), device="meta"))
-            for name, shape in self.shapes.items()
+            (name, torch.empty(shape, dtype=dtypes(name), device="meta")) for name, shape in self.shapes.items()
         ]
-        dims, source = self.dims, self.source
         stated = dtype or (_most_common(parameters) if source is None else None)
         plan = make_plan(self.bridge, sorted(self.shapes), dims, self.config, source, dtype, stated, self.frozen)
         check(plan, parameters, dims, ShardInfo())
@@ -156,27 +147,20 @@ def export_tensors(
 
     `progress` makes one for so many bytes.
     """
-    writer = ExportWriter(folder, overwrite=overwrite)
     plan, jobs = held.plan(dtype)
     held.expect(list(dict.fromkeys(name for name, _ in jobs)))
     planned = [tensor for _, job in jobs for tensor in job.planned]
-    try:
+    with ExportWriter(folder, overwrite=overwrite) as writer:
         writer.begin()
         copied = [tensor for job in plan.copies for tensor in job.planned]
         check_room(writer, sum(tensor.nbytes for tensor in (*planned, *copied)))
         counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
-        shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
-        try:
+        with ShardWriter(writer.partial, planned, shard_bytes=shard_bytes) as shards:
             run([job for _, job in jobs], shards, counted or (lambda count: None))
-        finally:
-            shards.close()
         if counted:
             counted.close()
         written = [*shards.shards, *_write_copies(plan, writer.partial, shard_bytes)]
         _commit(writer, written, plan, processor, ends, card)
-    except BaseException:
-        writer.discard()
-        raise
     return writer.target
 
 
@@ -195,11 +179,7 @@ def _most_common(parameters: Sequence[tuple[str, Tensor]]) -> torch.dtype:
     counts: Counter[torch.dtype] = Counter()
     for _, parameter in parameters:
         counts[parameter.dtype] += parameter.numel()
-    return counts.most_common(1)[0][0]
-
-
-def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    return [name for name, parameter in parameters if not parameter.requires_grad]
+    return max(counts, key=counts.__getitem__)
 
 
 def check(plan: Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
@@ -293,9 +273,8 @@ def _outputs(name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, s
     shapes = entry.hf_shapes(full_shape(parameter.shape, entry.rule.shard_for(dims), shard), dims)
     mine = list(shapes)
     if per_expert:
-        count = parameter.shape[0]
-        start = shard.ep_rank * count
-        mine = [name for expert in range(start, start + count) for name in entry.hf_names(expert)]
+        experts = range(shard.ep_rank * len(parameter), (shard.ep_rank + 1) * len(parameter))
+        mine = [hf_name for expert in experts for hf_name in entry.hf_names(expert)]
     planned = [Planned(hf_name, shapes[hf_name], plan.dtype_of(name, parameter, hf_name)) for hf_name in mine]
     return [tensor for tensor in planned if tensor.dtype.itemsize == width]
 
@@ -303,11 +282,8 @@ def _outputs(name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, s
 def _write_copies(plan: Plan, folder: Path, shard_bytes: int) -> list[Shard]:
     """On rank 0: what comes from the source."""
     planned = [tensor for job in plan.copies for tensor in job.planned]
-    shards = ShardWriter(folder, planned, shard_bytes=shard_bytes, label="source")
-    try:
+    with ShardWriter(folder, planned, shard_bytes=shard_bytes, label="source") as shards:
         run(plan.copies, shards)
-    finally:
-        shards.close()
     return shards.shards
 
 

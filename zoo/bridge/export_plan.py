@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,14 +85,16 @@ class Source:
         published = {actual: name for name, actual in self.resolution.source.items()}
         for name in self.resolution.passed_through:
             target = published[name]
-            if target.startswith(PASS_THROUGH):
-                target = target.removeprefix(PASS_THROUGH)
-            elif (entry := self._native_entry(target)) is not None:
+            entry = None
+            if not target.startswith(PASS_THROUGH):
+                with suppress(BridgeError):  # not under zoo's name
+                    entry = self.as_written(self.bridge.publish([target])[target])
+            if entry is not None:
                 jobs += self._to_hf(entry, name)
-                continue
-            jobs.append(copy_job(name, self.reader, target, to_zoo=False))
+            else:
+                jobs.append(copy_job(name, self.reader, target.removeprefix(PASS_THROUGH), to_zoo=False))
         for name in frozen if dtype is None else ():
-            jobs += self._frozen(name)
+            jobs += self.frozen(name)
         return jobs
 
     def as_written(self, wanted: Entry) -> Entry:
@@ -103,11 +106,8 @@ class Source:
             return wanted
         return replace(wanted, layout=entry.layout)
 
-    def keeps(self, zoo_name: str) -> bool:
-        """Whether a frozen tensor can be written from here as it is."""
-        return bool(self._frozen(zoo_name))
-
-    def _frozen(self, zoo_name: str) -> list[Job]:
+    def frozen(self, zoo_name: str) -> list[Job]:
+        """What writes a frozen tensor from here as it is; nothing where that can't be."""
         entry = self.resolution.entries[zoo_name]
         wanted = self.as_written(self.bridge.publish([zoo_name])[zoo_name])
         if not wanted.rule.writes(self.dims):
@@ -118,13 +118,6 @@ class Source:
             return []
         names = entry.layout.all_names(entry.binding, self.dims.experts)
         return [copy_job(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
-
-    def _native_entry(self, name: str) -> Entry | None:
-        """The published entry of a tensor that stands under zoo's name."""
-        try:
-            return self.as_written(self.bridge.publish([name])[name])
-        except BridgeError:
-            return None
 
 
 @dataclass(frozen=True)
@@ -168,7 +161,7 @@ def make_plan(
     if source is not None:
         entries = {name: source.as_written(entry) for name, entry in entries.items()}
     names = bridge.published_names(entries.values(), dims)
-    kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
+    kept = [] if source is None or dtype is not None else [name for name in frozen if source.frozen(name)]
     copies = by_width(source.copies(kept, dtype)) if source else []
     plain = _plain_config(config, source)
     if source is None and bridge.fresh_config is not None:
@@ -176,8 +169,9 @@ def make_plan(
     if bridge.export_config is not None:
         others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
         plain = bridge.export_config(plain, [*names, *others])
-    if SCORE in entries:
-        plain = _classifier_config(plain)
+    if SCORE in entries:  # transformers' ForSequenceClassification model with one number a sequence
+        classes = [OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in plain.get("architectures") or ()]
+        plain = {**plain, "architectures": classes, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if stated is not None:
         plain = with_dtype(plain, stated)
     return Plan(entries, names, plain, source, dtype, copies, frozenset(kept), dims.experts)
@@ -195,12 +189,6 @@ def _plain_config(config: PretrainedConfig | JsonMapping | None, source: Source 
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the export a config")
     return unquantised(read_object(path))
-
-
-def _classifier_config(config: JsonObject) -> JsonObject:
-    """The config of transformers' ForSequenceClassification model with one number a sequence."""
-    names = [OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in config.get("architectures") or ()]
-    return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -51,17 +50,13 @@ class ExportedTensors:
         """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
         if name not in self._made:
             self._made.clear()  # their memory goes first
-            self._made.update(self._make(self._planned_by_name[name][0]))
+            for made, pieces in self._planned_by_name[name][0].make():
+                planned = self._planned_by_name[made][1]
+                self._made[made] = joined(pieces, planned.shape, planned.dtype)
         tensor = self._made[name]
         return tensor if (first, last) == (0, None) else tensor[first:last]
 
     get = read
-
-    def _make(self, job: Job) -> Iterator[tuple[str, Tensor]]:
-        """What a `ShardWriter` would write of a job, by name."""
-        for name, pieces in job.make():
-            planned = self._planned_by_name[name][1]
-            yield name, joined(pieces, planned.shape, planned.dtype)
 
     def close(self) -> None:
         """Let go of what was made, and of the files of what it came from."""

@@ -116,25 +116,21 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
         raise BridgeError(f"{reader.folder}: a tied model that stores another head", refused, helps)
     if resolution.redundant:
         names = sorted(resolution.source[name] for name in resolution.redundant)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        print(
-            f"{reader.folder}: passing over {names[0]}{more}: equal to what the model makes of its config or ties",
-            file=sys.stderr,
-            flush=True,
-        )
+        passed = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        text = f"{reader.folder}: passing over {passed}: equal to what the model makes of its config or ties"
+        print(text, file=sys.stderr, flush=True)
     return problems
 
 
 def unequal(resolution: Resolution, reader: Folder) -> list[str]:
     """Published names of a tied model's stored heads that differ from the embedding they are tied to."""
-    source = resolution.source
-    return [name for name, tied in resolution.doubles.items() if not _equal(reader, source[name], source[tied])]
 
+    def is_equal(name: str, tied: str) -> bool:
+        names = resolution.source[name], resolution.source[tied]
+        dtypes, shapes = {reader.dtype(each) for each in names}, {reader.shape(each) for each in names}
+        return len(dtypes) == len(shapes) == 1 and torch.equal(*map(reader.get, names))
 
-def _equal(reader: Folder, name: str, tied_name: str) -> bool:
-    if reader.dtype(name) != reader.dtype(tied_name) or reader.shape(name) != reader.shape(tied_name):
-        return False
-    return torch.equal(reader.get(name), reader.get(tied_name))
+    return [name for name, tied in resolution.doubles.items() if not is_equal(name, tied)]
 
 
 def _misfits(
@@ -147,11 +143,10 @@ def _misfits(
         wanted = entry.hf_shapes(zoo_shape, dims)
     except ValueError as error:
         return [f"{entry.zoo}: shape {list(zoo_shape)} does not fit {dims} ({error})"]
-    shapes = {source[name]: (reader.shape(source[name]), shape) for name, shape in wanted.items()}
     return [
-        f"{name}: shape {list(there)}, wanted {list(shape)} for {entry.zoo}"
-        for name, (there, shape) in shapes.items()
-        if there != shape
+        f"{source[name]}: shape {list(reader.shape(source[name]))}, wanted {list(shape)} for {entry.zoo}"
+        for name, shape in wanted.items()
+        if reader.shape(source[name]) != shape
     ] + [
         f"{name}: holds {reader.dtype(source[name])}, wanted floating-point numbers for {entry.zoo} (is it quantised?)"
         for name in wanted
@@ -200,23 +195,18 @@ def stored_in_fp32(bridge: Bridge, weights: Path, *, native: bool, tied: bool) -
         tied: the head is the embedding.
     """
     with SafetensorsFolder(weights) as reader:
-        names = (
-            {name: [name] for name in reader.names() if not name.startswith(PASS_THROUGH)}
-            if native
-            else bridge.zoo_names(reader.names())
-        )
+        names = {name: [name] for name in reader.names() if not name.startswith(PASS_THROUGH)}
+        if not native:
+            names = bridge.zoo_names(reader.names())
         dtypes = {name: reader.dtype(name) for name in names}
-    if all(_is_wide(dtype) for dtype in dtypes.values()):
+    wide_ones = {name for name, dtype in dtypes.items() if dtype.is_floating_point and dtype.itemsize >= 4}
+    if wide_ones == dtypes.keys():
         return bridge.fp32
-    wide = {zoo for name, several in names.items() if _is_wide(dtypes[name]) for zoo in several}
+    wide = {zoo for name in wide_ones for zoo in names[name]}
     for rule in bridge.rules:
         if tied and rule.tied_to and bridge.zoo_name(rule.tied_to) in wide:
             wide.add(rule.zoo)
     return tuple(sorted(wide))
-
-
-def _is_wide(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize >= torch.float32.itemsize
 
 
 def fitting_names(patterns: Patterns, names: Iterable[str]) -> set[str]:

@@ -12,17 +12,15 @@ stands for itself.
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from zoo.bridge.files.headers import DTYPES, CheckpointError
-from zoo.bridge.files.record import check
 from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Bridge, Entry
-from zoo.bridge.parallel import Comm
 from zoo.config.locate import ABOUT
 from zoo.errors import printable
 from zoo.records import Check, are_texts, is_text, is_texts_by_name, read_record
@@ -30,8 +28,6 @@ from zoo.types import JsonObject
 
 PASS_THROUGH = "carried."
 FORMAT = 2
-
-
 _ABOUT: dict[str, Check] = {
     "family": is_text, "allow": are_texts, "allowed": are_texts, "layouts": is_texts_by_name,
     "changed": is_texts_by_name,
@@ -74,11 +70,6 @@ def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
     return {name: DTYPES[dtype] for name, dtype in named.items()}
 
 
-def verify_checksums(folder: Path, comm: Comm) -> None:
-    """Hold weights against the sums that were written with them, each rank its share; CheckpointError where they differ."""
-    check(folder, comm)
-
-
 def native(bridge: Bridge) -> Bridge:
     """The table of zoo's own weights: names stand for themselves, tensors that zoo carries have a prefix."""
     rules = tuple(
@@ -96,7 +87,5 @@ def native(bridge: Bridge) -> Bridge:
 def _zoo_part(bridge: Bridge, pattern: str) -> str:
     """Zoo's pattern for a part that Hugging Face names `<prefix>{rest}`."""
     prefix = pattern.removesuffix("{rest}")
-    names = [rule.zoo for rule in bridge.rules if rule.layouts[0].patterns[0].startswith(prefix)]
-    shared = zip(*(name.split(".") for name in names), strict=False)
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, shared)
-    return ".".join([parts[0] for parts in common]) + ".{rest}"
+    names = [rule.zoo.replace(".", "/") for rule in bridge.rules if rule.layouts[0].patterns[0].startswith(prefix)]
+    return os.path.commonpath(names).replace("/", ".") + ".{rest}"

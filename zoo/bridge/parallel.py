@@ -52,24 +52,14 @@ class ShardInfo:
     @classmethod
     def from_groups(cls, groups: ProcessGroupCollection) -> ShardInfo:
         """Read a megatron.core ProcessGroupCollection (tp, ep, expt_tp, dp_cp, expt_dp)."""
-        return cls(
-            tp_rank=groups.tp.rank(),
-            tp_size=groups.tp.size(),
-            ep_rank=groups.ep.rank(),
-            ep_size=groups.ep.size(),
-            etp_rank=groups.expt_tp.rank(),
-            etp_size=groups.expt_tp.size(),
-            dp_rank=groups.dp_cp.rank(),
-            edp_rank=groups.expt_dp.rank(),
-        )
+        named = {"tp": groups.tp, "ep": groups.ep, "etp": groups.expt_tp}
+        sizes = {f"{axis}_size": group.size() for axis, group in named.items()}
+        ranks = {f"{axis}_rank": group.rank() for axis, group in named.items()}
+        return cls(**ranks, **sizes, dp_rank=groups.dp_cp.rank(), edp_rank=groups.expt_dp.rank())
 
     def on(self, axis: Axis) -> tuple[int, int]:
         """This rank and the size of the group of `axis`."""
-        return {
-            "tp": (self.tp_rank, self.tp_size),
-            "ep": (self.ep_rank, self.ep_size),
-            "etp": (self.etp_rank, self.etp_size),
-        }[axis]
+        return getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
 
 
 class Comm:
@@ -121,12 +111,18 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
     Without this, a rank that fails leaves the others waiting in their next collective.
     """
     error: Exception | None = None
+    seen: tuple[str, list[str], list[str]] | str | None = (
+        None  # by the others: plain values, as exceptions need not pickle
+    )
     results: list[T] = []
     try:
         results.append(action())
+    except BridgeError as caught:
+        error, seen = caught, (caught.title, caught.problems, caught.helps)
     except Exception as caught:
-        error = caught
-    failures = [f for f in comm.gather_objects(_describe(error, comm.rank)) if f is not None]
+        kind = "" if isinstance(caught, UserError) else f"{type(caught).__name__}: "
+        error, seen = caught, f"rank {comm.rank}: {kind}{caught}"
+    failures = [failure for failure in comm.gather_objects(seen) if failure is not None]
     reports = [failure for failure in failures if isinstance(failure, tuple)]
     if reports:
         problems, helps = ([line for report in reports for line in report[part]] for part in (1, 2))
@@ -136,16 +132,6 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
     if failures:
         raise UserError(failures[0])
     return results[0]
-
-
-def _describe(error: Exception | None, rank: int) -> tuple[str, list[str], list[str]] | str | None:
-    """What the other ranks learn of an error: a plain value, as exceptions need not pickle."""
-    if error is None:
-        return None
-    if isinstance(error, BridgeError):
-        return error.title, error.problems, error.helps
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"rank {rank}: {kind}{error}"
 
 
 def model_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

@@ -7,12 +7,14 @@ where it is copied as it is. So memory holds one tensor (of one expert), whateve
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial, reduce
-from queue import Empty, Queue
+from functools import reduce
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -30,9 +32,6 @@ AHEAD = 2  # pieces made before they are written
 
 type Made = Iterator[tuple[str, Iterable[Tensor]]]
 """Name and pieces of each planned tensor, in order."""
-
-type Item = tuple[str, Tensor | None] | BaseException | None
-"""A tensor's name and one of its pieces, None at its end; or an error; None at the very end."""
 
 
 class Reader(Protocol):
@@ -66,52 +65,29 @@ def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] =
     """
     jobs = list(jobs)
     widths = {planned.name: planned.dtype.itemsize for job in jobs for planned in job.planned}
-    ahead: Queue[Item] = Queue(AHEAD)
-    stop = threading.Event()
-    maker = threading.Thread(target=_make, args=(jobs, ahead, stop), name="zoo-convert", daemon=True)
-    maker.start()
+    # Turned here, beside the writing.
+    made = ((name, piece.contiguous()) for job in jobs for name, pieces in job.make() for piece in pieces)
+
+    def counted(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        for name, piece in pieces:
+            yield piece
+            wrote(piece.numel() * widths[name])
+
+    with closing(_ahead(made)) as pieces:
+        for name, of_tensor in groupby(pieces, itemgetter(0)):
+            writer.write(name, counted(of_tensor))
+
+
+def _ahead[T](items: Iterator[T]) -> Generator[T]:
+    """The items, up to AHEAD of which a thread makes before they are asked for."""
+    pool = ThreadPoolExecutor(1, "zoo-convert")
     try:
-        while (first := _next(ahead)) is not None:
-            writer.write(first[0], _pieces(first, ahead, wrote, widths[first[0]]))
+        waiting = deque(pool.submit(next, items, None) for _ in range(AHEAD))
+        while (item := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(next, items, None))
+            yield item
     finally:
-        stop.set()
-        while maker.is_alive():  # it may wait for room
-            with suppress(Empty):
-                ahead.get(timeout=0.05)
-        maker.join()
-
-
-def _make(jobs: Iterable[Job], ahead: Queue[Item], stop: threading.Event) -> None:
-    """Put (name, piece) of every tensor, (name, None) at the end of each, and None at the very end."""
-    try:
-        for job in jobs:
-            for name, pieces in job.make():
-                for piece in pieces:
-                    if stop.is_set():
-                        return
-                    ahead.put((name, piece.contiguous()))  # turned here, beside the writing
-                ahead.put((name, None))
-        ahead.put(None)
-    except BaseException as error:
-        ahead.put(error)
-
-
-def _next(ahead: Queue[Item]) -> tuple[str, Tensor | None] | None:
-    item = ahead.get()
-    if isinstance(item, BaseException):
-        raise item
-    return item
-
-
-def _pieces(
-    first: tuple[str, Tensor | None], ahead: Queue[Item], wrote: Callable[[int], None], width: int
-) -> Iterator[Tensor]:
-    """The pieces of a tensor, of which the first has been taken already; `width`: bytes of an element that is written."""
-    item: tuple[str, Tensor | None] | None = first
-    while item is not None and item[1] is not None:
-        yield item[1]
-        wrote(item[1].numel() * width)
-        item = _next(ahead)
+        pool.shutdown(cancel_futures=True)
 
 
 def joined(pieces: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -200,19 +176,15 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Cal
             for which, name in enumerate(names):
                 yield name, part_of_each(which)
 
-    by_width: dict[int, list[Planned]] = {}
+    by_width: dict[int, dict[str, Planned]] = {}
     for name in names:
         planned = Planned(name, shapes[name], dtype_of(name))
-        by_width.setdefault(planned.dtype.itemsize, []).append(planned)
-    if len(by_width) == 1:
-        return [Job(tuple(planned), make) for planned in by_width.values()]
-    return [Job(tuple(planned), partial(_some, make, planned)) for planned in by_width.values()]
+        by_width.setdefault(planned.dtype.itemsize, {})[name] = planned
 
+    def job(wanted: Mapping[str, Planned]) -> Job:
+        return Job(tuple(wanted.values()), lambda: ((name, pieces) for name, pieces in make() if name in wanted))
 
-def _some(make: Callable[[], Made], planned: list[Planned]) -> Made:
-    """Those of a job's tensors that are planned."""
-    wanted = {tensor.name for tensor in planned}
-    return ((name, pieces) for name, pieces in make() if name in wanted)
+    return [job(wanted) for wanted in by_width.values()]
 
 
 def copy_job(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:

@@ -13,7 +13,7 @@ from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.bridge.export import HeldTensors, export_tensors
 from zoo.bridge.export_plan import Source
 from zoo.bridge.exported import ExportedTensors
-from zoo.bridge.native import verify_checksums
+from zoo.bridge.files.record import verify_checksums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
 from zoo.checkpoint import initial_weights, loading, model_card

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Bridge, Dims, ShardInfo, load_hf
+from zoo.bridge.files.record import verify_checksums
 from zoo.bridge.mapping.table import SCORE
-from zoo.bridge.native import native, verify_checksums
+from zoo.bridge.native import native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
 from zoo.checkpoint import loading
 from zoo.checkpoint.selection import is_reward_model

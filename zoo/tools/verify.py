@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Comm, SafetensorsFolder
+from zoo.bridge.files.record import verify_checksums
 from zoo.bridge.load import unequal
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.native import PASS_THROUGH, native, verify_checksums
+from zoo.bridge.native import PASS_THROUGH, native
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Folder, of_expert
 from zoo.checkpoint.export import exported_tensors

@@ -10,7 +10,7 @@ import xxhash
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
 from zoo.bridge.files import record
-from zoo.bridge.files.record import RECORD, ChecksumsWhileReading, check
+from zoo.bridge.files.record import RECORD, ChecksumsWhileReading, verify_checksums
 
 NAMES = "abcdefg"  # two tensors a file, and one in the last
 
@@ -139,7 +139,7 @@ def test_damage_is_named_as_a_check_of_whole_files_names_it(
     reader = SafetensorsFolder(folder / "weights", on_read=checksums.read)
     for number in which:
         flip(files(folder)[number], at)
-    wanted = message(lambda: check(folder, Comm()))
+    wanted = message(lambda: verify_checksums(folder, Comm()))
     assert "is damaged: its checksum" in wanted and ("1 more" in wanted) == (len(which) > 1)
 
     def all_of_it() -> None:
@@ -165,13 +165,13 @@ def test_a_record_that_cannot_be_used_is_refused_at_once(folder: Path, text: str
     if text == "md5":
         text = (folder / RECORD).read_text().replace(record.ALGORITHM, text)
     (folder / RECORD).write_text(text)
-    wanted = message(lambda: check(folder, Comm()))
+    wanted = message(lambda: verify_checksums(folder, Comm()))
     assert message(lambda: ChecksumsWhileReading(folder)) == wanted
 
 
 def test_a_missing_file_is_named_at_once(folder: Path) -> None:
     files(folder)[2].unlink()
-    wanted = message(lambda: check(folder, Comm()))
+    wanted = message(lambda: verify_checksums(folder, Comm()))
     assert wanted.startswith(f"{files(folder)[1].with_name('model-00003-of-00004.safetensors')} is missing")
     assert message(lambda: ChecksumsWhileReading(folder)) == wanted
 

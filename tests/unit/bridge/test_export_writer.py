@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
 from zoo.bridge.files import stream
-from zoo.bridge.files.record import RECORD, check
+from zoo.bridge.files.record import RECORD, verify_checksums
 from zoo.errors import UserError
 
 
@@ -192,10 +192,10 @@ def test_sums_of_another_algorithm_are_refused(tmp_path: Path) -> None:
     checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     (tmp_path / RECORD).write_text(json.dumps({"zoo": "0", "files": checksums}))
     with pytest.raises(CheckpointError, match=f"{RECORD} is missing or can't be read"):
-        check(tmp_path, Comm())
+        verify_checksums(tmp_path, Comm())
     (tmp_path / RECORD).write_text(json.dumps({"algorithm": "md5", "files": checksums}))
     with pytest.raises(CheckpointError, match="has sums by 'md5'; wanted xxh3_128"):
-        check(tmp_path, Comm())
+        verify_checksums(tmp_path, Comm())
 
 
 def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
@@ -211,15 +211,15 @@ def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     assert all(
         record["files"][f"weights/{file.name}"] == xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files
     )
-    check(tmp_path / "out", Comm())
+    verify_checksums(tmp_path / "out", Comm())
     for change, message in ((flip, "is damaged"), (Path.unlink, "is missing")):
         change(files[1])
         with pytest.raises(CheckpointError, match=f"{files[1].name} {message}"):
-            check(tmp_path / "out", Comm())
+            verify_checksums(tmp_path / "out", Comm())
     for text in ("", "[]", '{"files": {}}', '{"files": {"../x": "00"}}'):
         (tmp_path / "out" / RECORD).write_text(text)
         with pytest.raises(CheckpointError, match=RECORD):
-            check(tmp_path / "out", Comm())
+            verify_checksums(tmp_path / "out", Comm())
 
 
 def flip(path: Path) -> None:

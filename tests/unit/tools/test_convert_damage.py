@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.bridge import CheckpointError, Comm, ShardWriter
 from zoo.bridge.files import record
-from zoo.bridge.native import verify_checksums
+from zoo.bridge.files.record import verify_checksums
 from zoo.files import read_json
 from zoo.tools.convert import convert
 

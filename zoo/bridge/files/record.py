@@ -1,7 +1,7 @@
 """What zoo has written into a folder: `zoo_files.json` names its files, with the sums of weights in zoo's own format.
 
 The sums are XXH3 (128 bits), which finds damage at the rate of memory. By the record
-a folder is known as zoo's before it is replaced, and damage is found before native weights are used: by `check`, which reads
+a folder is known as zoo's before it is replaced, and damage is found before native weights are used: by `verify_checksums`, which reads
 whole files, or by `ChecksumsWhileReading`, while somebody else reads them. Published formats have no sums there: they are somebody's to change.
 """
 
@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -21,15 +20,14 @@ from zoo.bridge.files.headers import CheckpointError
 from zoo.bridge.parallel import Comm
 from zoo.errors import UserError, printable
 from zoo.records import Check, is_text, read_record
+from zoo.types import JsonObject
 
 RECORD = "zoo_files.json"
 ALGORITHM = "xxh3_128"
 _LONGEST = 2**26  # bytes of a record
 _FIELDS: dict[str, Check] = {
     "algorithm": is_text,
-    "files": lambda value: (
-        isinstance(value, dict) and all(sum_of is None or is_text(sum_of) for sum_of in value.values())
-    ),
+    "files": lambda files: isinstance(files, dict) and all(each is None or is_text(each) for each in files.values()),
 }
 READERS = 8  # threads that hold files against their sums
 _PIECE = 2**22  # bytes of a file that are read at once
@@ -50,14 +48,14 @@ def foreign(folder: Path) -> str | None:
     listed = _read(folder)
     if listed is None:
         return f"zoo did not write it (it has no {RECORD})"
-    others = [name for name in _files(folder) if name not in listed.files]
+    others = [name for name in _files(folder) if name not in listed["files"]]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         return printable(f"zoo did not write {others[0]}{more} in it", 400)
     return None
 
 
-def check(folder: Path, comm: Comm) -> None:
+def verify_checksums(folder: Path, comm: Comm) -> None:
     """Hold the files of a folder that have sums against these, each rank its share.
 
     Raises CheckpointError, on all ranks, that names the damaged files.
@@ -142,9 +140,8 @@ class _SummedFile:
             self._read()
         except OSError as error:
             return f"{self.path} can't be read ({error.strerror})"
-        if self._sum.hexdigest() != self._wanted:
-            return f"{self.path} is damaged: its checksum is not the one in {RECORD}"
-        return None
+        is_whole = self._sum.hexdigest() == self._wanted
+        return None if is_whole else f"{self.path} is damaged: its checksum is not the one in {RECORD}"
 
     def _read(self, end: int | None = None) -> None:
         """Add the bytes up to `end`, or all there are."""
@@ -169,11 +166,11 @@ def _summed_files(folder: Path) -> tuple[list[_SummedFile], str | None]:
     listed = _read(folder)
     if listed is None:
         return [], f"{folder / RECORD} is missing or can't be read"
-    checksums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
+    checksums = sorted((name, value) for name, value in listed["files"].items() if isinstance(value, str))
     if not checksums:
         return [], f"{folder / RECORD} has no sums"
-    if listed.algorithm != ALGORITHM:
-        return [], printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {ALGORITHM}", 400)
+    if listed["algorithm"] != ALGORITHM:
+        return [], printable(f"{folder / RECORD} has sums by {listed['algorithm']!r}; wanted {ALGORITHM}", 400)
     return [_SummedFile(folder, name, value) for name, value in checksums], None
 
 
@@ -190,20 +187,12 @@ def _refuse(faults: Iterable[str | None]) -> None:
         raise CheckpointError(f"{distinct[0]}{more}; convert the source again, or take another copy")
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What a record says: the sum of each file, None for one without, and their algorithm."""
-
-    files: dict[str, str | None]
-    algorithm: str
-
-
-def _read(folder: Path) -> _Record | None:
+def _read(folder: Path) -> JsonObject | None:
+    """A record: the checksum of each file, None for one without, and their `algorithm`."""
     try:
-        content = read_record(folder / RECORD, _FIELDS, ("algorithm", "files"), hint="", most=_LONGEST)
+        return read_record(folder / RECORD, _FIELDS, ("algorithm", "files"), hint="", most=_LONGEST)
     except UserError:
         return None
-    return _Record(content["files"], content["algorithm"])
 
 
 def _files(folder: Path) -> list[str]:

@@ -24,16 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zoo.bridge.files import quantised
-from zoo.bridge.files.headers import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    CheckpointError,
-    TensorInfo,
-    read_header,
-    read_index,
-    read_shards,
-)
+from zoo.bridge.files import headers, quantised
+from zoo.bridge.files.headers import INDEX_NAME, SINGLE_NAME, CheckpointError, TensorInfo
 
 
 class SafetensorsFolder:
@@ -52,7 +44,11 @@ class SafetensorsFolder:
         self._stored = self._read_headers()
         self._scaled = quantised.scaled(self.folder, self._stored, block)
         self._factors: tuple[str, Tensor] | None = None  # those used last
-        self._tensors = self._readable()
+        factors = {how.scale for how in self._scaled.values()}
+        self._tensors = {name: info for name, info in self._stored.items() if name not in factors}
+        for name in self._scaled:
+            nbytes = math.prod(self._tensors[name].shape) * quantised.DTYPE.itemsize
+            self._tensors[name] = replace(self._tensors[name], dtype=quantised.DTYPE, nbytes=nbytes)
         self._grown: dict[str, Tensor] = {}  # name -> the row (width,) that is behind those which are stored
 
     def grow(self, name: str, rows: int) -> None:
@@ -99,12 +95,8 @@ class SafetensorsFolder:
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor in memory of their own, which is free again when they are dropped."""
-        if name in self._grown:
-            return self._read_grown(name, first, last)
-        return self._read_held(name, first, last)
-
-    def _read_grown(self, name: str, first: int, last: int | None) -> Tensor:
-        """Rows of a matrix that `grow` has made longer."""
+        if name not in self._grown:
+            return self._read_held(name, first, last)
         wanted, held = range(self.shape(name)[0])[first:last], self._stored[name].shape[0]
         begin = min(wanted.start, held)
         old = self._read_held(name, begin, max(begin, min(wanted.stop, held)))
@@ -152,15 +144,6 @@ class SafetensorsFolder:
         self._handles.clear()
         self._close_read()
 
-    def _readable(self) -> dict[str, TensorInfo]:
-        """What can be asked for: quantised weights in the dtype they are read as, and no factors."""
-        factors = {how.scale for how in self._scaled.values()}
-        readable = {name: info for name, info in self._stored.items() if name not in factors}
-        for name in self._scaled:
-            nbytes = math.prod(readable[name].shape) * quantised.DTYPE.itemsize
-            readable[name] = replace(readable[name], dtype=quantised.DTYPE, nbytes=nbytes)
-        return readable
-
     def _close_read(self) -> None:
         if self._open is not None:
             self._open[1].close()
@@ -175,13 +158,12 @@ class SafetensorsFolder:
     def _read_headers(self) -> dict[str, TensorInfo]:
         index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
         if index.is_file() and single.is_file():
-            raise CheckpointError(
-                f"{self.folder}: has both {SINGLE_NAME} and {INDEX_NAME}; remove the one that does not belong"
-            )
+            both = f"has both {SINGLE_NAME} and {INDEX_NAME}; remove the one that does not belong"
+            raise CheckpointError(f"{self.folder}: {both}")
         if single.is_file():
-            return read_header(single)
+            return headers.read_header(single)
         if index.is_file():
-            return read_shards(self.folder, read_index(index))
+            return headers.read_shards(self.folder, headers.read_index(index))
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
         others = [f.name for f in sorted(self.folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")]

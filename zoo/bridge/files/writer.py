@@ -11,11 +11,12 @@ import json
 import math
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import xxhash
@@ -91,7 +92,7 @@ class ShardWriter:
         self._stream: FileStream | None = None
         self._sum = xxhash.xxh3_128() if checksums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
-        self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
+        self._waiting = deque(_grouped(self.order, shard_bytes))
         self._group: list[Planned] = []
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -116,6 +117,12 @@ class ShardWriter:
             self._stream.close()
             self._stream = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _put(self, data: memoryview) -> None:
         assert self._stream is not None
         if self._sum is not None:
@@ -123,17 +130,14 @@ class ShardWriter:
         self._stream.write(data)
 
     def _begin(self) -> None:
-        self._group = self._waiting.pop()
+        self._group = self._waiting.popleft()
         file = f"{self._prefix}-part{len(self.shards) + 1:05d}.tmp"
         header: JsonObject = {"__metadata__": {"format": "pt"}}
         at = 0
         for tensor in self._group:
-            header[tensor.name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + tensor.nbytes],
-            }
-            at += tensor.nbytes
+            dtype, shape, end = DTYPE_NAMES[tensor.dtype], list(tensor.shape), at + tensor.nbytes
+            header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+            at = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with disk_errors(self.folder / file):
@@ -164,7 +168,10 @@ def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
 
 
 class ExportWriter:
-    """The folder of one export. `begin` and `commit` are for one process; any may add shards between the two."""
+    """The folder of one export. `begin` and `commit` are for one process; any may add shards between the two.
+
+    As a context manager it removes what was written where the block fails.
+    """
 
     def __init__(self, target: str | Path, *, overwrite: bool | Literal["aside"] = False) -> None:
         """`overwrite` a folder that zoo has written; "aside": any other one gets a further name first, which is said."""
@@ -179,9 +186,10 @@ class ExportWriter:
     def begin(self) -> None:
         """Make an empty partial folder; UserError where the target exists and may not be replaced."""
         self._bring_former_back()
-        if self.target.exists() and not self.overwrite and not _is_empty_folder(self.target):
+        is_there = self.target.exists() and not (self.target.is_dir() and not any(self.target.iterdir()))
+        if is_there and not self.overwrite:
             raise UserError(f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)")
-        if (self.target.exists() and not _is_empty_folder(self.target)) and (why := foreign(self.target)):
+        if is_there and (why := foreign(self.target)):
             if self.overwrite != "aside":
                 raise UserError(
                     f"{self.target}: {why}, so it is not overwritten; choose another folder, or move that away"
@@ -200,26 +208,32 @@ class ExportWriter:
             shutil.rmtree(self.partial, ignore_errors=True)
             self._bring_former_back()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+
     def commit(self, shards: Iterable[Shard], part: str = "") -> None:
         """Name the shards, write the index and put the folder in the target's place; `part` is a folder for them in it."""
         ordered = list(shards)
-        files = _published_files(len(ordered))
-        folder = self.partial / part
+        count, folder = len(ordered), self.partial / part
+        files = (
+            [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count != 1 else [SINGLE_NAME]
+        )
         folder.mkdir(exist_ok=True)
         checksums = {}
         for shard, file in zip(ordered, files, strict=True):
             (self.partial / shard.file).rename(folder / file)
             if shard.digest is not None:
                 checksums[(Path(part) / file).as_posix()] = shard.digest
-        if len(ordered) > 1:
-            self._write_index(folder, ordered, files)
+        if count > 1:
+            weight_map = {name: file for shard, file in zip(ordered, files, strict=True) for name in shard.tensors}
+            total = sum(sum(shard.tensors.values()) for shard in ordered)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
         self.replace_target(checksums)
-
-    def _write_index(self, folder: Path, shards: list[Shard], files: list[str]) -> None:
-        weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard.tensors}
-        total = sum(sum(shard.tensors.values()) for shard in shards)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def replace_target(self, checksums: Mapping[str, str] | None = None) -> None:
         """Have the disk hold all files and rename the partial folder; a former target is moved aside first and removed after.
@@ -257,13 +271,3 @@ class ExportWriter:
         if self.former.exists():
             self.former.rename(self.partial)
             shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def _published_files(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

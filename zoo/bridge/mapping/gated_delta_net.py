@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zoo.bridge.mapping.rules import Layout, Rule, Sections, rule
-from zoo.bridge.mapping.shared_rules import attention_layer, dense_mlp, routed_experts
+from zoo.bridge.mapping.rules import Rule, Sections, rule
+from zoo.bridge.mapping.shared_rules import Stored, attention_layer, dense_mlp, routed_experts
 from zoo.bridge.mapping.transforms import Dims, GatedQKV, Rows, Transform
 
 
@@ -82,9 +82,7 @@ def in_fp32(zoo: str) -> tuple[str, ...]:
     return f"{zoo}.A_log", f"{zoo}.out_norm.weight"
 
 
-def gated_layer(
-    zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
-) -> tuple[Rule, ...]:
+def gated_layer(zoo: str, hf: str, *stored: Stored, keeps_layout: bool = False) -> tuple[Rule, ...]:
     """A layer of gated attention, dense or with experts, `stored` so, and a shared one with its gate."""
     shared = f"{hf}.mlp.shared_expert"
     return (
@@ -96,7 +94,7 @@ def gated_layer(
     )
 
 
-def multi_token(*stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False) -> tuple[Rule, ...]:
+def multi_token(*stored: Stored, keeps_layout: bool = False) -> tuple[Rule, ...]:
     """Multi-token prediction under `mtp.`, its experts `stored` so."""
     return (
         rule("multi_token.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),

@@ -13,9 +13,10 @@ expert below the other, and `lora_B` (out, rank * experts) with the expert last.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -33,11 +34,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _FOREIGN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
-_EXPERTS_OF_OLD = (
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)  # PEFT takes modules so called for experts, in models with experts
+# PEFT takes modules so called for experts, in models with experts.
+_EXPERTS_OF_OLD = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,10 @@ class Target:
         """(out,) of the full weight: which of `named` each row belongs to, -1 where it has no adapter."""
         if self.stacked:
             return torch.zeros(shape[1], dtype=torch.long)
-        numbers = iter(range(len(self.modules)))
+        numbers = itertools.count()
         sizes = [part[0] for part in self.entry.hf_shapes(shape, dims).values()]
-        parts = [
-            torch.full((size, 1), next(numbers) if chosen else -1)
-            for size, chosen in zip(sizes, self.chosen, strict=True)
-        ]
+        owners = [next(numbers) if chosen else -1 for chosen in self.chosen]
+        parts = [torch.full((size, 1), owner) for size, owner in zip(sizes, owners, strict=True)]
         return self.entry.layout.transform.to_zoo(parts, dims)[:, 0]
 
 
@@ -158,12 +154,11 @@ def choose(available: Iterable[Target], wanted: Sequence[str], everywhere: Seque
                 f"lora.targets={target}: no linear of lora.parts is called so; nearest: {', '.join(near)} "
                 f"({ALL}: all of them but experts)"
             )
-    chosen_targets = []
-    for candidate in available:
-        chosen = tuple(any(means(target, name) for target in wanted) for name in candidate.modules)
-        if any(chosen):
-            chosen_targets.append(Target(candidate.zoo, candidate.entry, candidate.modules, chosen))
-    return chosen_targets
+    targets = [
+        replace(target, chosen=tuple(any(means(each, name) for each in wanted) for name in target.modules))
+        for target in available
+    ]
+    return [target for target in targets if any(target.chosen)]
 
 
 def means(target: str, name: str) -> bool:
@@ -185,17 +180,13 @@ def tensor_names(modules: Iterable[str], stacks: Collection[str]) -> list[tuple[
     PEFT wraps the module of a parameter, and what it has wrapped already: gate_up_proj, which comes first in the module,
     lies inside down_proj.
     """
-    return [_pair(_wrapped(name, stacks) if name in stacks else name) for name in modules]
-
-
-def _wrapped(stack: str, stacks: Collection[str]) -> str:
-    module, _, parameter = stack.rpartition(".")
-    inside = parameter == "gate_up_proj" and f"{module}.down_proj" in stacks
-    return f"{module}.base_layer" if inside else module
-
-
-def _pair(module: str) -> tuple[str, str]:
-    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
+    pairs = []
+    for name in modules:
+        module, _, parameter = name.rpartition(".")
+        inside = parameter == "gate_up_proj" and f"{module}.down_proj" in stacks
+        wrapped = name if name not in stacks else f"{module}.base_layer" if inside else module
+        pairs.append((f"{PREFIX}{wrapped}.lora_A.weight", f"{PREFIX}{wrapped}.lora_B.weight"))
+    return pairs
 
 
 def to_peft(target: Target, a: Tensor, b: Tensor, dims: Dims) -> list[tuple[Tensor, Tensor]]:
@@ -278,10 +269,9 @@ def check_config(
 
     `head`: the module that is a reward model's head; without it and `whole_parts`, no module may be saved whole.
     """
-    wanted = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
-    for key, value in wanted.items():
+    wanted = {"peft_type": ("LORA", ""), "r": (rank, "lora.rank"), "lora_alpha": (alpha, "lora.alpha")}
+    for key, (value, hint) in wanted.items():
         if config.get(key) != value:
-            hint = {"r": "lora.rank", "lora_alpha": "lora.alpha"}.get(key)
             there = printable(repr(config.get(key)), 100)
             fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")

@@ -6,12 +6,36 @@ where there are several.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from zoo.bridge.mapping.rules import Layout, PaddedRows, Rule, Shard, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.mapping.transforms import QKV, Dims, GateUp, Transform, Transposed
 from zoo.types import JsonObject
+
+LAYERS = "decoder.layers.{layer}"  # zoo's names of a decoder's layers
+
+type Stored = Callable[[str], tuple[Layout, Layout]]
+"""How experts of a prefix are stored: `stacks`, `transposed_stacks` or `singles`."""
+
+
+def decoder(
+    hf: str,
+    *stored: Stored,
+    head: str = "lm_head.weight",
+    score: str = SCORE,
+    bias: bool = False,
+    sandwich: bool = False,
+) -> tuple[Rule, ...]:
+    """A decoder of full attention: its ends, and layers that are dense or have experts, `stored` so; `bias`: of queries, keys, values."""
+    layers, mlps = f"{hf}.layers.{{layer}}", (f"{LAYERS}.mlp", f"{hf}.layers.{{layer}}.mlp")
+    return (
+        *decoder_ends(hf, head, score),
+        *attention_layer(LAYERS, layers, sandwich=sandwich),
+        *((qkv_bias(LAYERS, layers),) if bias else ()),
+        *dense_mlp(*mlps),
+        *(routed_experts(*mlps, *stored) if stored else ()),
+    )
 
 
 def decoder_ends(hf: str, head: str, score: str = SCORE) -> tuple[Rule, ...]:
@@ -73,10 +97,8 @@ def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def routed_experts(
-    zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
-) -> tuple[Rule, ...]:
-    """A router and its experts, read as any of `stored` (`stacks`, `transposed_stacks`, `singles`), written as the first.
+def routed_experts(zoo: str, hf: str, *stored: Stored, keeps_layout: bool = False) -> tuple[Rule, ...]:
+    """A router and its experts, read as any of `stored`, written as the first.
 
     With `keeps_layout` they are written as the source of an export has them.
     """
@@ -104,9 +126,16 @@ def singles(experts: str) -> tuple[Layout, Layout]:
     return per_expert_gate_up(experts), per_expert_down(experts)
 
 
-def published_experts(text: JsonObject) -> JsonObject:
-    """A decoder's config.json with the number of experts under its published key, which transformers >= 5 renames as it saves."""
-    if "num_local_experts" not in text:
-        return text
-    text = dict(text)
+def published_experts(config: JsonObject, names: Collection[str] = ()) -> JsonObject:
+    """A bridge's `export_config`: the decoder's number of experts under its published key, which transformers >= 5 renames as it saves."""
+    if "text_config" in config:
+        return {**config, "text_config": published_experts(config["text_config"])}
+    if "num_local_experts" not in config:
+        return config
+    text = dict(config)
     return {"num_experts": text.pop("num_local_experts"), **text}
+
+
+def swapped(prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Published prefixes by the names that they have in memory, of those by published ones."""
+    return {there: published for published, there in prefixes.items()}

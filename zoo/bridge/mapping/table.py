@@ -104,17 +104,15 @@ class Bridge:
     name: str
     rules: tuple[Rule, ...]
     pass_through: tuple[str, ...] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
-    carry_files: tuple[
-        str, ...
-    ] = ()  # names of files that transformers wants beside such tensors: copied as they are, never opened
-    optional: tuple[
-        str, ...
-    ] = ()  # HF patterns of parts that a model may be built without: passed through where it has none of their tensors
+    carry_files: tuple[str, ...] = ()
+    """Names of files that transformers wants beside such tensors: copied as they are, never opened."""
+    optional: tuple[str, ...] = ()
+    """HF patterns of parts that a model may be built without: passed through where it has none of their tensors."""
     without_optional: str = ""  # the recipe's key that builds a model without these, for messages
     name_prefixes: tuple[Mapping[str, str], ...] = ()  # other naming schemes that are read: their prefix -> published
     fp32: tuple[
         str, ...
-    ] = ()  # zoo's patterns of parameters that the family publishes in fp32, beside others in half precision
+    ] = ()  # zoo's patterns of parameters that are published in fp32, beside others in half precision
     export_config: Callable[[JsonObject, Collection[str]], JsonObject] | None = None
     """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
     fresh_config: Callable[[JsonObject, Collection[str]], JsonObject] | None = None
@@ -125,6 +123,10 @@ class Bridge:
     @cached_property
     def _pass_through_regex(self) -> list[re.Pattern[str]]:
         return [compile_pattern(pattern) for pattern in self.pass_through]
+
+    @cached_property
+    def _optional_regex(self) -> list[re.Pattern[str]]:
+        return [compile_pattern(pattern) for pattern in self.optional]
 
     @cached_property
     def _hf_regex(self) -> list[tuple[re.Pattern[str], Rule]]:
@@ -144,16 +146,12 @@ class Bridge:
     def zoo_names(self, hf_names: Collection[str]) -> dict[str, list[str]]:
         """A checkpoint's names -> the zoo tensors that each may be a part of; without what zoo carries along, and without unknown ones."""
         source, _ = self._translate(hf_names)
-        candidates = {
-            actual: [
-                rule.zoo.format(**match.groupdict())
-                for regex, rule in self._hf_regex
-                if (match := regex.fullmatch(name))
-            ]
-            for name, actual in source.items()
-            if not self.passes_through(name)
-        }
-        return {actual: names for actual, names in candidates.items() if names}
+        candidates: dict[str, list[str]] = {}
+        for name, actual in source.items():
+            for regex, rule in self._hf_regex if not self.passes_through(name) else ():
+                if match := regex.fullmatch(name):
+                    candidates.setdefault(actual, []).append(rule.zoo.format(**match.groupdict()))
+        return candidates
 
     def in_memory(self, hf_name: str, config: JsonMapping) -> str:
         """The name that a published one has in transformers' model of that config.json."""
@@ -199,7 +197,8 @@ class Bridge:
         source, problems = self._translate(hf_names)
         published_entries = self.publish(zoo_names)
         allow = [*allow, *(HEADS if SCORE in published_entries else ())]
-        absent = self._absent(published_entries.values())
+        built = [entry.hf_names(0)[0] for entry in published_entries.values()]
+        absent = [part for part in self._optional_regex if not any(part.fullmatch(name) for name in built)]
         pass_through = {n for n in source if self.passes_through(n) or any(part.fullmatch(n) for part in absent)}
         unused = set(source) - pass_through
         entries = {}
@@ -216,25 +215,15 @@ class Bridge:
         refused = [problem for problem in problems if not is_allowed(problem, allow)]
         if refused:
             raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused))
-        whole = {
-            name: entry
-            for name, entry in entries.items()
-            if all(part in source for part in entry.layout.all_names(entry.binding, dims.experts))
-        }
+        names_of = {name: entry.layout.all_names(entry.binding, dims.experts) for name, entry in entries.items()}
+        whole = {name: entries[name] for name, parts in names_of.items() if all(part in source for part in parts)}
         passed_through = [actual for name, actual in source.items() if name in pass_through]
         return Resolution(whole, passed_through, source, problems, buffers, doubles)
 
     def has_optional(self, hf_names: Collection[str]) -> bool:
         """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
         published, _ = self._translate(hf_names)
-        parts = [compile_pattern(pattern) for pattern in self.optional]
-        return any(part.fullmatch(name) for part in parts for name in published)
-
-    def _absent(self, entries: Iterable[Entry]) -> list[re.Pattern[str]]:
-        """The optional parts that a model with these entries was built without."""
-        built = [entry.hf_names(0)[0] for entry in entries]
-        parts = [compile_pattern(pattern) for pattern in self.optional]
-        return [part for part in parts if not any(part.fullmatch(name) for name in built)]
+        return any(part.fullmatch(name) for part in self._optional_regex for name in published)
 
     def _tied_to(self, hf_name: str) -> str:
         """The published name that a tied model has in the place of this one; empty where it has none."""
@@ -243,8 +232,7 @@ class Bridge:
     def _helps(self, problems: Sequence[str]) -> list[str]:
         """What to do about tensors that are missing or left over, each said once."""
         wanted = [p.partition(":")[0] for p in problems if ": missing, " in p]
-        optional = [compile_pattern(pattern) for pattern in self.optional]
-        missing = [name for name in wanted if not any(part.fullmatch(name) for part in optional)]
+        missing = [name for name in wanted if not any(part.fullmatch(name) for part in self._optional_regex)]
         helps = []
         if len(missing) < len(wanted) and self.without_optional:
             parts = ", ".join(pattern.replace("{rest}", "*") for pattern in self.optional)
@@ -300,7 +288,7 @@ def _choose_layout(entry: Entry, source: Mapping[str, str], dims: Dims) -> tuple
     by_names: dict[tuple[str, ...], Layout] = {}
     for layout in entry.rule.read_layouts(dims):
         by_names.setdefault(layout.patterns, layout)
-    options = []  # (number missing, layout, names missing)
+    options = []  # (share missing, layout, names missing)
     for layout in by_names.values():
         names = layout.all_names(entry.binding, dims.experts)
         missing = [name for name in names if name not in source]
