@@ -1,4 +1,4 @@
-"""Bytes of what the forward pass keeps for the backward pass, by layer and kind of kernel.
+"""A packed row, and bytes of what its forward pass keeps for the backward pass, by layer and kind of kernel.
 
 Read off what autograd saves in zoo's modules (a test holds it to that, tensor by tensor live on the CPU, within a
 tenth). `fused` are the kernels of a GPU in half precision: attention without padding between samples, norms and SwiGLU that
@@ -18,14 +18,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from zoo.config.entries import parse_entry
 from zoo.config.schema import ParallelConfig, Recipe
-from zoo.packing.cost import LayerKind, TowerCost, ranks_sent_to
+from zoo.errors import UserError
+from zoo.packing.cost import LayerKind, ModelCost, TowerCost, ranks_sent_to
 from zoo.packing.moves import FEW, LONG
+from zoo.types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.attention.gated_delta_net)
 FP32 = 4
+LABELS, MEDIA, SAMPLE, ITEM = 0.25, 0.5, 2048, 1024  # of a typical row
 
 
 @dataclass(frozen=True)
@@ -82,35 +89,48 @@ class Items:
         return sum(-(-rows // piece) * piece * count for rows, count in self._counts.items())
 
 
-class HeadShape(Protocol):
-    """Sizes of the heads of layers with full attention, where these differ (`zoo.nn.decoder.config`)."""
+def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: float = MEDIA) -> Row:
+    """A full row of a micro-batch: samples of 2048 tokens, in equal parts of each kind of media.
 
-    width: int
-    groups: int
+    Args:
+        labels: share of the tokens that carry a loss.
+        media: share of them that are of media, in items of at most 1024 tokens (a picture of a million pixels), or of
+            as many as data.max_pixels gives.
 
-
-class DecoderSizes(Protocol):
-    """A decoder's sizes by their names in a Hugging Face config; one that a config lacks is None."""
-
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    head_dim: int | None
-    num_attention_heads: int
-    num_key_value_heads: int
-    full_heads: HeadShape
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_conv_kernel_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    shared_expert_intermediate_size: int | None
+    Raises:
+        UserError: a share that is not from 0 to 1.
+    """
+    for name, share in (("labels", labels), ("media", media)):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UserError(f"{name}={share!r}: wanted a share between 0 and 1")
+    total = recipe.packing.budget * (recipe.train.micro_batch if recipe.packing.mode == "none" else 1)
+    items = {}
+    for name, tower in cost.towers.items():
+        pieces = _pieces(int(total * media) // len(cost.towers), _item(recipe))
+        items[name] = tuple(piece * tower.rows_per_token for piece in pieces)
+    return Row(_pieces(total, min(SAMPLE, recipe.packing.budget)), round(total * labels), items)
 
 
-def rows_sent(text: DecoderSizes, parallel: ParallelConfig) -> float:
+def _item(recipe: Recipe) -> int:
+    """Tokens of an image: of the largest that data.max_pixels, or an entry's own, allows."""
+    entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]
+    own = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
+    inner = recipe.model.arch.get("thinker_config")
+    arch = inner if isinstance(inner, Mapping) else recipe.model.arch
+    vision: JsonMapping = arch.get("vision_config") or {}
+    if not vision.get("patch_size") or None in own or not own:
+        return ITEM
+    patch = vision["patch_size"]
+    height, width = patch if isinstance(patch, list | tuple) else (patch, patch)
+    merge = vision.get("spatial_merge_size") or 1 / (arch.get("downsample_ratio") or 1)
+    return max(int(max(most or 0 for most in own) // (height * width * merge**2)), 1)
+
+
+def _pieces(total: int, size: int) -> tuple[int, ...]:
+    return tuple([size] * (total // size) + ([total % size] if total % size else []))
+
+
+def rows_sent(text: PretrainedConfig, parallel: ParallelConfig) -> float:
     """Ranks that get a token, once each; 0 where all experts are on every rank."""
     if parallel.ep * parallel.etp == 1:
         return 0.0
@@ -122,7 +142,7 @@ class SavedActivations:
     """Bytes that each layer keeps for the backward pass, of one recipe's row."""
 
     recipe: Recipe
-    text: DecoderSizes
+    text: PretrainedConfig  # or its attributes; what a config lacks is None
     traits: Sequence[str]
     row: Row
     fused: bool
@@ -160,8 +180,8 @@ class SavedActivations:
         """The norm before attention or MLP, and the one behind it where a family has both."""
         return (1 + ("sandwich_norms" in self.traits)) * self.norm(self.shared, self.text.hidden_size)
 
-    def _into_linear(self) -> float:
-        """Bytes that the first projection after a norm keeps."""
+    def into_linear(self) -> float:
+        """Bytes of a layer's input, which the first projection after a norm keeps too."""
         return self.shared * self.text.hidden_size * self.size
 
     def _attention(self, full: bool) -> float:
@@ -196,7 +216,7 @@ class SavedActivations:
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
         # What goes into the output projection is attention's result, which attention keeps, unless a gate has changed it.
         kept += self._dropped(text.hidden_size + (queries if gated else 0.0), 0.0 if gated else queries)
-        return self._norms() + self._into_linear() + kept
+        return self._norms() + self.into_linear() + kept
 
     def _dropped(self, inputs: float, kept: float = 0.0) -> float:
         """Bytes that dropout adds to inputs of adapted linears, so many values a token: a copy, and a mask of a byte each.
@@ -227,12 +247,12 @@ class SavedActivations:
             kept = self.tokens * size * (inner + (text.linear_conv_kernel_dim + 1) * convolved + 2 * keys + values)
             kept += whole * FP32 * rule + self.tokens * size * 5 * values
         kept += self._dropped(text.hidden_size + values)
-        return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
+        return self.norm(self.shared, text.hidden_size) + self.into_linear() + kept
 
     def _mlp(self, width: float) -> float:
         inner = self.tokens * self._swiglu * width / self.recipe.parallel.tp * self.size
         inner += self._dropped(self.text.hidden_size + width / self.recipe.parallel.tp)
-        return self._norms() + self._into_linear() + inner
+        return self._norms() + self.into_linear() + inner
 
     @property
     def _swiglu(self) -> int:
@@ -249,12 +269,11 @@ class SavedActivations:
         shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
         if shared:
             kept += self.tokens * self._swiglu * shared / parallel.tp * size + 2 * self.shared * text.hidden_size * size
-        return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self._into_linear())
+        return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self.into_linear())
 
     def arrived(self) -> float:
-        """Rows of tokens that ranks with other experts sent, which selective recompute keeps to work on again."""
-        rows = self.shared * rows_sent(self.text, self.recipe.parallel)
-        return rows * self.text.hidden_size * self.size
+        """Bytes of tokens that ranks with other experts sent, which selective recompute keeps to work on again."""
+        return self.shared * rows_sent(self.text, self.recipe.parallel) * self.text.hidden_size * self.size
 
     def unused_rows(self) -> float:
         """Bytes that a layer's experts use under selective recompute beyond an even share of the tokens.

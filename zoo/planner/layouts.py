@@ -7,7 +7,7 @@ the share of it in `ACCURACY` that a plan would rather give up than hold AdamW's
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from zoo.config.architecture import num_experts, text_config
@@ -21,6 +21,7 @@ from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, host_bytes, memory
 from zoo.planner.speed import Speed
+from zoo.types import JsonObject
 
 # The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
@@ -31,14 +32,6 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
 _MOST_NODES = 128
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout and its time."""
-
-    recipe: Recipe
-    time: float  # seconds of a row, by all ranks together
 
 
 def capacity(recipe: Recipe) -> float | None:
@@ -94,15 +87,15 @@ def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
 def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:
     """The recipe with the fastest choice that fits; None where none does."""
     limit = capacity(recipe)
-    for candidate in sorted(candidates(model, recipe, ranks, row), key=lambda candidate: candidate.time):
-        if limit is not None and fixed(model, candidate.recipe, ranks) > limit:
+    for _, candidate in sorted(candidates(model, recipe, ranks, row), key=lambda timed: timed[0]):
+        if limit is not None and fixed(model, candidate, ranks) > limit:
             continue
         try:
-            check_layout(candidate.recipe, ranks)
+            check_layout(candidate, ranks)
         except ConfigError:
             continue
-        if _fits(model, candidate.recipe, ranks, row):
-            return _with_graphs(model, candidate.recipe, ranks, row, sp_is_open=recipe.parallel.sp is None)
+        if _fits(model, candidate, ranks, row):
+            return _with_graphs(model, candidate, ranks, row, sp_is_open=recipe.parallel.sp is None)
     return None
 
 
@@ -138,64 +131,51 @@ def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = F
     return limit is None or most <= limit
 
 
-def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:
-    """Every choice of the keys to be planned whose stages have layers, in no order; some may not go with the architecture."""
-    speed, layers = Speed(model, row), len(model.kinds)
+def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[tuple[float, Recipe]]:
+    """Every choice of the keys to be planned whose stages have layers, in no order; some may not go with the architecture.
+
+    Each comes after the seconds that a row takes all ranks together.
+    """
+    speed, layers, plan = Speed(model, row), len(model.kinds), recipe.parallel.plan
+    states = list(_optimizer_states(model, recipe))
     for layout in _layouts(recipe, ranks):
         if layout.parallel.pp * layout.parallel.vpp > layers:  # a stage without a layer
             continue
         for staged in _with_stages(layout, speed):
-            for recompute in RECOMPUTE if "recompute" in recipe.parallel.plan else (recipe.engine.recompute,):
+            for recompute in RECOMPUTE if "recompute" in plan else (recipe.engine.recompute,):
                 chosen = replace(staged, engine=replace(staged.engine, recompute=recompute))
                 seconds = speed.seconds(chosen, ranks)
-                for moments in _moments(model, recipe):
-                    train = chosen.train
-                    if moments:
-                        train = replace(train, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
-                    rate = ACCURACY[moments] if moments else 1.0
-                    for part in _offload(model, recipe):
-                        offloaded = train if part is None else replace(train, optimizer_offload_fraction=part)
-                        candidate = replace(chosen, train=offloaded)
-                        yield Candidate(candidate, rate * (seconds + _on_host(model, candidate, ranks)))
+                for rate, changes in states:
+                    train = replace(chosen.train, **changes)
+                    updated = model.parameters.trained / ranks * train.optimizer_offload_fraction  # by the host
+                    on_host = updated / HOST_UPDATE / (train.global_batch / train.micro_batch)
+                    yield rate * (seconds + on_host), replace(chosen, train=train)
 
 
-def _moments(model: Model, recipe: Recipe) -> tuple[StateDtype | None, ...]:
-    """Formats of AdamW's moments to choose from; None: those of the recipe."""
-    if "memory" not in recipe.parallel.plan:
-        return (None,)
-    few = model.parameters.trained < _ADAPTERS * model.parameters.total
-    return (None,) if few else tuple(ACCURACY)
+def _optimizer_states(model: Model, recipe: Recipe) -> Iterator[tuple[float, JsonObject]]:
+    """What a choice of the optimizer's state costs, as a factor of time, and its keys of `train`; {}: as the recipe has it.
 
-
-def _offload(model: Model, recipe: Recipe) -> tuple[float | None, ...]:
-    """Shares of the optimizer's state on the host to choose from; None: the recipe's.
-
-    Chosen only where the host's memory is known.
+    Formats are those of AdamW's moments; shares on the host are chosen only where the host's memory is known.
     """
-    unplanned = "offload" not in recipe.parallel.plan or recipe.train.optimizer != "adamw"
-    few = model.parameters.trained < _ADAPTERS * model.parameters.total
-    return (None,) if unplanned or few or cpu_capacity(recipe) is None else OFFLOAD
-
-
-def _on_host(model: Model, recipe: Recipe, ranks: int) -> float:
-    """Seconds of a row in which the host updates weights."""
-    updated = model.parameters.trained / ranks * recipe.train.optimizer_offload_fraction
-    return updated / HOST_UPDATE / (recipe.train.global_batch / recipe.train.micro_batch)
+    plan, few = recipe.parallel.plan, model.parameters.trained < _ADAPTERS * model.parameters.total
+    formats: list[tuple[float, JsonObject]] = [(1.0, {})]
+    if "memory" in plan and not few:
+        formats = [(rate, {"exp_avg_dtype": kind, "exp_avg_sq_dtype": kind}) for kind, rate in ACCURACY.items()]
+    parts: list[JsonObject] = [{}]
+    if "offload" in plan and recipe.train.optimizer == "adamw" and not few and cpu_capacity(recipe) is not None:
+        parts = [{"optimizer_offload_fraction": part} for part in OFFLOAD]
+    for (rate, moments), part in product(formats, parts):
+        yield rate, {**moments, **part}
 
 
 def _layouts(recipe: Recipe, ranks: int) -> Iterator[Recipe]:
     """Parallel sizes, and the batch that goes with them."""
-    plan, parallel = recipe.parallel.plan, recipe.parallel
+    plan, parallel, experts = recipe.parallel.plan, recipe.parallel, num_experts(recipe.model.arch)
     node = min(recipe.machine.gpus or ranks, ranks)
+    most = {"tp": min(node, 8), "pp": min(ranks, 32), "cp": min(node, 8), "ep": min(ranks, 64) if experts else 1}
     powers = [2**power for power in range(11)]
-    choices = {
-        "tp": [size for size in powers if size <= min(node, 8)],
-        "pp": [size for size in powers if size <= min(ranks, 32)],
-        "cp": [size for size in powers if size <= min(node, 8)],
-        "ep": [size for size in powers if size <= min(ranks, 64) and num_experts(recipe.model.arch) % size == 0],
-    }
-    if not num_experts(recipe.model.arch):
-        choices["ep"] = [1]
+    choices = {name: [size for size in powers if size <= largest] for name, largest in most.items()}
+    choices["ep"] = [size for size in choices["ep"] if experts % size == 0]
     sizes = [choices[name] if name in plan else [getattr(parallel, name)] for name in choices]
     for tp, pp, cp, ep in product(*sizes):
         if ranks % (tp * pp * cp) or ranks % (parallel.etp * ep * pp):
@@ -227,13 +207,9 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
     size = recipe.machine.memory_gb
     known = f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
     if recipe.machine.host_memory_gb is not None:
-        without = first_fit(model, replace(recipe, machine=replace(recipe.machine, host_memory_gb=None)), ranks, row)
-        budgets = (ahead for ahead in (2048, 1024, 512, 256) if ahead < recipe.data.ahead_mb)
-        fits = (
-            mb
-            for mb in budgets
-            if first_fit(model, replace(recipe, data=replace(recipe.data, ahead_mb=mb)), ranks, row)
-        )
+        without = first_fit(model, recipe.replace({"machine.host_memory_gb": None}), ranks, row)
+        budgets = (mb for mb in (2048, 1024, 512, 256) if mb < recipe.data.ahead_mb)
+        fits = (mb for mb in budgets if first_fit(model, recipe.replace({"data.ahead_mb": mb}), ranks, row))
         if without is not None and (ahead_mb := next(fits, None)):
             needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks) / 1e9
             return (
@@ -242,16 +218,12 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
             )
         known += f" and the {recipe.machine.host_memory_gb:g} GB of a node's host"
     text = f"the model does not fit {known}"
-    would = []
     smaller = _smaller_row(model, recipe, ranks, row)
-    if smaller is not None:
-        would.append(f"packing.budget={smaller}")
-    machine = recipe.machine
-    gpus, nodes = machine.gpus or ranks, machine.nodes
+    would = [] if smaller is None else [f"packing.budget={smaller}"]
+    gpus, nodes = recipe.machine.gpus or ranks, recipe.machine.nodes
     while nodes <= _MOST_NODES:
         gpus, nodes = (gpus * 2, nodes) if gpus < 8 else (gpus, nodes * 2)
-        larger = replace(recipe, machine=replace(machine, gpus=gpus, nodes=nodes))
-        if first_fit(model, larger, gpus * nodes, row):
+        if first_fit(model, recipe.replace({"machine.gpus": gpus, "machine.nodes": nodes}), gpus * nodes, row):
             would.append(f"{gpus * nodes} such GPUs{f' ({nodes} nodes of {gpus})' if nodes > 1 else ''}")
             break
     return f"{text}; {' or '.join(would)} would do" if would else f"{text}; take a smaller size=, or freeze parts of it"
@@ -262,13 +234,9 @@ def _smaller_row(model: Model, recipe: Recipe, ranks: int, row: Row) -> int | No
         budget = recipe.packing.budget >> halvings
         if budget < 1024:
             return None
-        less = Row(
-            _cut(row.lengths, halvings),
-            row.labels >> halvings,
-            {name: _cut(items, halvings) for name, items in row.media.items()},
-        )
-        small = replace(recipe, packing=replace(recipe.packing, budget=budget))
-        if first_fit(model, small, ranks, less):
+        media = {name: _cut(items, halvings) for name, items in row.media.items()}
+        less = Row(_cut(row.lengths, halvings), row.labels >> halvings, media)
+        if first_fit(model, recipe.replace({"packing.budget": budget}), ranks, less):
             return budget
     return None
 

@@ -8,14 +8,18 @@ what the widest moment of the backward pass needs beside them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
-from zoo.packing.cost import LayerKind, ModelCost, TowerCost
-from zoo.planner.activations import FP32, DecoderSizes, Row, SavedActivations
+from zoo.packing.cost import LayerKind, ModelCost
+from zoo.planner.activations import FP32, Row, SavedActivations
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
 HOST_PROCESS = 6e9  # bytes that a rank's libraries take of the host's memory beside a GPU, by rule of thumb
@@ -31,7 +35,7 @@ class Model:
 
     parameters: ParameterStatistics
     cost: ModelCost
-    text: DecoderSizes
+    text: PretrainedConfig  # or its attributes; what a config lacks is None
     traits: Sequence[str]
     kinds: Sequence[LayerKind]  # of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
@@ -61,8 +65,7 @@ class Memory:
 
     def as_dict(self) -> dict[str, float]:
         """By kind, with the total."""
-        kinds = ("weights", "grads", "optimizer", "activations", "total")
-        return {kind: getattr(self, kind) for kind in kinds}
+        return {kind: getattr(self, kind) for kind in ("weights", "grads", "optimizer", "activations", "total")}
 
 
 def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Memory]:
@@ -82,9 +85,8 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 
 def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
-    mine = share(model.parameters, recipe, stage)
+    mine, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
     # Dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything else is in memory.
-    size = 2.0 if recipe.engine.precision == "bf16" else 4.0
     activations += max(mine.widest * size, mine.quantised * (size - FP8) - (grads + state + activations))
     host = state * recipe.train.optimizer_offload_fraction
     return Memory(weights, grads, state - host, activations, host)
@@ -92,8 +94,7 @@ def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activati
 
 def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
     """Most bytes of CPU memory that a rank on a GPU uses: optimizer state, a save's pinned copy, the process, samples."""
-    stages = range(recipe.parallel.pp)
-    state = max(_state(model, recipe, stage, ranks)[2] for stage in stages)
+    state = max(_state(model, recipe, stage, ranks)[2] for stage in range(recipe.parallel.pp))
     samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
     saved = checkpoint_bytes(model, recipe) / ranks
     return state * recipe.train.optimizer_offload_fraction + saved + HOST_PROCESS + samples
@@ -101,18 +102,15 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
 
 def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
-    stages = range(recipe.parallel.pp)
-    return max(_stage_memory(model, recipe, stage, ranks, 0.0).total for stage in stages)
+    return max(_stage_memory(model, recipe, stage, ranks, 0.0).total for stage in range(recipe.parallel.pp))
 
 
 def checkpoint_bytes(model: Model, recipe: Recipe) -> int:
     """Bytes of a checkpoint, of all ranks: weights, or adapters alone, and the optimizer state of trained ones, 8-bit moments as bf16."""
-    parameters, half = model.parameters, recipe.engine.precision == "bf16"
-    kept = parameters.trained if recipe.lora.rank else parameters.total
-    weights = kept * (2 if half else 4)
-    if recipe.train.save == "weights":
+    parameters, half, train = model.parameters, recipe.engine.precision == "bf16", recipe.train
+    weights = (parameters.trained if recipe.lora.rank else parameters.total) * (2 if half else 4)
+    if train.save == "weights":
         return weights
-    train = recipe.train
     first, second = SAVED_MOMENT[train.exp_avg_dtype], SAVED_MOMENT[train.exp_avg_sq_dtype]
     without_second = parameters.trained_matrices if train.optimizer == "muon" else 0
     return weights + parameters.trained * (first + second + (2 if half else 0)) - without_second * second
@@ -142,51 +140,37 @@ def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]
 
 def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer) of a stage's rank, in bytes; a teacher is cut as the student, its layers evenly."""
-    mine = share(model.parameters, recipe, stage)
-    weights, grads, optimizer = _weights(mine, recipe, ranks)
-    if recipe.train.reference == "base":  # what is trained whole beside adapters, as it was at first
-        weights += mine.trained_whole * (2.0 if recipe.engine.precision == "bf16" else 4.0)
+    half, train, mine = recipe.engine.precision == "bf16", recipe.train, share(model.parameters, recipe, stage)
+    size = 2.0 if half else 4.0
+    weights = (mine.dense + mine.experts) * size - mine.quantised * (size - FP8)
+    if train.reference == "base":  # what is trained whole beside adapters, as it was at first
+        weights += mine.trained_whole * size
     if model.teacher is not None:
-        even = replace(recipe, parallel=replace(recipe.parallel, stage_layers=[]))
-        weights += _weights(share(model.teacher, even, stage), recipe, ranks)[0]
-    return weights, grads, optimizer
-
-
-def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer), in bytes."""
-    half, train = recipe.engine.precision == "bf16", recipe.train
-    trained = mine.trained_dense + mine.trained_experts
+        taught = share(model.teacher, replace(recipe, parallel=replace(recipe.parallel, stage_layers=[])), stage)
+        weights += (taught.dense + taught.experts) * size - taught.quantised * (size - FP8)
     dense, experts, matrices = _held(mine, recipe, ranks)
     first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
-    size = 2.0 if half else 4.0
     with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)
-    return (
-        (mine.dense + mine.experts) * size - mine.quantised * (size - FP8),
-        trained * (2.0 if train.main_grads_dtype == "bf16" else float(FP32)),
-        (dense + experts) * (first + (2 if half else 0)) + with_second * second,
-    )
+    grads = (mine.trained_dense + mine.trained_experts) * (2.0 if train.main_grads_dtype == "bf16" else float(FP32))
+    return weights, grads, (dense + experts) * (first + (2 if half else 0)) + with_second * second
 
 
 def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> list[float]:
     """Bytes of activations at the widest moment, by stage."""
-    parallel = recipe.parallel
+    parallel, train = recipe.parallel, recipe.train
     kept = SavedActivations(recipe, model.text, model.traits, row, fused)
-    micro_batches = max(
-        1, recipe.train.global_batch * parallel.tp * parallel.pp * parallel.cp // (ranks * recipe.train.micro_batch)
-    )
+    ranks_of_row = parallel.tp * parallel.pp * parallel.cp
+    micro_batches = max(1, train.global_batch * ranks_of_row // (ranks * train.micro_batch))
     by_stage = []
     for stage in range(parallel.pp):
         layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]
-        last = stage == parallel.pp - 1
-        if last:
+        head = loss = 0.0
+        if stage == parallel.pp - 1:
             layers += [LayerKind(False, model.kinds[-1].sparse)] * model.mtp
+            head, loss = (value * (1 + model.mtp) for value in kept.head())
         stored, recomputed = _layers(kept, layers, recipe.engine.recompute)
         first = _first(kept, model) if stage == 0 else 0.0
-        flights = in_flight(recipe, stage, micro_batches)
-        head = loss = 0.0
-        if last:
-            head, loss = (value * (1 + model.mtp) for value in kept.head())
-        by_stage.append(flights * (stored + first) + head + max(recomputed, loss))
+        by_stage.append(in_flight(recipe, stage, micro_batches) * (stored + first) + head + max(recomputed, loss))
     return by_stage
 
 
@@ -204,18 +188,14 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
 def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
     """(bytes stored, further bytes in the backward pass of the widest layer)."""
     counts = Counter(layers)
-    halves = {kind: kept.layer(kind) for kind in counts}
-    into = kept.shared * kept.text.hidden_size * kept.size
+    halves, into = {kind: kept.layer(kind) for kind in counts}, kept.into_linear()
     if recompute == "full":
         widest = (mixing + (1.1 if kind.sparse else 1.3) * mlp for kind, (mixing, mlp) in halves.items())
         return into * len(layers), max(widest, default=0.0)
     if recompute == "selective":
         norm = kept.norm(kept.shared, kept.text.hidden_size)
-        arrived = kept.arrived() if any(kind.sparse for kind in counts) else 0.0
-        stored = sum(
-            count * (halves[kind][0] + norm + into + (arrived if kind.sparse else 0.0))
-            for kind, count in counts.items()
-        )
+        arrived = {True: kept.arrived() if any(kind.sparse for kind in counts) else 0.0, False: 0.0}
+        stored = sum(count * (halves[kind][0] + norm + into + arrived[kind.sparse]) for kind, count in counts.items())
         recomputed = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
         return stored, max(recomputed, default=0.0) * 1.5
     stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
@@ -224,9 +204,7 @@ def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str)
 
 def _first(kept: SavedActivations, model: Model) -> float:
     """Bytes that embedding and towers keep."""
-    towers: Mapping[str, TowerCost] = model.cost.towers
-    trained = set(model.trained_parts)
-    trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
+    trained = model.trained_parts | (set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set())
     names = [name for name, items in kept.row.media.items() if items and name in trained]
-    towers_kept = sum(kept.tower(towers[name], name) for name in names)
+    towers_kept = sum(kept.tower(model.cost.towers[name], name) for name in names)
     return towers_kept + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

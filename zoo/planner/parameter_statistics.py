@@ -1,14 +1,12 @@
 """Statistics of a recipe's parameters, from the model built on the meta device: shapes without data.
 
-It takes half a second for the largest of the published sizes, once Megatron-Core is imported. A single rank asks twice, for its plan
-and for the check that the model fits, so the answers are kept.
+It takes half a second for the largest of the published sizes, once Megatron-Core is imported. A rank may ask twice, so answers are kept.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-from torch import nn
+from dataclasses import replace
+from typing import Literal
 
 from zoo.bridge.parallel import ShardInfo, model_parameters
 from zoo.config.schema import Recipe
@@ -34,51 +32,39 @@ def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
 
 def _count(recipe: Recipe) -> ParameterStatistics:
     # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
-    plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
-    recipe = on_one_rank(recipe).replace(plain)
+    recipe = on_one_rank(recipe).replace({"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False})
     assembly = build.assembly_of_arch(recipe)
-    family, config = assembly.family, assembly.config
+    family, config, dims = assembly.family, assembly.config, build.model_dims(assembly)
     with alone(recipe) as world, on_meta(world) as meta_world:
         chunks = build.build_model(assembly, recipe, meta_world)
         if recipe.lora.rank:
-            lora.attach_zeros(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, meta_world)
+            lora.attach_zeros(chunks, family, dims, recipe.model.arch, recipe, meta_world)
         build.freeze(chunks, recipe, family)
-    counts: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
-    flops: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
-    muon, bridge, dims = recipe.train.optimizer == "muon", family.load("bridge"), build.model_dims(assembly)
+    known: dict[Weights, Weights] = {}  # by all but their counts
     for name, parameter in model_parameters(chunks):
-        matrix = is_matrix(name, parameter)
-        key = (*_where(name, family, recipe), _cut(name, parameter), parameter.requires_grad, matrix)
-        counts[key] += parameter.numel()
-        if muon and matrix:
-            shapes = matrices_of(name, parameter, bridge, dims, ShardInfo()).shapes()
-            flops[key] += sum(newton_schulz_flops(*shape) for shape in shapes)  # type: ignore[assignment]  # floats
-    weights = tuple(
-        Weights(*key[:3], count, *key[3:], float(flops[key]))  # type: ignore[arg-type]
-        for key, count in counts.items()
-    )
-    return ParameterStatistics(weights, config.text.num_hidden_layers, config.tied)
+        matrix, flops = is_matrix(name, parameter), 0.0
+        if matrix and recipe.train.optimizer == "muon":
+            shapes = matrices_of(name, parameter, family.load("bridge"), dims, ShardInfo()).shapes()
+            flops = sum(newton_schulz_flops(*shape) for shape in shapes)
+        part, place = _where(name, family, recipe)
+        # Megatron-Core has marked how ranks share a parameter.
+        whole: Cut = "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"
+        cut: Cut = "expert" if ".experts." in name else whole
+        key = Weights(part, place, cut, 0, parameter.requires_grad, matrix)
+        before = known.get(key, key)
+        count, schulz = before.count + parameter.numel(), before.newton_schulz + flops
+        known[key] = replace(key, count=count, newton_schulz=schulz)
+    return ParameterStatistics(tuple(known.values()), config.text.num_hidden_layers, config.tied)
 
 
-def _where(name: str, family: ModelFamily, recipe: Recipe) -> tuple[str, int | str]:
+def _where(name: str, family: ModelFamily, recipe: Recipe) -> tuple[str, int | Literal["first", "last"]]:
     """The part of the model a parameter belongs to, and its place in the pipeline."""
     first, *rest = name.split(".")
-    adapter = ".lora." in name
+    adapter, expert = ".lora." in name, ".experts." in name
     if first == "decoder" and rest[0] == "layers":
-        return ADAPTERS if adapter else EXPERTS if _is_expert(name) else "decoder", int(rest[1])
+        return ADAPTERS if adapter else EXPERTS if expert else "decoder", int(rest[1])
     if first in ("embedding", *family.parts):
         inner = family.part_of(name, recipe.named_parts)
         return ADAPTERS if adapter else inner if inner in family.inner else first, "first"
     part = {"decoder": "decoder", "output_layer": "head", "score": "head"}.get(first, first)
-    return EXPERTS if _is_expert(name) else part, "last"
-
-
-def _is_expert(name: str) -> bool:
-    return ".experts." in name
-
-
-def _cut(name: str, parameter: nn.Parameter) -> Cut:
-    """How ranks share a parameter, as Megatron-Core has marked it."""
-    if _is_expert(name):
-        return "expert"
-    return "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"
+    return EXPERTS if expert else part, "last"

@@ -67,9 +67,8 @@ class ParameterStatistics:
 
     def newton_schulz(self, tp: int) -> float:
         """FLOPs of Muon in a step, over all ranks; tensor-parallel ranks orthogonalise alike what each of them has whole."""
-        return sum(
-            weights.newton_schulz * (tp if weights.cut == "whole" else 1) for weights in self.weights if weights.trained
-        )
+        trained = [weights for weights in self.weights if weights.trained]
+        return sum(weights.newton_schulz * (tp if weights.cut == "whole" else 1) for weights in trained)
 
 
 @dataclass(frozen=True)

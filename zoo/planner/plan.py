@@ -29,18 +29,18 @@ from zoo.errors import ConfigError, size
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.process_state import preserve_process_state
 from zoo.planner import memory as planned_memory
-from zoo.planner.activations import DecoderSizes, Row
+from zoo.planner.activations import Row, typical_row
 from zoo.planner.layouts import choose_layout, gpu_capacity
 from zoo.planner.memory import Memory, Model, export_bytes
 from zoo.planner.parameters import ParameterStatistics
 from zoo.planner.report import Plan, make_plan
-from zoo.planner.rows import typical_row
 from zoo.registry import get_family
 
 if TYPE_CHECKING:
     from zoo.nn.family import FamilyConfig
 
 PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
+SURE = 20.0  # a run whose rough estimate is so many times below what there is needs no plan to fit
 
 
 def model_of(recipe: Recipe) -> Model:
@@ -53,17 +53,10 @@ def model_of(recipe: Recipe) -> Model:
     mtp = config.mtp_layers(recipe)
     # Attributes that are quick to read: a search reads them a hundred thousand times.
     names = {*config.text.to_dict(), *config.text.attribute_map}
-    sizes: DecoderSizes = SimpleNamespace(**{name: getattr(config.text, name, None) for name in names})
-    return Model(
-        parameters=parameter_statistics(recipe),
-        cost=model_cost(config, mtp),
-        text=sizes,
-        traits=config.traits,
-        kinds=layer_kinds(config.text),
-        deepstack=config.deepstack_layers,
-        mtp=mtp,
-        teacher=_teacher(recipe),
-    )
+    sizes = SimpleNamespace(**{name: getattr(config.text, name, None) for name in names})
+    parameters, teacher, kinds = parameter_statistics(recipe), _teacher(recipe), layer_kinds(config.text)
+    cost, deepstack = model_cost(config, mtp), config.deepstack_layers
+    return Model(parameters, cost, sizes, config.traits, kinds, deepstack, mtp, teacher)
 
 
 def _teacher(recipe: Recipe) -> ParameterStatistics | None:
@@ -74,15 +67,8 @@ def _teacher(recipe: Recipe) -> ParameterStatistics | None:
     if folder is None or teacher_on_disk(recipe):
         return None
     arch = {} if is_hub_id(folder) else read_arch(locate(folder).files, f"distill.teacher={folder}")
-    changes = {
-        "model.init": folder,
-        "model.arch": arch,
-        "distill.teacher": None,
-        "lora.rank": 0,
-        "lora.init": None,
-        "lora.base_dtype": "model",
-    }
-    theirs = as_planned(recipe.replace({**changes, "train.mtp_loss": 0.0}))
+    changes = {"model.init": folder, "model.arch": arch, "distill.teacher": None, "train.mtp_loss": 0.0}
+    theirs = as_planned(recipe.replace({**changes, "lora.rank": 0, "lora.init": None, "lora.base_dtype": "model"}))
     return None if theirs is None else parameter_statistics(theirs)
 
 
@@ -102,8 +88,8 @@ def plan(
         recipe: as `zoo.load_recipe` takes it: a `zoo.Recipe`, composed or built by hand, a recipe's name, or a path of its file.
         ranks: default: those of the recipe's hardware, or of this machine.
         overrides: of the recipe's keys, as `zoo.load_recipe` takes them.
-        labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.rows`.
-        media: share of a row's tokens that belong to media; default: the one in `zoo.planner.rows`.
+        labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.activations`.
+        media: share of a row's tokens that belong to media; default: the one in `zoo.planner.activations`.
         here: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
             names no other machine.
 
@@ -140,7 +126,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     """ConfigError where a rank of a validated recipe needs more memory than it can have, by the lowest estimate.
 
     The estimate has weights, gradients, optimizer state, and the activations of a row without media and with few labels.
-    Where the machine's memory is not known, nothing is refused.
+    Where the machine's memory is not known, nothing is refused, and no run is planned that surely fits.
     """
     for address_space in limits():  # process groups without it for their threads hang, or end the process
         if address_space.own and address_space.left < PROCESS:
@@ -149,7 +135,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
                 f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
             )
     limit, planned = _memory_limit(local_ranks), as_planned(recipe)
-    if limit is None or planned is None:
+    if limit is None or planned is None or _surely_fits(planned, limit):
         return
     model = model_of(planned)
     fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
@@ -163,6 +149,24 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     _refuse_small_host(saved / ranks, 0.0 if gpu_count() else least.worst.total, local_ranks, state)
     _refuse_small_disk(recipe, saved, export_bytes(model, recipe))
     _refuse_small_stage(recipe, saved * local_ranks // ranks)
+
+
+def _surely_fits(recipe: Recipe, limit: float) -> bool:
+    """Whether memory and disk are SURE times what a recipe's model takes by its FLOPs, as for the tiny sizes."""
+    if recipe.distill.teacher is not None or recipe.run.stage is not None:
+        return False
+    import_core()
+    from zoo.nn.flops import model_cost
+
+    config: FamilyConfig = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
+    text, cost = config.text, model_cost(config, config.mtp_layers(recipe))
+    experts = getattr(text, "num_experts", None) or 1
+    rows = 3.0 * text.vocab_size * text.hidden_size  # embedding, head, and those of multi-token prediction
+    weights = rows + cost.decoder.per_token / 2 * experts + sum(tower.per_row / 2 for tower in cost.towers.values())
+    tokens = recipe.packing.budget * recipe.train.micro_batch
+    activations = 4.0 * tokens * (64 * text.hidden_size * text.num_hidden_layers + text.vocab_size)
+    on_disk = (recipe.train.keep + 2) * (16 * weights + 2**20)  # with the one that is being written, and the export
+    return SURE * (32 * weights + activations) < limit and SURE * on_disk < _free(Path(recipe.run.dir or "."))
 
 
 def _refuse_small_host(copy: float, training: float, local_ranks: int, state: float = 0.0) -> None:
@@ -183,7 +187,7 @@ def _refuse_small_disk(recipe: Recipe, checkpoint: int, export: int = 0) -> None
     train, folder = recipe.train, Path(recipe.run.dir or ".")
     count, free = saves_at_once(recipe, train.keep + 1), _free(folder)
     needed = count * _on_disk(checkpoint) + (_on_disk(export) if export else 0)
-    if free is not None and needed > free + _held(folder):
+    if needed > free + _held(folder):
         raise ConfigError(
             f"{folder}: a checkpoint takes about {size(checkpoint)}, {count} of them are there at once (train.keep={train.keep}, "
             f"and the one that is written), "
@@ -195,10 +199,9 @@ def _refuse_small_disk(recipe: Recipe, checkpoint: int, export: int = 0) -> None
 def _refuse_small_stage(recipe: Recipe, part: int) -> None:
     """ConfigError for a local disk that can't hold this node's `part` (bytes) of the checkpoints in run.stage, next to those of run.dir."""
     folder = stage_folder(recipe)
-    free = None if folder is None else _free(folder)
-    if folder is None or free is None:
+    if folder is None:
         return
-    count, run_dir = saves_at_once(recipe, STAGED), Path(recipe.run.dir or ".")
+    free, count, run_dir = _free(folder), saves_at_once(recipe, STAGED), Path(recipe.run.dir or ".")
     shared = _device(folder) == _device(run_dir)
     kept = saves_at_once(recipe, recipe.train.keep + 1)
     of_run_dir = max(0, kept * _on_disk(part) - _held(run_dir)) if shared else 0
@@ -215,15 +218,14 @@ def _on_disk(tensors: int) -> int:
     return int(tensors * 1.02) + 2**20
 
 
-def _existing(folder: Path) -> Path | None:
+def _existing(folder: Path) -> Path:
     """The folder, or the closest one above it that exists."""
-    return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), None)
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-def _free(folder: Path) -> int | None:
+def _free(folder: Path) -> int:
     """Bytes left on the disk of a folder that may not be there yet."""
-    existing = _existing(folder)
-    return None if existing is None else shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def _held(folder: Path) -> int:
@@ -232,9 +234,8 @@ def _held(folder: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _device(folder: Path) -> int | None:
-    existing = _existing(folder)
-    return None if existing is None else existing.stat().st_dev
+def _device(folder: Path) -> int:
+    return _existing(folder).stat().st_dev
 
 
 def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
@@ -249,12 +250,12 @@ def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
     model, fused = model_of(planned), on_gpu and recipe.engine.precision == "bf16"
 
     def needs(recipe: Recipe) -> Memory:
-        row = typical_row(recipe, model.cost)
-        return make_plan(model, recipe, ranks, row, fused=fused, limit=None).worst
+        stages = planned_memory.memory(model, recipe, typical_row(recipe, model.cost), ranks, fused=fused)
+        return max(stages, key=lambda stage: stage.total)
 
     now = needs(planned)
-    leaner = {text: needs(other).total for text, other in _leaner(planned)}
-    better = sorted((need, text) for text, need in leaner.items() if need < 0.9 * now.total)
+    leaner = ((needs(other).total, text) for text, other in _leaner(planned))
+    better = sorted((need, text) for need, text in leaner if need < 0.9 * now.total)
     parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
     settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
     more = "more GPUs with parallel.tp, pp, cp or ep" if on_gpu else "GPUs, or a smaller size="
@@ -270,21 +271,18 @@ def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     for level in levels[levels.index(recipe.engine.recompute) + 1 :]:
         yield f"engine.recompute={level}", replace(recipe, engine=replace(recipe.engine, recompute=level))
     packing, train = recipe.packing, recipe.train
+    half = (packing.budget if packing.mode == "thd" else train.micro_batch) // 2
     if packing.mode == "thd":
-        half = packing.budget // 2
         pad_to = None if packing.pad_to is None else packing.pad_to // 2
         yield f"packing.budget={half}", replace(recipe, packing=replace(packing, budget=half, pad_to=pad_to))
-    elif train.micro_batch > 1:
-        half = train.micro_batch // 2
+    elif half:
         yield f"train.micro_batch={half}", replace(recipe, train=replace(train, micro_batch=half))
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
     """About how large a checkpoint of a recipe is, in bytes: weights, and AdamW's state of the trained ones."""
     planned = as_planned(recipe)
-    if planned is None:
-        return None
-    return planned_memory.checkpoint_bytes(model_of(planned), recipe)
+    return None if planned is None else planned_memory.checkpoint_bytes(model_of(planned), recipe)
 
 
 def _misfit(plan: Plan, on_gpu: bool) -> str:
@@ -346,6 +344,4 @@ def as_planned(recipe: Recipe) -> Recipe | None:
         arch = arch_of_hub(init, "model.init").arch
     except ConfigError:  # the same error is reported when the weights are loaded
         return None
-    if arch is None:
-        return None
-    return replace(recipe, model=replace(recipe.model, arch=arch))
+    return None if arch is None else replace(recipe, model=replace(recipe.model, arch=arch))

@@ -38,16 +38,19 @@ def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callabl
     if not recipe.parallel.plan:
         meanwhile()
         return recipe
-    with_memory = recipe
-    if gpu_count() and recipe.machine.host_memory_gb is None and (memory := host_memory()):
-        with_memory = replace(recipe, machine=replace(recipe.machine, host_memory_gb=memory / 1e9))
-    return replace(_planned(with_memory, ranks, here, meanwhile), machine=recipe.machine)
-
-
-def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], object]) -> Recipe:
+    machine = recipe.machine
+    if gpu_count() and machine.host_memory_gb is None and (memory := host_memory()):
+        recipe = replace(recipe, machine=replace(machine, host_memory_gb=memory / 1e9))
     if (ranks == 1 and here) or not gpu_count():
         meanwhile()
-        return _choose(recipe, ranks)
+        chosen = _choose(recipe, ranks)
+    else:
+        chosen = _choose_elsewhere(recipe, ranks, meanwhile)
+    return replace(chosen, machine=machine)
+
+
+def _choose_elsewhere(recipe: Recipe, ranks: int, meanwhile: Callable[[], object]) -> Recipe:
+    """What another process chooses, which sees no GPU."""
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
 from zoo.config.derived import STAGED, data_parallel, saves_at_once
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
-from zoo.planner.layouts import capacity, cpu_capacity
+from zoo.planner.layouts import ACCURACY, RECOMPUTE, capacity, cpu_capacity
 from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory, remainder_bytes
-from zoo.planner.speed import factor
+from zoo.planner.speed import factor, forward_flops
 from zoo.types import JsonObject
 
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
-
-
-_MOMENTS = ("fp32", "bf16", "fp8")
-OFFLOAD = "train.optimizer_offload_fraction"
-_RECOMPUTE = ("none", "selective", "full")
+_MOMENTS = ("train.exp_avg_dtype", "train.exp_avg_sq_dtype")
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,6 @@ class Measure:
     name: str
     taken: bool
     bytes: float
-
-    def as_dict(self) -> JsonObject:
-        """Plain values."""
-        return {"name": self.name, "taken": self.taken, "bytes": self.bytes}
 
 
 def measures(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Measure]:
@@ -52,32 +44,22 @@ def measures(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool)
 
 def _alternatives(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
     """Each measure's name, whether the recipe has it, and the recipe without it if so, else with it."""
+    train = recipe.train
     if recipe.engine.precision == "bf16":  # never planned: that is the user's choice
-        kept = recipe.train.main_grads_dtype == "bf16"
+        kept = train.main_grads_dtype == "bf16"
         yield ("gradients in bf16", kept, recipe.replace({"train.main_grads_dtype": "fp32" if kept else "bf16"}))
-    have = _MOMENTS.index(recipe.train.exp_avg_sq_dtype), _RECOMPUTE.index(recipe.engine.recompute)
-    ladder = (
-        ("moments in bf16", 0, 1),
-        ("selective recompute", 1, 1),
-        ("moments in 8 bits", 0, 2),
-        ("optimizer on the host", 2, 1),
-        ("full recompute", 1, 2),
-    )
-    for name, kind, level in ladder:
-        if kind == 2:
-            if recipe.train.optimizer == "adamw":
-                offloads = recipe.train.optimizer_offload_fraction > 0
-                yield name, offloads, recipe.replace({OFFLOAD: 0.0 if offloads else 1.0})
-            continue
-        if have[kind] > level:
-            continue
-        taken = have[kind] == level
-        other = 0 if taken else level
-        if kind:
-            yield name, taken, recipe.replace({"engine.recompute": _RECOMPUTE[other]})
-        else:
-            keys = ("train.exp_avg_dtype", "train.exp_avg_sq_dtype")
-            yield name, taken, recipe.replace(dict.fromkeys(keys, _MOMENTS[other]))
+    moments = _MOMENTS, tuple(ACCURACY), train.exp_avg_sq_dtype
+    recompute = ("engine.recompute",), RECOMPUTE, recipe.engine.recompute
+    offload = ("train.optimizer_offload_fraction",), (0.0, 1.0), float(train.optimizer_offload_fraction > 0)
+    ladder = [
+        ("moments in bf16", *moments, "bf16"), ("selective recompute", *recompute, "selective"), ("moments in 8 bits", *moments, "fp8"),
+        ("optimizer on the host", *offload, 1.0), ("full recompute", *recompute, "full"),
+    ]  # fmt: skip
+    for name, keys, values, now, value in ladder:
+        have, level = values.index(now), values.index(value)
+        if have <= level and (values is not offload[1] or train.optimizer == "adamw"):
+            other = values[0] if have == level else value
+            yield name, have == level, recipe.replace(dict.fromkeys(keys, other))
 
 
 @dataclass(frozen=True)
@@ -134,11 +116,11 @@ class Plan:
     @property
     def checkpoint(self) -> dict[str, int]:
         """Bytes of a save: of all ranks, of one (on the disk, and as its copy in CPU memory), of all that are kept."""
-        kept = saves_at_once(self.recipe, self.recipe.train.keep + 1)
+        kept, rank = saves_at_once(self.recipe, self.recipe.train.keep + 1), -(-self.saved // self.ranks)
         return {
             "all": self.saved,
-            "rank": -(-self.saved // self.ranks),
-            "host_memory_of_rank": -(-self.saved // self.ranks),
+            "rank": rank,
+            "host_memory_of_rank": rank,
             "disk": kept * self.saved + self.exported,
             "export": self.exported,
             **({"stage": STAGED * self.saved} if self.recipe.run.stage else {}),
@@ -146,35 +128,28 @@ class Plan:
 
     def as_dict(self) -> JsonObject:
         """Plain values: counts, bytes and FLOPs."""
-        parallel = self.recipe.parallel
+        recipe, parallel, engine = self.recipe, self.recipe.parallel, self.recipe.engine
+        layout: JsonObject = {name: getattr(parallel, name) for name in (*_LAYOUT, "stage_layers")}
+        teacher = {"teacher": self.teacher} if self.teacher else {}
+        total = sum(self.parameters.values())
         return {
-            "recipe": self.recipe.recipe,
-            "size": self.recipe.size,
-            "hardware": self.recipe.hardware,
-            "gpu": _gpu(self.recipe),
+            "recipe": recipe.recipe,
+            "size": recipe.size,
+            "hardware": recipe.hardware,
+            "gpu": _gpu(recipe),
             "ranks": self.ranks,
-            "parallel": {name: getattr(parallel, name) for name in _LAYOUT}
-            | {
-                "stage_layers": parallel.stage_layers,
-                "sp": bool(parallel.sp),
-                "dp": data_parallel(self.recipe, self.ranks),
-            },
-            "recompute": self.recipe.engine.recompute,
-            "cuda_graphs": self.recipe.engine.cuda_graphs,
-            "precision": self.recipe.engine.precision,
-            "global_batch": self.recipe.train.global_batch,
-            "parameters": {
-                **self.parameters,
-                "total": sum(self.parameters.values()),
-                "trained": self.trained,
-                **({"teacher": self.teacher} if self.teacher else {}),
-            },
+            "parallel": {**layout, "sp": bool(parallel.sp), "dp": data_parallel(recipe, self.ranks)},
+            "recompute": engine.recompute,
+            "cuda_graphs": engine.cuda_graphs,
+            "precision": engine.precision,
+            "global_batch": recipe.train.global_batch,
+            "parameters": {**self.parameters, "total": total, "trained": self.trained, **teacher},
             "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.capacity,
             "host_bytes": {"optimizer": max(stage.host for stage in self.stages), "total": self.host},
-            "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
-            "measures": [measure.as_dict() for measure in self.measures],
+            "moments": [recipe.train.exp_avg_dtype, recipe.train.exp_avg_sq_dtype],
+            "measures": [asdict(measure) for measure in self.measures],
             "checkpoint_bytes": self.checkpoint,
             "fits": self.fits,
             "row": {
@@ -203,12 +178,7 @@ def make_plan(
     model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None, saves: bool = False
 ) -> Plan:
     """The plan of a validated recipe on so many ranks, `limit` bytes each; `saves`: with its checkpoints and export."""
-    forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
-    for length in row.lengths:
-        forward["decoder"] += model.cost.decoder.flops(length)
-    rest = model.cost.parts(0, row.labels, row.media)
-    forward |= {name: flops for name, flops in rest.items() if name != "decoder"}
-    rows = recipe.train.global_batch / recipe.train.micro_batch
+    forward, rows = forward_flops(model, row), recipe.train.global_batch / recipe.train.micro_batch
     step = {name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()}
     if recipe.train.optimizer == "muon":
         step["newton_schulz"] = model.parameters.newton_schulz(recipe.parallel.tp)
@@ -234,11 +204,8 @@ def make_plan(
 def table(plan: Plan) -> str:
     """The plan in a few lines."""
     values = plan.as_dict()
-    layout = " ".join(
-        f"{name}={size}"
-        for name, size in values["parallel"].items()
-        if size not in (1, False) and name != "stage_layers"
-    )
+    sizes = {name: size for name, size in values["parallel"].items() if name != "stage_layers"}
+    layout = " ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, False))
     gpu, stage_layers = find_gpu(plan.recipe.machine.gpu or ""), plan.recipe.parallel.stage_layers
     stages = f"  layers {'+'.join(map(str, stage_layers))}" if stage_layers else ""
     unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
@@ -250,11 +217,7 @@ def table(plan: Plan) -> str:
         "",
         f"parameters      {_count(values['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
-        *(
-            [f"teacher         {_count(plan.teacher):>9}  its weights are among those of a rank"]
-            if plan.teacher
-            else []
-        ),
+        *([f"teacher         {_count(plan.teacher):>9}  its weights are among those of a rank"] * bool(plan.teacher)),
         f"optimizer       {', '.join(f'{_NAMES[name]} {_count(count)}' for name, count in plan.optimizer.items())}",
         "",
         f"{unit} a rank       weights    grads  optimizer  activations     total",
@@ -266,7 +229,9 @@ def table(plan: Plan) -> str:
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.capacity is not None:
         lines.append(f"  room {plan.capacity / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.capacity)}")
-        lines += [_measures(plan, taken) for taken in (True, False) if _measures(plan, taken)]
+        for taken, text in ((True, "saves GB:"), (False, "would save GB:")):
+            shown = [f"{measure.name} {measure.bytes / 1e9:.1f}" for measure in plan.measures if measure.taken == taken]
+            lines += [f"  {text} {', '.join(shown)}"] * bool(shown)
     if plan.host:
         limit, state = cpu_capacity(plan.recipe), max(stage.host for stage in plan.stages)
         node = min(plan.recipe.machine.gpus or 1, plan.ranks) * plan.host / 1e9
@@ -274,10 +239,12 @@ def table(plan: Plan) -> str:
         text += f", optimizer state {state / 1e9:.1f} of it" if state else ""
         lines.append(text if limit is None else f"{text}; room {limit / 1e9:.1f}: {_verdict(plan.host <= limit)}")
     if plan.saved:
-        save = plan.checkpoint
+        save, keep = plan.checkpoint, plan.recipe.train.keep
+        only = saves_at_once(plan.recipe, keep + 1) == 1
+        kept = "the one at the run's end takes" if only else f"train.keep={keep} and the one being written take"
         lines.append(
             f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
-            f"{_kept(plan.recipe)} {(save['disk'] - save['export']) / size:.2f} of the disk"
+            f"{kept} {(save['disk'] - save['export']) / size:.2f} of the disk"
             + (f", the export {save['export'] / size:.2f}" if save["export"] else "")
             + (f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones" if "stage" in save else "")
         )
@@ -303,12 +270,6 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _measures(plan: Plan, taken: bool) -> str:
-    """One line: measures that are taken, or not, with their GB; "" without any."""
-    shown = [f"{measure.name} {measure.bytes / 1e9:.1f}" for measure in plan.measures if measure.taken == taken]
-    return f"  {'saves GB:' if taken else 'would save GB:'} {', '.join(shown)}" if shown else ""
-
-
 def _verdict(fits: bool) -> str:
     return "fits" if fits else "DOES NOT FIT"
 
@@ -324,10 +285,3 @@ def _count(number: float) -> str:
 def _in_units(number: float, units: dict[str, float]) -> str:
     """A number in the first unit that is no larger."""
     return next((f"{number / size:.2f} {unit}" for unit, size in units.items() if number >= size), f"{number:.0f}")
-
-
-def _kept(recipe: Recipe) -> str:
-    """The checkpoints that are there at once, in words."""
-    if saves_at_once(recipe, recipe.train.keep + 1) == 1:
-        return "the one at the run's end takes"
-    return f"train.keep={recipe.train.keep} and the one being written take"

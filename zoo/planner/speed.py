@@ -43,9 +43,7 @@ class Speed:
 
     def __init__(self, model: Model, row: Row) -> None:
         self.model, self.row = model, row
-        decoder = sum(model.cost.decoder.flops(length) for length in row.lengths)
-        parts = model.cost.parts(0, row.labels, row.media)
-        self.forward = {**parts, "decoder": decoder}
+        self.forward = forward_flops(model, row)
         self.sparse = [kind.sparse for kind in model.kinds]
         self.experts = 0.0  # share of the decoder's FLOPs a token that experts are
         if any(self.sparse):
@@ -80,9 +78,7 @@ class Speed:
 
     def _flops(self, recipe: Recipe) -> float:
         """FLOPs of training on a row, the experts' as many as would take their time."""
-        total = 0.0
-        for part, flops in self.forward.items():
-            total += flops * factor(self.model, recipe, part)
+        total = sum(flops * factor(self.model, recipe, part) for part, flops in self.forward.items())
         if self.experts:
             parallel, text = recipe.parallel, self.model.text
             # Ranks of an expert's group send it the tokens of all of them.
@@ -104,9 +100,8 @@ class Speed:
         if recipe.parallel.pp == 1:
             return 1.0
         layer, first, last = self._ends(recipe)
-        count = len(self.model.kinds)
         stages = [0.0] * recipe.parallel.pp
-        for chunk, layers in enumerate(stage_layers(recipe, count)):
+        for chunk, layers in enumerate(stage_layers(recipe, len(self.model.kinds))):
             stages[chunk % recipe.parallel.pp] += layers * layer
         stages[0] += first
         stages[-1] += last
@@ -158,6 +153,12 @@ class Speed:
         return 0.5 * 6 * held / (node * NETWORK)
 
 
+def forward_flops(model: Model, row: Row) -> dict[str, float]:
+    """FLOPs of a row's forward pass, by part."""
+    decoder = sum(model.cost.decoder.flops(length) for length in row.lengths)
+    return {**model.cost.parts(0, row.labels, row.media), "decoder": decoder}
+
+
 def factor(model: Model, recipe: Recipe, part: str) -> float:
     """FLOPs of training a part over those of its forward pass."""
     trained = model.trained_parts
@@ -166,15 +167,12 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
         return train_factor(frozen=part not in trained, first=not adapted)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
     before = trained - {"decoder", "experts", "multi_token", "head"}  # parts that the decoder's gradient goes to
-    share = {"none": 0.0, "selective": recomputed(model), "full": 1.0}[recipe.engine.recompute]
-    return train_factor(
-        frozen=not trained & set(names),
-        first=part == "decoder" and not before,
-        recomputed=share if part == "decoder" else 0.0,
-    )
+    share = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    frozen, decoder = not trained & set(names), part == "decoder"
+    return train_factor(frozen=frozen, first=decoder and not before, recomputed=share if decoder else 0.0)
 
 
-def recomputed(model: Model) -> float:
+def _recomputed(model: Model) -> float:
     """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
     text, share = model.text, 0.0
     for kind in model.kinds:

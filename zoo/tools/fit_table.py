@@ -15,10 +15,10 @@ from zoo.config.gpus import find_gpu, near_gpus
 from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.planner.activations import typical_row
 from zoo.planner.layouts import first_fit
 from zoo.planner.memory import Model, memory
 from zoo.planner.plan import model_of
-from zoo.planner.rows import typical_row
 from zoo.types import JsonObject
 
 COUNTS = {1: "1x", 2: "2x", 4: "4x", 8: "8x", 16: "2x8x"}  # GPUs -> what stands before their kind

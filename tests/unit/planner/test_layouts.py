@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,19 @@ from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
-from zoo.planner.activations import Row, SavedActivations
+from zoo.planner.activations import Row, SavedActivations, typical_row
 from zoo.planner.layouts import candidates, capacity, choose_layout
 from zoo.planner.memory import Model, memory
 from zoo.planner.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.planner.report import table
-from zoo.planner.rows import typical_row
 
 KINDS = ("h100", "h200")
 COUNTS = ("1", "2", "4", "8", "2x8", "8x8")
-FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omni": "qwen3_omni_sft"}
-FAMILIES |= {"llava": "llava_sft", "qwen25_vl": "qwen25_vl_sft", "qwen3_asr": "qwen3_asr_sft"}
-FAMILIES |= {"qwen25_omni": "qwen25_omni_sft"}
-FAMILIES |= {"gemma3": "gemma3_sft", "gemma3_text": "gemma3_text_sft"}
-FAMILIES |= {"gemma4": "gemma4_sft"}
-FAMILIES |= {"qwen3": "qwen3_sft", "qwen3_next": "qwen3_next_sft"}
-FAMILIES |= {"internvl": "internvl_sft"}
-FAMILIES |= {"glm45v": "glm45v_sft"}
-SIZES = [(recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size]
+FAMILIES = {
+    "qwen3_vl", "qwen35_vl", "qwen3_omni", "llava", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4", "qwen3",
+    "qwen3_next", "internvl", "glm45v",
+}  # fmt: skip
+SIZES = [(f"{name}_sft", size) for name in sorted(FAMILIES) for size in size_names(name) if "tiny" not in size]
 SAID = re.compile(r"; (?:packing\.budget=(\d+))?(?: or )?(?:(\d+) such GPUs(?: \((\d+) nodes of 8\))?)? would do$")
 
 
@@ -55,7 +51,7 @@ def chosen_for(name: str, size: str, hardware: str, *more: str) -> Recipe:
 
 
 def test_all_families_are_here() -> None:
-    assert {load_recipe(name, ["size=tiny"]).model.family for name in recipe_names()} == set(FAMILIES)
+    assert {load_recipe(name, ["size=tiny"]).model.family for name in recipe_names()} == FAMILIES
 
 
 @pytest.mark.slow
@@ -87,12 +83,8 @@ def test_a_size_on_every_machine(name: str, size: str) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "hardware"),
     [
-        ("qwen3_vl_moe_sft", "30b-a3b", "8xh100"),
-        ("qwen3_vl_moe_sft", "30b-a3b", "4xh200"),
-        ("qwen3_omni_sft", "30b-a3b", "8xh100"),
-        ("qwen3_omni_sft", "30b-a3b", "4xh200"),
-        ("qwen35_vl_moe_sft", "35b-a3b", "8xh100"),
-        ("qwen35_vl_moe_sft", "35b-a3b", "4xh200"),
+        *product(["qwen3_vl_moe_sft", "qwen3_omni_sft"], ["30b-a3b"], ["8xh100", "4xh200"]),
+        *product(["qwen35_vl_moe_sft"], ["35b-a3b"], ["8xh100", "4xh200"]),
         ("qwen3_vl_sft", "32b", "8xh100"),
         ("qwen3_vl_moe_sft", "235b-a22b", "4x8xh200"),
     ],
@@ -116,14 +108,8 @@ def test_experts_are_shared_out_where_rows_are_short_or_memory_is_small(
     """Adapters in rows of 16,384 tokens were fastest with all experts on an H200, and faster under EP 2 than under EP 4."""
     chosen = chosen_for("qwen3_vl_moe_lora", "30b-a3b", hardware, f"packing.budget={budget}")
     assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (ep, 1, 1)
-    held = memory(
-        model("qwen3_vl_moe_lora", "30b-a3b"),
-        chosen,
-        typical_row(chosen, model("qwen3_vl_moe_lora", "30b-a3b").cost),
-        4,
-        fused=True,
-    )
-    assert held[0].weights < weights
+    lora = model("qwen3_vl_moe_lora", "30b-a3b")
+    assert memory(lora, chosen, typical_row(chosen, lora.cost), 4, fused=True)[0].weights < weights
 
 
 @pytest.mark.parametrize(
@@ -146,14 +132,11 @@ def test_memory_for_rows_that_may_come(changes: tuple[str, ...], gb: float) -> N
 
 def test_measures_go_from_cheap_to_dear() -> None:
     given = ("parallel.tp=8", "parallel.pp=1", "parallel.cp=1")
-    found = {}
+    found = []
     for memory_gb in (140, 96, 80, 56):
         chosen = chosen_for("qwen3_vl_sft", "32b", "8xh200", *given, f"machine.memory_gb={memory_gb}")
-        found[memory_gb] = (chosen.train.exp_avg_sq_dtype, chosen.engine.recompute)
-    assert found[140] == ("fp32", "none")
-    assert found[96] == ("bf16", "none")
-    assert found[80] == ("bf16", "selective")
-    assert found[56][0] == "fp8"
+        found.append((chosen.train.exp_avg_sq_dtype, chosen.engine.recompute))
+    assert found[:3] == [("fp32", "none"), ("bf16", "none"), ("bf16", "selective")] and found[3][0] == "fp8"
     kept = chosen_for("qwen3_vl_sft", "32b", "8xh200", *given, "train.exp_avg_dtype=bf16")
     assert (kept.train.exp_avg_dtype, kept.train.exp_avg_sq_dtype) == ("bf16", "fp32")
 
@@ -322,7 +305,7 @@ def test_adapters_make_room() -> None:
     assert found.step["vision"] == pytest.approx(found.forward["vision"] * recipe.train.global_batch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small() -> Recipe:
     return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
 
@@ -336,10 +319,8 @@ def test_a_model_that_cannot_fit_is_refused_with_a_fix(small: Recipe, monkeypatc
     refuse_misfit(small, 1, 1)  # nothing is known
     for memory_there, fix in ((20_000_000, "take a smaller size="), (30_000_000, "set packing.budget lower")):
         monkeypatch.setattr(planning, "host_memory", lambda *_, size=memory_there: size)
-        with pytest.raises(ConfigError, match=fix) as caught:
+        with pytest.raises(ConfigError, match=f"{fix}.*zoo plan"):
             refuse_misfit(small, 1, 1)
-        assert "\n" not in str(caught.value)
-        assert "zoo plan" in str(caught.value)
 
 
 @pytest.mark.sampled(2)

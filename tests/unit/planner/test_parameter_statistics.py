@@ -10,22 +10,12 @@ from zoo.parallel.megatron.core_import import import_core
 from zoo.planner.parameters import ParameterStatistics
 
 PLANNED = {
-    "parallel.tp": 2,
-    "engine.recompute": "full",
-    "engine.precision": "bf16",
-    "train.exp_avg_dtype": "fp8",
-    "train.optimizer_offload_fraction": 0.5,
-    "train.global_batch": 64,
-    "packing.budget": 512,
-    "run.dir": "elsewhere",
-}
+    "parallel.tp": 2, "engine.recompute": "full", "engine.precision": "bf16", "train.exp_avg_dtype": "fp8",
+    "train.optimizer_offload_fraction": 0.5, "train.global_batch": 64, "packing.budget": 512, "run.dir": "elsewhere",
+}  # fmt: skip
 COUNTED = {
-    "lora.rank": 4,
-    "model.freeze": ["vision"],
-    "train.mtp_loss": 0.0,
-    "train.loss": "reward",
-    "train.optimizer": "muon",
-}
+    "lora.rank": 4, "model.freeze": ["vision"], "train.mtp_loss": 0.0, "train.loss": "reward", "train.optimizer": "muon",
+}  # fmt: skip
 
 
 def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +47,9 @@ def test_what_decides_a_models_parameters_is_counted_anew(monkeypatch: pytest.Mo
 def test_the_first_weights_of_a_part_are_in_memory_where_they_are_the_reference() -> None:
     """In the place of the part's weights alone; gradients and moments are those of any part that is trained."""
     import_core()
+    from zoo.planner.activations import typical_row
     from zoo.planner.memory import memory
     from zoo.planner.plan import model_of
-    from zoo.planner.rows import typical_row
 
     def planned(*keys: str) -> Any:
         recipe = validate(zoo.load_recipe("qwen3_vl_dpo_lora", ["size=4b", "hardware=1xh200", *keys]), 1)

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.slow
 RESULTS = Path(zoo.__file__).parents[1] / "benchmarks/results"
 
 
-def result_of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
 def tokens_per_second(result: dict[str, Any]) -> tuple[float, float]:
     """Estimated and measured, of the first setting of a result."""
     line = next(line for line in result["lines"] if line["way"] == "row" and line["backend"] == "torch")
@@ -35,16 +30,8 @@ def tokens_per_second(result: dict[str, Any]) -> tuple[float, float]:
     )
     given = [word for word in result["command"].split() if word.startswith("batch=")]
     batch = int(given[0].removeprefix("batch=")) if given else data_parallel(recipe, line["ranks"])
-    recipe = recipe.replace(
-        {
-            "engine.precision": "bf16",
-            "packing.budget": line["number"],
-            "machine.gpus": line["ranks"],
-            "machine.gpu": "h200",
-            "train.global_batch": batch,
-        }
-    )
-    recipe = validate(recipe, line["ranks"])
+    changes = {"engine.precision": "bf16", "packing.budget": line["number"], "train.global_batch": batch}
+    recipe = validate(recipe.replace({**changes, "machine.gpus": line["ranks"], "machine.gpu": "h200"}), line["ranks"])
     config = get_family(recipe.model.family).load("config").from_arch(dict(recipe.model.arch))
     tokens, some = line["real_tokens_per_step"] / batch, []
     for sample in receipts(config, result["samples"], result["longest"]):
@@ -58,33 +45,23 @@ def tokens_per_second(result: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["h200-row-1gpu", "h200-row-2gpus", "h200-row-4gpus", "h200-row-cp2", "h200-row-tp2cp2"]
-)
-def test_tokens_a_second(name: str) -> None:
-    estimated, measured = tokens_per_second(result_of(name))
-    assert estimated == pytest.approx(measured, rel=0.1)
-
-
-@pytest.mark.parametrize(
     "name",
     [
-        "h200-30b-ep4-ahead",
-        "h200-30b-24-layers-ep2",
-        "h200-lora-30b-a3b-quack",
-        "h200-lora-30b-ep2-4gpus",
-        "h200-lora-30b-ep4-beside",
-        "h200-lora-30b-ep1",
+        *(f"h200-row-{name}" for name in ("1gpu", "2gpus", "4gpus", "cp2", "tp2cp2")),
+        *(f"h200-30b-{name}" for name in ("ep4-ahead", "24-layers-ep2")),
+        *(f"h200-lora-30b-{name}" for name in ("a3b-quack", "ep2-4gpus", "ep4-beside", "ep1")),
     ],
 )
-def test_tokens_a_second_of_experts(name: str) -> None:
-    """Routers with random weights chose the experts of these runs, so their times include waits for the rank with most rows."""
-    estimated, measured = tokens_per_second(result_of(name))
+def test_tokens_a_second(name: str) -> None:
+    """Routers with random weights chose the experts of runs with such, so their times include waits for the rank with most rows."""
+    estimated, measured = tokens_per_second(json.loads((RESULTS / f"{name}.json").read_text()))
     assert estimated == pytest.approx(measured, rel=0.1)
 
 
 def test_experts_shared_out_over_experts_on_every_rank() -> None:
     """The test holds the ratio alone, as these runs multiplied with PyTorch's kernels."""
     (estimated, measured), (of_whole, measured_whole) = (
-        tokens_per_second(result_of(name)) for name in ("h200-moe-ep2", "h200-moe-ep1")
+        tokens_per_second(json.loads((RESULTS / f"{name}.json").read_text()))
+        for name in ("h200-moe-ep2", "h200-moe-ep1")
     )
     assert estimated / of_whole == pytest.approx(measured / measured_whole, rel=0.05)
