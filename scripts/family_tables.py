@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from zoo.config.compose import about, load_recipe
+from zoo.config.compose import about
 from zoo.config.files import size_names
 from zoo.config.recipes.matrix import matrix, recipe_names
 from zoo.registry import ModelFamily, families
 
 MODELS = Path(__file__).parents[1] / "models"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*\w")  # in the first line of a size's file
-BEGIN, END = "<!-- registered: written by scripts/family_tables.py -->", "<!-- end -->"
+BEGIN, END = "<!-- scripts/family_tables.py -->", "<!-- end -->"
 
 
 def code(names: Iterable[str]) -> str:
@@ -25,15 +25,11 @@ def code(names: Iterable[str]) -> str:
 def table(family: ModelFamily) -> str:
     """The block of a family: what it is registered with, the recipes that train it, and its sizes."""
     names = [name for name in recipe_names() if about(name)["family"] == family.name]
-    adapters = [name for name in names if load_recipe(name).lora.rank]
     inner = [f"; within `{family.within(part)}`: `{part}`" for part in family.inner]
     rows = [
         ("`model_type`", code(family.load("config").kinds)),
-        ("reads", ", ".join(family.modalities)),
-        ("parts (`model.freeze`)", code(family.parts) + "".join(inner)),
-        ("recipes, all weights", recipes(name for name in names if name not in adapters)),
-        ("recipes, adapters (LoRA)", recipes(adapters)),
-        ("parallelism, by test", code(family.proved)),
+        ("`model.freeze`", code(family.parts) + "".join(inner)),
+        ("recipes", recipes(names)),
         *((f"`size={size}`", about_size(family.name, size)) for size in size_names(family.name)),
     ]
     lines = ["| registered | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]

@@ -101,8 +101,8 @@ class Resolution:
 class Bridge:
     """A family's table. HF names in it are the published ones (those of the hub), which are what is written."""
 
-    name: str
-    rules: tuple[Rule, ...]
+    name: str  # the family's
+    rules: tuple[Rule, ...]  # which published tensors each parameter is made of
     pass_through: tuple[str, ...] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
     carry_files: tuple[str, ...] = ()
     """Names of files that transformers wants beside such tensors: copied as they are, never opened."""
