@@ -67,9 +67,9 @@ def test_links_are_those_of_the_site(path: str, link: str, wanted: str) -> None:
 
 
 def test_files_that_pages_link_to_become_pages() -> None:
-    found = set(HOOK.linked((REPO / "models/llava/README.md").read_text(), "models/llava/README.md"))
-    assert "models/llava/config.py" in found
-    assert "class " in HOOK.content("models/llava/config.py")
+    found = set(HOOK.linked((REPO / "models/qwen3_omni/README.md").read_text(), "models/qwen3_omni/README.md"))
+    assert "zoo/nn/towers/audio.py" in found
+    assert "def " in HOOK.content("zoo/nn/towers/audio.py")
     assert "- `test_site.py`" in HOOK.content("tests/unit")
 
 
