@@ -23,8 +23,8 @@ from zoo.config.locate import Place, look
 from zoo.config.schema import Recipe
 from zoo.errors import printable
 from zoo.pages import escape_markdown, render
+from zoo.tools.inspection.drawing import write_page
 from zoo.tools.inspection.lengths import Filling, Lengths
-from zoo.tools.inspection.page import write_page
 from zoo.tools.inspection.rows import KINDS, PackedRow, Segment, Span
 
 HOSTILE = "\"'><img src=x onerror=\"document.title='taken'\"></title></style></pre><script>document.title='taken'</script>{{ 7*7 }}"

@@ -105,7 +105,7 @@ def test_a_busy_loop_in_a_function_is_no_progress() -> None:
         moments = [progress.moment() for _ in range(200)]
         stop.set()
     assert len({moment.progress for moment in moments[1:]}) == 1
-    assert moments[-1].place.endswith("(calling format=my.py:spins)")
+    assert moments[-1].source_line.endswith("(calling format=my.py:spins)")
     assert user_code.called() == ""
 
 

@@ -51,34 +51,20 @@ class DataBenchOptions(Bounded):
 
 @dataclass(frozen=True)
 class DataBenchReport:
-    """What `zoo bench data` shows.
-
-    Attributes:
-        rows: in the source.
-        known: share of the rows whose size was known without encoding.
-        measured: rows a second whose size was found out, one after the other.
-        encoded: samples a second, one after the other, decoded by one worker.
-        tokens: tokens of those.
-        workers: processes that decode for the loader; 0: none but this one.
-        prepared_ms: milliseconds that a step's batches take to prepare, first step aside.
-        wait: share of the steps' time spent waiting, first step aside.
-        first_s: seconds until the first batches.
-        samples: that went through the loader while memory was watched.
-        memory: MiB in use by the process at each tenth of them, before the first as well.
-    """
+    """What `zoo bench data` shows."""
 
     options: DataBenchOptions
-    rows: int
-    known: float
-    measured: float
-    encoded: float
-    tokens: float
-    workers: int
-    prepared_ms: float
-    wait: float
-    first_s: float
-    samples: int
-    memory: list[float]
+    rows: int  # in the source
+    known: float  # share of the rows whose size was known without encoding
+    measured: float  # rows a second whose size was found out, one after the other
+    encoded: float  # samples a second, one after the other, decoded by one worker
+    tokens: float  # of those samples, a second
+    workers: int  # processes that decode for the loader; 0: none but this one
+    first_s: float  # seconds until the first batches
+    prepared_ms: float  # milliseconds that a later step's batches take to prepare
+    wait: float  # share of the later steps' time spent waiting
+    samples: int  # that went through the loader while memory was watched
+    memory: list[float]  # MiB in use by the process at each tenth of them, before the first as well
 
     @property
     def growth(self) -> float:
@@ -101,35 +87,26 @@ def run(options: DataBenchOptions) -> DataBenchReport:
 
 def _run(options: DataBenchOptions, recipe: Recipe) -> DataBenchReport:
     assembly = build.assemble(recipe)
-    processor = assembly.processor
-
-    single = decoder_for(replace(recipe.data, workers=1))
+    single, decoder = decoder_for(replace(recipe.data, workers=1)), decoder_for(recipe.data)
 
     def source(decoder: Decoder = single, **changed: Any) -> SampleSource:
         data = with_defaults(replace(recipe.data, **changed))
         more: JsonObject = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         more |= {"budget": recipe.packing.budget, "decoder": decoder}
-        return SampleSource.open(data.train, processor, data, **more)
-
-    decoder = decoder_for(recipe.data)
-
-    def loader(prefetch: bool, **changed: Any) -> BatchLoader:
-        cost = training_cost(assembly.config, recipe)
-        return BatchLoader(source(decoder, **changed), recipe, cost=cost, prefetch=prefetch)
+        return SampleSource.open(data.train, assembly.processor, data, **more)
 
     rows = source()
     some = list(map(SampleId, range(min(options.rows, len(rows)))))
-    known, measured = _measure(rows, some)
+    measured = _measure(rows, some)
     _encode(source(), some[:1])  # which starts the worker
-    encoded, tokens = _encode(source(), some)
-    first, prepared, wait = _wait(loader(prefetch=True), options)
-    samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
+    encoded = _encode(source(), some)
+    loader = BatchLoader(source(decoder), recipe, cost=training_cost(assembly.config, recipe), prefetch=True)
+    waited = _wait(loader, options)
+    watched = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
     for each in (decoder, single):
         each.close()
     workers = getattr(decoder, "count", 0)
-    return DataBenchReport(
-        options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
-    )
+    return DataBenchReport(options, len(rows), *measured, *encoded, workers, *waited, *watched)
 
 
 def _measure(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
@@ -209,12 +186,13 @@ def as_dict(report: DataBenchReport) -> JsonObject:
 def table(report: DataBenchReport) -> str:
     """The report in a few lines."""
     options = report.options
-    measured = (
-        f"{report.measured:,.0f} a second of a core from texts and headers, which gave the sizes of {report.known:.0%}"
-    )
+    measured = "by encoding them: data.augment changes their sizes"
+    if report.measured:
+        rate = f"{report.measured:,.0f} a second of a core from texts and headers"
+        measured = f"{rate}, which gave the sizes of {report.known:.0%}"
     lines = [
         f"{options.recipe} size={options.size}: {report.rows} rows",
-        f"rows measured     {measured if report.measured else 'by encoding them: data.augment changes their sizes'}",
+        f"rows measured     {measured}",
         f"samples encoded   {report.encoded:,.0f} a second of a core ({report.tokens:,.0f} tokens)",
         f"first step        after {report.first_s:.1f} s, with {report.workers} decoding workers",
         f"later steps       {report.prepared_ms:.0f} ms to prepare; of steps of {options.step_ms} ms, "

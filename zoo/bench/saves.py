@@ -22,7 +22,7 @@ class SaveBenchOptions:
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """Times in milliseconds, medians but for the shares. `beside`: steps during which a save was being written."""
+    """Times in milliseconds, medians but for the shares. `beside`: steps during which a save was written."""
 
     saves: int
     save_every: int  # steps from one save to the next
@@ -67,10 +67,9 @@ def report(lines: list[JsonObject]) -> SaveCosts:
     plain = statistics.median(away)
     stalls = [save["stall_ms"] for save in saves]
     slower = sum(steps[step] - plain for step in save_steps)
-    apart = [b["step"] - a["step"] for a, b in pairwise(saves)]
     return SaveCosts(
         saves=len(saves),
-        save_every=int(statistics.median(apart)),
+        save_every=int(statistics.median(later["step"] - save["step"] for save, later in pairwise(saves))),
         step_ms=plain,
         beside_ms=statistics.median(steps[step] for step in save_steps),
         steps_beside=len(save_steps),

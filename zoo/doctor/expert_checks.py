@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
+from zoo.doctor.inputs import BOUNDS, make_check, randn, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.experts import hopper, products
@@ -22,18 +22,19 @@ WITHOUT_TRITON = "it is left out where Triton is not installed"
 
 def expert_checks(subject: Subject) -> Iterator[Check]:
     """Checks of a subject's layers with experts."""
-    yield from _router(subject)
-    yield from _loads(subject)
-    yield from _experts(subject)
-    yield from _permutation(subject)
-
-
-def _router(subject: Subject) -> Iterator[Check]:
-    """Logits in fp32 of bf16 states and weights."""
     layer = subject.layer(sparse=True)
-    if layer is None or layer.mlp.router.weight.dtype != torch.bfloat16:
+    if layer is None:
         return
-    router, rows = layer.mlp.router, rows_of(subject)
+    if layer.mlp.router.weight.dtype == torch.bfloat16:
+        yield _router(subject, layer.mlp.router)
+    yield _loads(subject, layer.mlp.router)
+    yield _experts(subject, layer.mlp.experts, layer.mlp.router.topk)
+    yield _permutation(subject)
+
+
+def _router(subject: Subject, router: Any) -> Check:
+    """Logits in fp32 of bf16 states and weights."""
+    rows = rows_of(subject)
     experts, hidden = router.weight.shape
 
     def prepare() -> Trial:
@@ -44,16 +45,12 @@ def _router(subject: Subject) -> Iterator[Check]:
 
     kernel = "bf16 products" if subject.device.type == "cuda" else "torch"
     shape = f"{rows} tokens, {experts} experts, hidden {hidden}"
-    yield Check("router", kernel, shape, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
+    return make_check(subject, "router", kernel, shape, prepare)
 
 
-def _loads(subject: Subject) -> Iterator[Check]:
+def _loads(subject: Subject, router: Any) -> Check:
     """A router's top-k, and its choices and scores summed by expert for the auxiliary loss; every fifth token is padding."""
-    layer = subject.layer(sparse=True)
-    if layer is None:
-        return
-    rows, topk = rows_of(subject), layer.mlp.router.topk
-    experts = layer.mlp.router.weight.shape[0]
+    rows, topk, experts = rows_of(subject), router.topk, router.weight.shape[0]
 
     def prepare() -> Trial:
         # In fp32, as logits are: in half precision this would be another function.
@@ -72,16 +69,13 @@ def _loads(subject: Subject) -> Iterator[Check]:
 
     kernel = "zoo's Triton" if subject.device.type == "cuda" else "torch"
     shape = f"{rows} tokens, {topk} of {experts} experts"
-    yield Check("router_loads", kernel, shape, "fp32", BOUNDS["fp32"], WITHOUT_TRITON, prepare)
+    return Check("router_loads", kernel, shape, "fp32", BOUNDS["fp32"], WITHOUT_TRITON, prepare)
 
 
-def _experts(subject: Subject) -> Iterator[Check]:
+def _experts(subject: Subject, module: GroupedExperts, topk: int) -> Check:
     """Tokens to their experts, through them, and the sums of what comes back; half of the choices fall on other ranks' experts."""
-    layer = subject.layer(sparse=True)
-    if layer is None:
-        return
-    module, config = layer.mlp.experts, subject.config
-    experts, hidden, topk = config.num_moe_experts, config.hidden_size, layer.mlp.router.topk
+    config = subject.config
+    experts, hidden = config.num_moe_experts, config.hidden_size
     assert experts is not None
     tokens = -(-2 * rows_of(subject) // topk)
     local = tokens * topk // 2
@@ -105,18 +99,15 @@ def _experts(subject: Subject) -> Iterator[Check]:
             exact_output = references.experts(x[order // topk], probs.flatten()[order], weight1, weight2, counts)
             return torch.zeros_like(x).index_add(0, order // topk, exact_output)
 
-        weights = {"weight1": module.weight1, "weight2": module.weight2}
-        return Trial(run, exact, inputs, weights)
+        return Trial(run, exact, inputs, {"weight1": module.weight1, "weight2": module.weight2})
 
-    yield Check(
-        "experts",
-        _kernel(module, tokens * topk),
-        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {local} of {tokens} tokens' choices, some experts without any",
-        subject.precision,
-        BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
+    weights = module.weight1, module.weight2
+    kernel = "grouped_mm" if all(products.grouped(weight[0], weight) for weight in weights) else "torch"
+    if all(hopper.supports(weight[0], weight, tokens * topk) for weight in weights):
+        kernel = "quack"
+    sizes = f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}"
+    shape = f"{sizes}, {local} of {tokens} tokens' choices, some experts without any"
+    return make_check(subject, "experts", kernel, shape, prepare)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -132,18 +123,8 @@ class _GatherRows(torch.autograd.Function):
         return take(grad.unsqueeze(1), ctx.permutation.places), None
 
 
-def _kernel(module: GroupedExperts, rows: int) -> str:
-    """The library that multiplies so many rows."""
-    weights = module.weight1, module.weight2
-    if all(hopper.supports(weight[0], weight, rows) for weight in weights):
-        return "quack"
-    return "grouped_mm" if all(products.grouped(weight[0], weight) for weight in weights) else "torch"
-
-
-def _permutation(subject: Subject) -> Iterator[Check]:
+def _permutation(subject: Subject) -> Check:
     """Tokens to the experts of this rank, out of twice as many, and back."""
-    if subject.layer(sparse=True) is None:
-        return
     config, rows = subject.config, rows_of(subject)
     experts, topk, hidden = config.num_moe_experts, config.moe_router_topk, config.hidden_size
     assert experts is not None
@@ -169,7 +150,7 @@ def _permutation(subject: Subject) -> Iterator[Check]:
 
     sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
     kernel = "triton" if subject.device.type == "cuda" else "torch"
-    yield Check("permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], WITHOUT_TRITON, prepare)
+    return make_check(subject, "permutation", kernel, sizes, prepare, fix=WITHOUT_TRITON)
 
 
 class _ThereAndBack(torch.autograd.Function):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from zoo.doctor.layers import Subject
+from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.varlen import has_flash, has_flash4
 from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
@@ -14,6 +17,19 @@ BOUNDS = {"bf16": 1e-2, "fp32": 1e-4}
 MOST_TOKENS = 4096  # in a row that is tried; fp64 scores of longer segments would fill a GPU
 LENGTHS = (1098, 3, 771, 64, 1, 517, 65, 127, 300, 2, 640, 130)  # segments: around chunks, single, long
 FP32_IS_PLAIN = "engine.precision=fp32 runs plain PyTorch"  # the fix where no other is known
+
+
+def make_check(
+    subject: Subject,
+    name: str,
+    kernel: str,
+    shape: str,
+    prepare: Callable[[], Trial],
+    bounds: dict[str, float] = BOUNDS,
+    fix: str = FP32_IS_PLAIN,
+) -> Check:
+    """A check in the subject's precision, whose bound is that of `bounds`."""
+    return Check(name, kernel, shape, subject.precision, bounds[subject.precision], fix, prepare)
 
 
 def row_layout(subject: Subject) -> PackedLayout:

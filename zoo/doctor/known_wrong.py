@@ -53,15 +53,9 @@ def _te_attention(groups: ProcessGroupCollection, layout: PackedLayout, heads: i
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         config = TransformerConfig(
-            num_layers=1,
-            hidden_size=heads * width,
-            num_attention_heads=heads,
-            num_query_groups=kv_heads,
-            kv_channels=width,
-            attention_dropout=0.0,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-        )
+            num_layers=1, hidden_size=heads * width, num_attention_heads=heads, num_query_groups=kv_heads,
+            kv_channels=width, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
+        )  # fmt: skip
         core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
         params = SeqParams.from_layout(layout)
         shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
@@ -89,8 +83,7 @@ def _flash4(layout: PackedLayout, width: int) -> Check:
     heads = 16
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        of_row = layout.cu_seqlens, layout.max_seqlen
-        return varlen_attention(q, k, v, *of_row, width**-0.5, causal=False, pad=False)
+        return varlen_attention(q, k, v, layout.cu_seqlens, layout.max_seqlen, width**-0.5, causal=False, pad=False)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)

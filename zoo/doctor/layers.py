@@ -71,14 +71,12 @@ class Subject:
         for layer in self.model.decoder.layers:
             short = attention_window(self.config, layer.layer_number) is not None
             if windowed or short:
-                layer_type = windowed and short
+                fits = windowed and short
             elif linear:
-                layer_type = hasattr(layer.self_attention, "in_proj")
+                fits = hasattr(layer.self_attention, "in_proj")
             else:
-                layer_type = (
-                    hasattr(layer.mlp, "experts") if sparse else isinstance(layer.self_attention, SelfAttention)
-                )
-            if layer_type:
+                fits = hasattr(layer.mlp, "experts") if sparse else isinstance(layer.self_attention, SelfAttention)
+            if fits:
                 return layer
         return None
 
@@ -116,9 +114,8 @@ def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
     local.full_heads = None if full is None else replace(full, groups=full.groups // parallel.tp)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     linear = config.linear_attention_freq or [0] * config.num_layers
-    assert isinstance(sparse, list) and isinstance(linear, list)
     windowed = config.window_attn_skip_freq or [0] * config.num_layers
-    assert isinstance(windowed, list)
+    assert isinstance(sparse, list) and isinstance(linear, list) and isinstance(windowed, list)
     kinds = sorted(set(zip(sparse, linear, windowed, strict=True)))
     local.num_layers, local.mtp_num_layers = len(kinds), None
     if config.num_moe_experts:
@@ -144,8 +141,7 @@ def _towers(model: MegatronModule) -> Iterator[TowerHeads]:
         modules = list(getattr(model, name).modules())
         block = next((module for module in modules if is_block(module)), None)
         for module in modules:
-            heads = getattr(module, "num_heads", None)
-            width = getattr(module, "head_dim", None)
+            heads, width = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
             if isinstance(heads, int) and isinstance(width, int) and hasattr(module, "config"):
                 yield TowerHeads(name, module, heads, width, block)
                 break

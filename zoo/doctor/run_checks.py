@@ -80,13 +80,12 @@ def run_checks(
             checks to be made here.
     """
     start, seen = time.perf_counter(), set[str]()
-    results: list[tuple[str, CheckResult]] = []
+    results, suspected = list[tuple[str, CheckResult]](), list[CheckResult]()
     for name, build in subjects:
         for result in _results(build(), seen, only, skip, elsewhere):
             results.append((name, result))
             report(name, result)
         free_memory()
-    suspected = []
     for check in known_wrong:
         with unrefused():
             suspected.append(run_check(check))

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from zoo.doctor import references
 from zoo.doctor.inputs import (
-    BOUNDS,
     FP32_IS_PLAIN,
     fused_name,
+    make_check,
     randn,
     real_tokens,
     row_layout,
     row_shape,
     spans,
     varlen_name,
-)
+)  # fmt: skip
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention import gated_delta_net
@@ -51,64 +51,32 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
     layer = subject.layer()
     if layer is None:
         return
-    config, layout = subject.config, row_layout(subject)
-    sizes = _sizes(layer.self_attention)
+    shape = row_shape(row_layout(subject))
 
-    def check(name: str, shape: str, prepare: Callable[[Subject, Any], Trial], chosen: Any = layer) -> Check:
-        precision = subject.precision
-        kernel = core_name(chosen.self_attention, subject)
-        fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
-        return Check(
-            name, kernel, shape, precision, BOUNDS[precision], fix, lambda: prepare(subject, chosen.self_attention)
-        )
+    def check(name: str, rows: str, prepare: Callable[[Subject, Any], Trial], module: Any) -> Check:
+        heads, groups, width = _attention_sizes(module)
+        kernel = type(module.core_attention).__name__
+        fix = "engine.backend=torch"
+        if not kernel.startswith("TE"):
+            kernel, fix = varlen_name(subject, width), FP32_IS_PLAIN
+        sizes = f"{heads} heads / {groups} KV x {width}"
+        return make_check(subject, name, kernel, f"{sizes}, {rows}", lambda: prepare(subject, module), fix=fix)
 
     both = (
-        check("attention", f"{sizes}, {row_shape(layout)}", _packed_attention),
-        check("attention_padded", f"{sizes}, 4 padded rows", _padded_attention),
+        check("attention", shape, _packed_attention, layer.self_attention),
+        check("attention_padded", "4 padded rows", _padded_attention, layer.self_attention),
     )
     yield from both if subject.recipe.packing.mode == "thd" else reversed(both)
     short = subject.layer(windowed=True)
     if short is not None:
-        seen = f"window of {attention_window(config, short.layer_number)}, two-way runs"
-        sizes = _sizes(short.self_attention)
-        yield check("attention_window", f"{sizes}, {row_shape(layout)}, {seen}", _windowed_attention, short)
-
-
-def _sizes(module: MegatronModule) -> str:
-    heads, groups, width = _attention_sizes(module)
-    return f"{heads} heads / {groups} KV x {width}"
-
-
-def _windowed_attention(subject: Subject, module: MegatronModule) -> Trial:
-    """A quarter of each segment, but 256 tokens at most, sees itself both ways, as an image does."""
-    heads, groups, width = _attention_sizes(module)
-    layout = row_layout(subject).to(subject.device)
-    q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
-    middles = [(start + (stop - start) // 2, (stop - start) // 4) for start, stop in spans(layout)]
-    runs = tuple((first, first + min(256, count)) for first, count in middles if count)
-    params = SeqParams.from_layout(layout, None, BidirectionalSpans(runs))
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)
-        return out.reshape(layout.total, heads, width)
-
-    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = attention_window(subject.config, module.layer_number)
-        scale = _scale(subject, width)
-        return references.attention(q, k, v, spans(layout), scale, True, window, runs)
-
-    return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
+        window = attention_window(subject.config, short.layer_number)
+        rows = f"{shape}, window of {window}, two-way runs"
+        yield check("attention_window", rows, _packed_attention, short.self_attention)
 
 
 def _scale(subject: Subject, width: int) -> float:
     scale = subject.config.softmax_scale
     return width**-0.5 if scale is None else scale
-
-
-def core_name(module: MegatronModule, subject: Subject) -> str:
-    """What a layer's core attention runs as on this device."""
-    name = type(module.core_attention).__name__
-    return name if name.startswith("TE") else varlen_name(subject, module.config.kv_channels)
 
 
 def _attention_sizes(module: MegatronModule) -> tuple[int, int, int]:
@@ -119,17 +87,21 @@ def _attention_sizes(module: MegatronModule) -> tuple[int, int, int]:
 
 
 def _packed_attention(subject: Subject, module: MegatronModule) -> Trial:
+    """In a layer with a window, a quarter of each segment (256 tokens at most) sees itself both ways, as an image does."""
     heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
-    params = SeqParams.from_layout(layout)
+    window = attention_window(subject.config, module.layer_number)
+    middles = [(start + (stop - start) // 2, (stop - start) // 4) for start, stop in spans(layout)]
+    runs = tuple((first, first + min(256, count)) for first, count in middles if count and window is not None)
+    params = SeqParams.from_layout(layout, None, BidirectionalSpans(runs))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.core_attention(q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params)
         return out.reshape(layout.total, heads, width)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return references.attention(q, k, v, spans(layout), _scale(subject, width), causal=True)
+        return references.attention(q, k, v, spans(layout), _scale(subject, width), True, window, runs)
 
     return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
 
@@ -196,15 +168,8 @@ def _inputs(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes) -> Ch
         }
         return Trial(run, exact, inputs, real=real_tokens(layout, subject.device))
 
-    return Check(
-        "delta_inputs",
-        fused_name(subject),
-        f"{channels} channels, width {taps}, {heads} gates, {row_shape(layout)}",
-        subject.precision,
-        BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
+    shape = f"{channels} channels, width {taps}, {heads} gates, {row_shape(layout)}"
+    return make_check(subject, "delta_inputs", fused_name(subject), shape, prepare)
 
 
 def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, wanted: str) -> Check:
@@ -220,16 +185,14 @@ def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, w
         "fla": "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'",
         "flash_qla": "leave engine.delta_rule out: flash-linear-attention works the rule then",
     }
-    return Check(
-        "delta_rule",
-        kernel,
-        f"{sizes.key_heads} key heads x {sizes.key_width}, {sizes.value_heads} value heads x {sizes.value_width}, "
-        f"{row_shape(layout)}",
-        subject.precision,
-        DELTA_RULE_BOUNDS[subject.precision],
-        fixes.get(kernel, FP32_IS_PLAIN),
-        lambda: delta_rule_trial(subject.device, subject.dtype, layout, sizes, run),
-    )
+    keys, values = (sizes.key_heads, sizes.key_width), (sizes.value_heads, sizes.value_width)
+    shape = f"{keys[0]} key heads x {keys[1]}, {values[0]} value heads x {values[1]}, {row_shape(layout)}"
+
+    def prepare() -> Trial:
+        return delta_rule_trial(subject.device, subject.dtype, layout, sizes, run)
+
+    fix = fixes.get(kernel, FP32_IS_PLAIN)
+    return make_check(subject, "delta_rule", kernel, shape, prepare, DELTA_RULE_BOUNDS, fix)
 
 
 def delta_rule_trial(

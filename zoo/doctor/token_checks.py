@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, fused_name, randn, row_layout, rows_of
+from zoo.doctor.inputs import fused_name, make_check, randn, row_layout, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands
-FP8_BOUND = 0.06  # 3 bits of mantissa on either side of a product
+FP8_BOUNDS = {"bf16": 0.06, "fp32": 0.06}  # 3 bits of mantissa on either side of a product
 LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of probabilities
 
 
@@ -39,28 +39,16 @@ def token_checks(subject: Subject) -> Iterator[Check]:
 
 def _fp8_product(subject: Subject) -> Check:
     """The widest linear of a layer: its rounding alone is a few percent off, a wrong layout of scales a hundred."""
-    width = subject.config.hidden_size
-    out = subject.config.ffn_hidden_size
+    rows, width, out = rows_of(subject) - 1, subject.config.hidden_size, subject.config.ffn_hidden_size
     assert out is not None
-    rows = rows_of(subject) - 1
 
     def prepare() -> Trial:
-        def run(x: Tensor, weight: Tensor) -> Tensor:
-            return fp8_linear(x, weight)
+        inputs = {"x": randn(subject, rows, width), "weight": randn(subject, out, width)}
+        return Trial(lambda x, weight: fp8_linear(x, weight), torch.nn.functional.linear, inputs)
 
-        return Trial(
-            run, torch.nn.functional.linear, {"x": randn(subject, rows, width), "weight": randn(subject, out, width)}
-        )
-
-    return Check(
-        "fp8_linear",
-        "zoo's Triton, cuBLAS" if subject.device.type == "cuda" else "torch",
-        f"{width} to {out}, {rows} tokens",
-        subject.precision,
-        FP8_BOUND,
-        "engine.fp8=false",
-        prepare,
-    )
+    kernel = "zoo's Triton, cuBLAS" if subject.device.type == "cuda" else "torch"
+    shape = f"{width} to {out}, {rows} tokens"
+    return make_check(subject, "fp8_linear", kernel, shape, prepare, FP8_BOUNDS, "engine.fp8=false")
 
 
 def _norms(subject: Subject) -> Iterator[Check]:
@@ -68,11 +56,9 @@ def _norms(subject: Subject) -> Iterator[Check]:
     attention = layer.self_attention if layer is not None else None
     heads = config.num_attention_heads
     first = subject.model.decoder.layers[0].input_layernorm
-    norms: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
+    yield _norm(subject, "norm", first, (config.hidden_size,))
     if attention is not None and getattr(attention, "q_layernorm", None) is not None:
-        norms.append(("qk_norm", attention.q_layernorm, (heads, attention.config.kv_channels)))
-    for name, module, shape in norms:
-        yield _norm(subject, name, module, shape)
+        yield _norm(subject, "qk_norm", attention.q_layernorm, (heads, attention.config.kv_channels))
     linear = subject.layer(linear=True)
     if linear is not None:
         yield _gated_norm(subject, linear.self_attention.out_norm)
@@ -93,10 +79,7 @@ def _gated_norm(subject: Subject, module: MegatronModule) -> Check:
         inputs = {"x": randn(subject, rows, heads, width), "gate": randn(subject, rows, heads, width)}
         return Trial(lambda x, gate: module(x, gate), exact, inputs, {"weight": module.weight})
 
-    sizes = f"{rows} x {heads} x {width}"
-    return Check(
-        "gated_norm", fused_name(subject), sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
-    )
+    return make_check(subject, "gated_norm", fused_name(subject), f"{rows} x {heads} x {width}", prepare)
 
 
 def _norm(subject: Subject, name: str, module: MegatronModule, shape: tuple[int, ...]) -> Check:
@@ -124,8 +107,7 @@ def _norm(subject: Subject, name: str, module: MegatronModule, shape: tuple[int,
 
     kind = ", zero-centred" if zero_centred else ""
     sizes = " x ".join(map(str, (rows, *shape)))
-    kernel = type(module).__name__
-    return Check(name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
+    return make_check(subject, name, type(module).__name__, sizes + kind, prepare)
 
 
 def _rotary(subject: Subject) -> Iterator[Check]:
@@ -151,16 +133,13 @@ def _rotary(subject: Subject) -> Iterator[Check]:
         if attention.is_plain:
             return _heads(subject, attention, turn, exact)
 
-        def run(x: Tensor) -> Tensor:
-            return apply_rotary(x[:, None], *turn)[:, 0]
-
-        return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
+        inputs = {"x": randn(subject, layout.total, heads, width)}
+        return Trial(lambda x: apply_rotary(x[:, None], *turn)[:, 0], exact, inputs)
 
     sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
     if attention.is_plain:
         sizes += f", {attention.num_query_groups_per_partition} groups" + ", normed" * bool(attention.q_layernorm)
-    bound = ROTARY_BOUNDS[subject.precision]
-    yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
+    yield make_check(subject, "rotary", fused_name(subject), sizes, prepare, ROTARY_BOUNDS)
 
 
 def _heads(
@@ -169,7 +148,7 @@ def _heads(
     """Queries, keys, values and gates side by side; `turned`: what the reference makes of heads (T, H, D), their angles being `turn`."""
     config, width = subject.config, attention.config.kv_channels
     groups, gated = attention.num_query_groups_per_partition, bool(config.attention_output_gate)
-    repeats, centered = (attention.num_attention_heads_per_partition // groups, config.layernorm_zero_centered_gamma)
+    repeats, centered = attention.num_attention_heads_per_partition // groups, config.layernorm_zero_centered_gamma
     parts = [repeats] * (2 if gated else 1) + [1, 1]
     norms = {"queries": attention.q_layernorm, "keys": attention.k_layernorm}
     weights = {name: norm.weight for name, norm in norms.items() if norm is not None}
@@ -205,8 +184,7 @@ def _swiglu(subject: Subject) -> Check:
         inputs = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
         return Trial(lambda x, probs: glu(x, activation, probs), exact, inputs)
 
-    bound = BOUNDS[subject.precision]
-    return Check("swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, FP32_IS_PLAIN, prepare)
+    return make_check(subject, "swiglu", fused_name(subject), f"{rows} x {width}", prepare)
 
 
 def _output_gate(subject: Subject) -> Check:
@@ -214,14 +192,10 @@ def _output_gate(subject: Subject) -> Check:
     rows, channels = rows_of(subject), heads * (width or 0)
 
     def prepare() -> Trial:
-        def exact(x: Tensor, gate: Tensor) -> Tensor:
-            return x * gate.sigmoid()
-
         inputs = {name: randn(subject, rows, channels) for name in ("x", "gate")}
-        return Trial(output_gate, exact, inputs)
+        return Trial(output_gate, lambda x, gate: x * gate.sigmoid(), inputs)
 
-    sizes, bound = f"{rows} x {channels}", BOUNDS[subject.precision]
-    return Check("output_gate", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
+    return make_check(subject, "output_gate", fused_name(subject), f"{rows} x {channels}", prepare)
 
 
 def _loss(subject: Subject) -> Check:
@@ -235,21 +209,11 @@ def _loss(subject: Subject) -> Check:
             weight.normal_(0, 2 * hidden**-0.5)  # a head that has learned something
         targets = torch.randint(vocab, (len(rows),), device=subject.device)
 
-        def run(x: Tensor) -> Tensor:
-            return subject.model._head(x, rows, targets)
-
         def exact(x: Tensor, weight: Tensor) -> Tensor:
             return references.cross_entropy(x[:, 0], weight, rows, targets)
 
-        x = randn(subject, layout.total, 1, hidden)
-        return Trial(run, exact, {"x": x}, {"weight": weight}, exact=torch.float32)
+        inputs, weights = {"x": randn(subject, layout.total, 1, hidden)}, {"weight": weight}
+        return Trial(lambda x: subject.model._head(x, rows, targets), exact, inputs, weights, exact=torch.float32)
 
-    return Check(
-        "loss",
-        fused_name(subject),
-        f"vocabulary {vocab}, hidden {hidden}, {len(rows)} labels",
-        subject.precision,
-        LOSS_BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
+    shape = f"vocabulary {vocab}, hidden {hidden}, {len(rows)} labels"
+    return make_check(subject, "loss", fused_name(subject), shape, prepare, LOSS_BOUNDS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, fused_name, randn, row_shape, spans, varlen_name
+from zoo.doctor.inputs import fused_name, make_check, randn, row_shape, spans, varlen_name
 from zoo.doctor.layers import Subject, TowerHeads
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.towers.attention import NAME as VARLEN_TOWER
@@ -62,15 +62,8 @@ def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
         parameters = dict(block.named_parameters())
         return Trial(lambda x: block(x, layout.cu_seqlens, **arguments), exact, {"x": x}, parameters)
 
-    return Check(
-        f"{tower.tower}_block",
-        fused_name(subject),
-        f"{tower.heads} heads x {tower.width}, {row_shape(layout)}",
-        subject.precision,
-        BLOCK_BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
+    shape = f"{tower.heads} heads x {tower.width}, {row_shape(layout)}"
+    return make_check(subject, f"{tower.tower}_block", fused_name(subject), shape, prepare, BLOCK_BOUNDS)
 
 
 def _tower(subject: Subject, tower: TowerHeads) -> Check:
@@ -100,12 +93,5 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
         return Trial(run, exact, {"q": q, "k": k, "v": v})
 
     kernel = varlen_name(subject, width) if varlen else tower.implementation
-    return Check(
-        f"{tower.tower}_attention",
-        kernel,
-        f"{heads} heads x {width}, {row_shape(layout)}",
-        subject.precision,
-        BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
+    shape = f"{heads} heads x {width}, {row_shape(layout)}"
+    return make_check(subject, f"{tower.tower}_attention", kernel, shape, prepare)

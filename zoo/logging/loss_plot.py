@@ -32,9 +32,8 @@ def plot_losses(folder: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, 2 if evals else 1, figsize=(11 if evals else 7, 4), layout="constrained", squeeze=False
-    )
+    count, width = (2, 11) if evals else (1, 7)
+    figure, panels = pyplot.subplots(1, count, figsize=(width, 4), layout="constrained", squeeze=False)
     _losses(panels[0, 0], steps, evals)
     if evals:
         _exact_match(panels[0, 1], evals)
@@ -54,18 +53,11 @@ def _losses(axis: Axes, steps: list[JsonObject], evals: list[JsonObject]) -> Non
     axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
     axis.plot(x, smoothed(y), color="tab:blue", linewidth=2, label="training, smoothed")
     if len(good) < len(steps):
-        axis.plot(
-            [r["step"] for r in steps if "skipped" in r], [0] * (len(steps) - len(good)), "x", color="tab:red",
-            label="not applied", clip_on=False,
-        )  # fmt: skip
+        skipped = [r["step"] for r in steps if "skipped" in r]
+        axis.plot(skipped, [0] * len(skipped), "x", color="tab:red", label="not applied", clip_on=False)
     if evals:
-        axis.plot(
-            [r["step"] for r in evals],
-            [_height(r.get("loss")) for r in evals],
-            "o-",
-            color="tab:orange",
-            label="held out",
-        )
+        x, y = [r["step"] for r in evals], [_height(r.get("loss")) for r in evals]
+        axis.plot(x, y, "o-", color="tab:orange", label="held out")
     axis.set(xlabel="optimizer step", ylabel="loss (nats a label)", ylim=(0, None), title="loss")
     axis.grid(alpha=0.3)
     axis.legend()

@@ -21,7 +21,7 @@ def at_start(
     recipe: Recipe,
     *,
     parameters: int,
-    beside: tuple[int, int],
+    with_adapters: tuple[int, int],
     kept_frozen: Sequence[str],
     updated: tuple[int, int],
     steps: str,
@@ -32,14 +32,14 @@ def at_start(
 
     Args:
         parameters: those of this rank, adapters included.
-        beside: the adapters' parameters among them, and those that are trained whole beside adapters.
+        with_adapters: the adapters' parameters among them, and those that are trained whole next to adapters.
         kept_frozen: weights of `lora.whole_parts` that PEFT can't save apart.
         updated: of the trained ones, those that train.optimizer=muon gives to Muon, and all.
         steps: the number of steps, as `steps_of` has it.
         rows: of data.train; None for a stream.
         eval_rows: of data.eval; None where nothing is evaluated.
     """
-    adapters, whole = beside
+    adapters, whole = with_adapters
     share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
     share += f" and {whole / 1e6:.2f} M trained whole" if whole else ""
     if adapters and recipe.train.preference and not recipe.lora.keep_dropout:
@@ -53,10 +53,8 @@ def at_start(
         evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
     below = f" | {warning}" if (warning := random_base(recipe)) else ""
     if kept_frozen:
-        below += (
-            f" | {', '.join(kept_frozen)} of lora.whole_parts stays as it is: PEFT saves whole modules, and the one that has it holds "
-            "other parts too"
-        )
+        why = "PEFT saves whole modules, and the one that has it holds other parts too"
+        below += f" | {', '.join(kept_frozen)} of lora.whole_parts stays as it is: {why}"
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
         f"{', '.join(_names(recipe.data.train))}, {evaluates} | {steps}{below}"
@@ -113,18 +111,16 @@ def at_end(summary: JsonObject, losses: Sequence[float], folder: Path, bad_steps
     done, total = summary["steps"], summary["total_steps"]
     if summary["interrupted"]:
         remaining = "train on" if done < total else "evaluate and export"
-        yield (
-            f"stopped at step {done} of {total}, saved in {summary['checkpoint']}; run the same command again to {remaining}"
-        )
+        saved = f"stopped at step {done} of {total}, saved in {summary['checkpoint']}"
+        yield f"{saved}; run the same command again to {remaining}"
     elif losses:
         if summary.get("stopped"):
             yield f"stopped at step {done} of {total}: {summary['stopped']}"
-        plot = folder / "plots" / "loss.png"
-        seen = folder / "plots" / "predictions.png"
-        if seen.is_file():
-            yield f"what the model answers to held-out rows: {seen}"
+        plots = folder / "plots"
+        if (plots / "predictions.png").is_file():
+            yield f"what the model answers to held-out rows: {plots / 'predictions.png'}"
         known = [loss for loss in losses if math.isfinite(loss)] or [math.nan]  # a step without labels has none
-        yield f"loss {known[0]:.4f} -> {known[-1]:.4f} in {done} steps; plot: {plot}"
+        yield f"loss {known[0]:.4f} -> {known[-1]:.4f} in {done} steps; plot: {plots / 'loss.png'}"
 
 
 def reason(interrupted: bool, preempted: bool, finished: bool, stopped: bool) -> str:

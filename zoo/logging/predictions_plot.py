@@ -83,9 +83,8 @@ def plot_predictions(folder: Path, step: int, predictions: Sequence[Prediction],
     title = f"{folder.resolve().name}: answers to held-out rows at step {step:,}"
     title = title if len(title) <= 80 else f"{ELLIPSIS}{title[-79:]}"
     figure.text(0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False)
-    figure.text(
-        0.985, (1 + top) / 2, f"{right} of {len(predictions)} right", fontsize=12, color=QUIET, ha="right", va="center"
-    )
+    score = f"{right} of {len(predictions)} right"
+    figure.text(0.985, (1 + top) / 2, score, fontsize=12, color=QUIET, ha="right", va="center")
     grid = figure.add_gridspec(rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12)
     for number, prediction in enumerate(predictions):
         _card(figure, grid[number // COLUMNS, number % COLUMNS], prediction, decoder)
@@ -107,7 +106,8 @@ def _card(figure: Figure, spec: Any, prediction: Prediction, decoder: Decoder) -
     back.axvspan(0, 0.012, color=colour)
     left, text = spec.subgridspec(1, 2, width_ratios=(1.15, 1), wspace=0.02)
     panels = list(_panels(prediction.row, decoder))[:PANELS]
-    inner = left.subgridspec(3, max(len(panels), 1) + 2, width_ratios=(0.06, *[1] * max(len(panels), 1), 0.02), height_ratios=(0.06, 1, 0.06), wspace=0.06)  # fmt: skip
+    widths = (0.06, *[1] * max(len(panels), 1), 0.02)
+    inner = left.subgridspec(3, len(widths), width_ratios=widths, height_ratios=(0.06, 1, 0.06), wspace=0.06)
     for number, (kind, content) in enumerate(panels):
         (_draw_audio if kind == "sound" else _draw_image)(figure, inner[1, number + 1], content)
     if not panels:
@@ -122,10 +122,8 @@ def _card(figure: Figure, spec: Any, prediction: Prediction, decoder: Decoder) -
     axis.text(0, 0.93, fit.lines(prediction.row.kind or "row", 8, 0.7, 1), fontsize=8, color=QUIET, **style)
     axis.text(0.98, 0.93, "\N{CHECK MARK} right" if prediction.right else "\N{BALLOT X} wrong", fontsize=10, color=colour, weight="bold", ha="right", **style)  # fmt: skip
     axis.text(0, 0.80, fit.lines(prediction.prompt, 8.5, 0.98, _LINES), fontsize=8.5, color=INK, **style)
-    for y, name, said, shade in (
-        (0.42, "answer", prediction.answer, INK),
-        (0.22, "model", prediction.prediction, colour),
-    ):
+    texts = ((0.42, "answer", prediction.answer, INK), (0.22, "model", prediction.prediction, colour))
+    for y, name, said, shade in texts:
         axis.text(0, y, name, fontsize=8, color=QUIET, **style)
         text, size = fit.answer(said or "(nothing)")
         axis.text(0.17, y + 0.015, text, fontsize=size, color=shade, weight="bold", **style)

@@ -23,13 +23,11 @@ class StepLine:
         self._line = live_line(stream)
         self.live = self._line.live
         self.start = time.monotonic()
-        self._columns, self._width = (
-            0,
-            0,
-        )  # of the terminal and of the bar, which does not change with each number beside it
+        # Of the terminal, and of the bar, whose width does not change with each number next to it.
+        self._columns, self._width = 0, 0
 
-    def step(self, metrics: JsonObject, beside: str = "") -> None:
-        """Show a step's metrics (`step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`) and `beside`."""
+    def step(self, metrics: JsonObject, note: str = "") -> None:
+        """Show a step's metrics (`step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`) and `note`."""
         step = metrics["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
         tokens = metrics["real_tokens"] / max(metrics["step_ms"], 1e-3) * 1e3
@@ -43,7 +41,7 @@ class StepLine:
             (f"pad {metrics['pad_fraction']:.1%}", 5),
             (f"data {metrics['data_wait']:.0%}", 4),
             (f"ETA {clock(rate * (self.total - step))}", 0),
-            *([(beside, 1)] if beside else []),
+            *([(note, 1)] if note else []),
         ]
         if self.live:
             self._line.show(self._with_bar(parts, step))

@@ -137,10 +137,8 @@ _FIELDS: dict[str, Check] = {  # of a step or of an event
     "counts": are_counts, "by_kind": are_scores,
 }  # fmt: skip
 _SUMMARY: dict[str, Check] = {
-    "steps": is_count,
-    "total_steps": is_count,
-    "metrics": lambda value: isinstance(value, dict),
-}
+    "steps": is_count, "total_steps": is_count, "metrics": lambda value: isinstance(value, dict),
+}  # fmt: skip
 
 
 def _is_record(record: object) -> bool:
@@ -158,9 +156,8 @@ def run_of(model: Model) -> str:
     if isinstance(model, TrainResult):
         return model.run_dir
     if not isinstance(model, str | Path | Recipe):
-        raise UserError(
-            f"a {type(model).__name__} is no checkpoint: a path, a hub id, a recipe or the result of zoo.train is wanted"
-        )
+        wanted = "a path, a hub id, a recipe or the result of zoo.train is wanted"
+        raise UserError(f"a {type(model).__name__} is no checkpoint: {wanted}")
     if not isinstance(model, Recipe):
         path = expanded(model)
         is_recipe = path.suffix in (".yaml", ".yml") or (str(model) in recipe_names() and not path.exists())
@@ -169,7 +166,6 @@ def run_of(model: Model) -> str:
     recipe = load_recipe(model)
     folder = expanded(run_folder(recipe))
     if not folder.is_dir():
-        raise UserError(
-            f"recipe {recipe.recipe}: its run folder {folder} does not exist; train it first, or name another checkpoint"
-        )
+        missing = f"its run folder {folder} does not exist"
+        raise UserError(f"recipe {recipe.recipe}: {missing}; train it first, or name another checkpoint")
     return str(folder)

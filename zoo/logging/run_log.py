@@ -34,12 +34,8 @@ def environment() -> JsonObject:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "gpus": gpus,
-        "packages": {name: installed_version(name) for name in PACKAGES},
-    }
+    packages = {name: installed_version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "system": platform.platform(), "gpus": gpus, "packages": packages}
 
 
 def append_event(folder: Path, name: str, step: int, **fields: object) -> None:
@@ -87,21 +83,21 @@ class RunLog:
     def _forget_after(self, done: int) -> None:
         """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
         for path in (self.folder / "train.jsonl", self.folder / PREDICTIONS):
-            if path.is_file():
-                kept = []
-                for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                    record = line_of_json(line)  # None: a line that a killed run left half-written
-                    step = 0 if record is None else record.get("step", 0)
-                    if record is not None and (record.get("event") == "end" or (is_count(step) and step <= done)):
-                        kept.append(f"{line}\n")
-                write_atomically(path, "".join(kept))
+            if not path.is_file():
+                continue
+            kept = []
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                record = line_of_json(line) or {"step": None}  # of a line that a killed run left half-written
+                step = record.get("step", 0)
+                if record.get("event") == "end" or (is_count(step) and step <= done):
+                    kept.append(f"{line}\n")
+            write_atomically(path, "".join(kept))
 
-    def step(self, metrics: JsonObject, beside: object = None) -> None:
-        """One optimizer step: a line in train.jsonl, the progress line; `beside`: a save under way, say."""
-        if not self.main:
-            return
-        self._line(metrics)
-        self.progress.step(metrics, "" if beside is None else str(beside))
+    def step(self, metrics: JsonObject, save: object = None) -> None:
+        """One optimizer step: a line in train.jsonl, the progress line; `save`: the one under way, as text."""
+        if self.main:
+            self._line(metrics)
+            self.progress.step(metrics, "" if save is None else str(save))
 
     def correct_total(self, step: int, total_steps: int) -> None:
         """Go by another number of steps from now on; said where it is over 1 % off what was said last, or at the last step."""
@@ -126,7 +122,7 @@ class RunLog:
         self.say(f"eval at step {step}: loss {metrics['loss']:.4f}{accuracy}{match} ({kinds})")
 
     def predictions(self, step: int, predictions: Sequence[Prediction]) -> tuple[Path, str] | None:
-        """Answers to some held-out rows: a block of lines, predictions.jsonl and the picture; returns picture and block."""
+        """Answers to some held-out rows: a block of lines, predictions.jsonl and the plot; returns plot and block."""
         if not self.main or not predictions:
             return None
         with contextlib.closing(Lines(self.folder / PREDICTIONS)) as lines:

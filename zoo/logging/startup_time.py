@@ -88,9 +88,8 @@ def _compiled_anew() -> str | None:
     sample = cached[:: max(1, len(cached) // _SAMPLE)]
     if 2 * sum(os.path.exists(path) for path in sample) > len(sample):
         return None
-    why = (
-        "PYTHONDONTWRITEBYTECODE is set; unset it"
-        if sys.dont_write_bytecode
-        else "their folders can't be written; set PYTHONPYCACHEPREFIX to one that can"
-    )
-    return f"imports compiled most of {len(cached):,} Python files, as every start will here, because {why}, and they take less than half the time"
+    why = "their folders can't be written; set PYTHONPYCACHEPREFIX to one that can"
+    if sys.dont_write_bytecode:
+        why = "PYTHONDONTWRITEBYTECODE is set; unset it"
+    compiled = f"imports compiled most of {len(cached):,} Python files, as every start will here"
+    return f"{compiled}, because {why}, and they take less than half the time"

@@ -133,14 +133,8 @@ class StepTimes:
         cause = max(excess, key=lambda part: excess[part])
         if excess[cause] < over / 3:
             cause = "compute"
-        rank = {}
+        event: JsonObject = {"seconds": round(slowest["step"], 3), "median": round(usual["step"], 3), "cause": cause}
         if cause in ("data", "tower") and len(ranks) > 1:
             column = columns[PARTS.index(cause)]
-            rank = {"rank": column.index(max(column))}
-        return {
-            "seconds": round(slowest["step"], 3),
-            "median": round(usual["step"], 3),
-            "cause": cause,
-            **rank,
-            **{f"{part}_seconds": round(slowest[part], 3) for part in PARTS},
-        }
+            event["rank"] = column.index(max(column))
+        return event | {f"{part}_seconds": round(slowest[part], 3) for part in PARTS}

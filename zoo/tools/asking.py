@@ -37,6 +37,7 @@ from zoo.launch.prepare import world_size
 from zoo.logging.result import Model, run_of
 from zoo.model.meta_model import family_of
 from zoo.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
+from zoo.parallel.world import World
 from zoo.types import JsonObject
 
 # Keys that hold for a model that is asked, of the sections that serve training; and those of data that serve training alone.
@@ -101,12 +102,10 @@ def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[R
         if rows is None or (isinstance(rows, str) and rows == AUTO):
             recipe, entries = _own_rows(recipe, settings, str(path))
         else:
-            entries = [
-                _as_read_by_run(
-                    parse_entry(write_entry(entry, Path(folder) / f"rows-{number}", root, "rows"), "rows"), settings
-                )
-                for number, entry in enumerate(entries_of(_parsed(rows), "rows"))
-            ]
+            entries = []
+            for number, entry in enumerate(entries_of(_parsed(rows), "rows")):
+                written = write_entry(entry, Path(folder) / f"rows-{number}", root, "rows")
+                entries.append(_as_read_by_run(parse_entry(written, "rows"), settings))
             if not any(Path(entry.path or "").is_relative_to(folder) for entry in entries):  # rows by name
                 _say_where_rows_differ(recipe, settings, entries)
         if not entries:
@@ -114,7 +113,8 @@ def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[R
         check_entries([], entries)
         for entry in entries:
             check_entry(entry, "rows")
-        yield for_rows(recipe, [plain_entry(_without(entry, overridden)) for entry in entries])
+        unlimited: JsonObject = {name: None for name in SHARED if f"data.{name}" in overridden}
+        yield for_rows(recipe, [plain_entry(replace(entry, **unlimited)) for entry in entries])
 
 
 def _refuse_training_keys(overrides: Overrides) -> None:
@@ -139,8 +139,7 @@ def check_counts(**counts: object) -> None:
 
 def for_rows(recipe: Recipe, entries: Sequence[object]) -> Recipe:
     """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
-    ranks = world_size(recipe)
-    replicas = max(1, data_parallel(recipe, ranks))
+    replicas = max(1, data_parallel(recipe, world_size(recipe)))
     return recipe.replace(
         {
             "data.eval": list(entries),
@@ -153,10 +152,14 @@ def for_rows(recipe: Recipe, entries: Sequence[object]) -> Recipe:
 
 def open_asked(recipe: Recipe, processor: Processor, max_rows: int | None = None) -> SampleSource:
     """The samples of data.eval, of `max_rows` of them at most."""
-    return SampleSource.open(
-        recipe.data.eval, processor, recipe.data, max_rows=max_rows, evaluation=True,
-        budget=recipe.packing.budget, align=recipe.packing.align or 1,
-    )  # fmt: skip
+    limits: JsonObject = {"budget": recipe.packing.budget, "align": recipe.packing.align or 1, "max_rows": max_rows}
+    return SampleSource.open(recipe.data.eval, processor, recipe.data, evaluation=True, **limits)
+
+
+def say_left_out(source: SampleSource, world: World) -> None:
+    """Say on the first rank's stderr which rows of the source were left out."""
+    if source.counts and world.is_main:
+        print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
 
 
 def _parsed(rows: AskedRows) -> AskedRows:
@@ -209,12 +212,6 @@ def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
     if told:
         _say(f"rows of {entry} are read as the run's: {', '.join(told)}")
     return replace(entry, **more)
-
-
-def _without(entry: DataEntry, overridden: set[str]) -> DataEntry:
-    """The entry without limits of its own for which an override has others."""
-    changes: JsonObject = {name: None for name in SHARED if f"data.{name}" in overridden}
-    return replace(entry, **changes)
 
 
 def _at(recipe: Recipe, key: str) -> Any:

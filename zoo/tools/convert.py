@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from zoo.bridge import Dims, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge import ExportWriter, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import check_room
 from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.record import ChecksumsWhileReading
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, DTYPE_NAMES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
-from zoo.bridge.mapping.table import Entry
 from zoo.bridge.native import (
     FORMAT,
     PASS_THROUGH,
@@ -74,19 +73,8 @@ class Conversion:
     layouts: Mapping[str, str] = field(default_factory=dict)  # `zoo.bridge.native.layouts_of` what is read
     check_source: Callable[[], None] = lambda: None  # raises where the source is damaged; called at the end
     card: str | None = None  # text of its README.md
-    dtypes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of published tensors that share a tensor of zoo's with wider ones
-
-    @property
-    def planned(self) -> list[Planned]:
-        """All tensors, in the order in which they are written."""
-        return [tensor for job in self.jobs for tensor in job.planned]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors, in bytes."""
-        return sum(tensor.nbytes for tensor in self.planned)
+    # Dtypes of published tensors that share a tensor of zoo's with wider ones.
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 @preserve_process_state()
@@ -169,13 +157,11 @@ def convert(
 def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """bf16, fp16 or fp32, by that name or torch's; None stays. Raises UserError for any other."""
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    by_name = known | {str(candidate).removeprefix("torch."): candidate for candidate in known.values()}
     name = str(dtype).removeprefix("torch.")
-    for short, candidate in known.items():
-        if name in (short, str(candidate).removeprefix("torch.")):
-            return candidate
-    if dtype is not None:
+    if dtype is not None and name not in by_name:
         raise UserError(f"dtype={dtype}: wanted one of {', '.join(known)}")
-    return None
+    return by_name.get(name)
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -194,16 +180,11 @@ def _plan_zoo(
     arch = read_arch(origin.files)
     plan = build_meta_model(arch, reader.names())
     conversion = to_zoo_jobs(reader, plan, dtype, allow)
-    about = {
-        "format": FORMAT,
-        "family": plan.family.name,
-        "dtypes": dict(conversion.dtypes),
-        "allow": list(allow),
-        "allowed": list(conversion.allowed),
-        "source": name,
-        "layouts": dict(conversion.layouts),
-    }
     changed = _changes(arch, dtype, conversion.allowed)
+    about = {
+        "format": FORMAT, "family": plan.family.name, "source": name, "dtypes": dict(conversion.dtypes),
+        "allow": list(allow), "allowed": list(conversion.allowed), "layouts": dict(conversion.layouts), "changed": changed,
+    }  # fmt: skip
 
     def write_side_files(folder: Path) -> None:
         (folder / HF_PART).mkdir()
@@ -211,9 +192,8 @@ def _plan_zoo(
         if (origin.files / CARD).is_file():
             shutil.copyfile(origin.files / CARD, folder / HF_PART / CARD)
         plain = unquantised(arch)
-        config = plain if dtype is None else with_dtype(plain, dtype)
-        _write_json(folder / HF_PART / "config.json", config)
-        _write_json(folder / ABOUT, {**about, "changed": changed})
+        _write_json(folder / HF_PART / "config.json", plain if dtype is None else with_dtype(plain, dtype))
+        _write_json(folder / ABOUT, about)
 
     text = card.converted(origin, arch, changed, native=True)
     return replace(conversion, part=WEIGHTS_PART, write_side_files=write_side_files, card=text)
@@ -236,7 +216,7 @@ def _plan_hf(origin: Place, reader: SafetensorsFolder, dtype: torch.dtype | None
     conversion = to_hf_jobs(origin.folder, reader, plan, dtype, allow)
     config = arch
     if plan.bridge.export_config is not None:
-        config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
+        config = plan.bridge.export_config(config, [tensor.name for job in conversion.jobs for tensor in job.planned])
     if dtype is not None:
         config = with_dtype(config, dtype)
     allowed = [*about.get("allowed", ()), *conversion.allowed]
@@ -265,28 +245,23 @@ def to_zoo_jobs(
     """How each tensor of a Hugging Face folder becomes one of zoo's own weights."""
     resolution = plan.bridge.resolve(reader.names(), plan.parameters, plan.dims, allow)
     allowed = [*resolution.allowed, *pass_over(resolution, reader, allow)]
-    there = [(name, plan.parameters[name]) for name in resolution.entries]
-    entries = fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
+    parameters = [(name, plan.parameters[name]) for name in resolution.entries]
+    entries = fit_shapes(parameters, resolution, reader, plan.dims, ShardInfo())
     jobs = [
         to_zoo(entries[name], tuple(parameter.shape), resolution.source, reader, plan.dims, dtype)
-        for name, parameter in there
+        for name, parameter in parameters
         if not (plan.dims.tied and entries[name].rule.tied_to)
     ]
     names = {actual: published for published, actual in resolution.source.items()}
-    pass_through = [copy_job(actual, reader, names[actual], to_zoo=True) for actual in resolution.passed_through]
     dtypes = {
         published: DTYPE_NAMES[stored]
         for job in jobs
-        for published in _parts(entries[job.planned[0].name], plan.dims)
+        for entry in [entries[job.planned[0].name]]
+        for published in entry.layout.all_names(entry.binding, plan.dims.experts)
         if (stored := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
     }
-    jobs += pass_through
+    jobs += [copy_job(actual, reader, names[actual], to_zoo=True) for actual in resolution.passed_through]
     return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()), dtypes=dtypes)
-
-
-def _parts(entry: Entry, dims: Dims) -> list[str]:
-    """The published tensors that one of zoo's is made of."""
-    return entry.layout.all_names(entry.binding, dims.experts)
 
 
 def to_hf_jobs(
@@ -295,8 +270,8 @@ def to_hf_jobs(
     """How each of zoo's own tensors in a folder becomes the published ones, in the layouts and dtypes that the folder records."""
     dtypes = published_dtypes(folder)
     resolution = native(plan.bridge).resolve(reader.names(), plan.parameters, plan.dims, allow)
-    there = [(name, plan.parameters[name]) for name in resolution.entries]
-    fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
+    parameters = [(name, plan.parameters[name]) for name in resolution.entries]
+    fit_shapes(parameters, resolution, reader, plan.dims, ShardInfo())
     published = in_layouts(plan.bridge.publish(resolution.entries), read_layouts(folder), folder)
     plan.bridge.published_names(published.values(), plan.dims)
 
@@ -319,10 +294,12 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
     """The folder, whole or not at all."""
     try:
         writer.begin()
-        check_room(writer, conversion.nbytes)
-        progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
+        planned = [tensor for job in conversion.jobs for tensor in job.planned]
+        nbytes = sum(tensor.nbytes for tensor in planned)
+        check_room(writer, nbytes)
+        progress = Progress(f"writing {writer.target.name}", nbytes)
         native_part = conversion.part == WEIGHTS_PART
-        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, checksums=native_part)
+        shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes, checksums=native_part)
         try:
             run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
         finally:

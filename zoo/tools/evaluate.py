@@ -5,7 +5,6 @@ The loss is that of an evaluation while training; the answers are those of `zoo.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
 from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
-from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
+from zoo.tools.asking import AskedRows, asked, check_counts, open_asked, say_left_out
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import batch_sums, recipe_batches
 from zoo.types import JsonMapping, JsonObject
@@ -35,20 +34,15 @@ from zoo.types import JsonMapping, JsonObject
 class Evaluation:
     """The result of :func:`evaluate`.
 
-    Attributes:
-        rows: how many were evaluated.
-        loss: mean over labels by their weights, in nats; as evaluations while training have it.
-        scores: by name, over the rows that have the score.
-        by_kind: the same of each kind of row: `rows`, `loss` and its scores.
-        predictions: of each row, in order: `source`, `kind`, `task`, `prompt`, `answer` (None: plain text), `answers`, `prediction`,
-            `finish`, `scores`, `loss` (mean over its labels).
+    Each of `predictions`, in the order of the rows, has `source`, `kind`, `task`, `prompt`, `answer` (None: plain text), `answers`,
+    `prediction`, `finish`, `scores` and `loss` (mean over its labels).
     """
 
-    rows: int
-    loss: float
-    scores: dict[str, float]
-    by_kind: dict[str, dict[str, float]]
-    predictions: list[JsonObject] = field(default_factory=list)
+    rows: int  # how many were evaluated
+    loss: float  # mean over labels by their weights, in nats; as evaluations while training have it
+    scores: dict[str, float]  # by name, over the rows that have the score
+    by_kind: dict[str, dict[str, float]]  # of each kind of row: `rows`, `loss` and its scores
+    predictions: list[JsonObject] = field(default_factory=list)  # of each row
 
 
 @preserve_process_state()
@@ -108,8 +102,7 @@ def evaluate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         asked = [number for number, row in rows.items() if row.text is None]
         kept = KeptRows(options.get("kept"), generator.decoding.world)
         said = generator.all(source.rows, asked, keep=kept.add) if asked else {}
-        if source.counts and generator.decoding.world.is_main:
-            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        say_left_out(source, generator.decoding.world)
         return [_of_row(rows[number], losses[number], said.get(number)) for number in losses]
 
 
@@ -166,7 +159,6 @@ def summed(rows: Sequence[JsonMapping], scores: Scores) -> Evaluation:
         kind: {name: total / (weight or 1.0) for name, (total, weight) in table.items()}
         for kind, table in tables.items()
     }
-    kinds = sorted(kind for kind in counts if kind is not None)
-    loss = means[None].pop("loss", 0.0)
-    by_kind = {kind: {"rows": counts[kind], **means[kind]} for kind in kinds}
-    return Evaluation(counts[None], loss, means[None], by_kind, predictions)
+    total, loss = counts.pop(None), means[None].pop("loss", 0.0)
+    by_kind = {kind: {"rows": counts[kind], **means[kind]} for kind in sorted(filter(None, counts))}
+    return Evaluation(total, loss, means[None], by_kind, predictions)

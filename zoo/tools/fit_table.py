@@ -47,12 +47,10 @@ class Cell:
     def __str__(self) -> str:
         if self.chosen is None or self.bytes is None:
             return "-"
-        cuts = [
-            f"{name}{size}" for name in ("tp", "pp", "cp", "ep") if (size := getattr(self.chosen.parallel, name)) > 1
-        ]
-        marks = MOMENTS.get(self.chosen.train.exp_avg_sq_dtype, "")
-        marks += RECOMPUTE.get(self.chosen.engine.recompute, "")
-        return " ".join([f"{self.bytes / 1e9:.0f}", *cuts, *([marks] if marks else [])])
+        sizes = {name: getattr(self.chosen.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+        cuts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        marks = MOMENTS.get(self.chosen.train.exp_avg_sq_dtype, "") + RECOMPUTE.get(self.chosen.engine.recompute, "")
+        return " ".join(filter(None, [f"{self.bytes / 1e9:.0f}", *cuts, marks]))
 
     def as_dict(self) -> JsonObject:
         """The cell for machines."""

@@ -36,7 +36,7 @@ from zoo.tools.asking import AskedRows, asked, check_counts, for_rows, recipe_of
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.types import JsonMapping, JsonObject
 
-Media = Any  # a file, a picture, an array, bytes; or a list of these
+Media = Any  # a file, an image, an array, bytes; or a list of these
 
 
 @preserve_process_state()
@@ -61,8 +61,7 @@ def generate(
     """Answer some rows, or one prompt, in separate processes.
 
     Args:
-        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
-            recipe, or recipe's name or file (adapters included).
+        path: a checkpoint, as `zoo.evaluate` takes it.
         rows: as `zoo.evaluate` takes them, "auto" for those that the run held out. A row's last answer is left out of its prompt; a
             dict may end with the question.
         overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
@@ -75,8 +74,7 @@ def generate(
         seed: of the draws.
         batch: most prompts that are answered at once.
         max_rows: answer the first so many rows only.
-        out: a file to write the result to, one JSON object a line; a failed call leaves the former file, and says where rows are
-            that were done.
+        out: a file to write the result to, as `zoo.evaluate` takes it.
         here: a single rank runs in this process, as in the command `zoo generate`.
 
     Returns:
@@ -99,8 +97,8 @@ def generate(
         asked_rows = [with_stand_in(row) for row in asked_rows]
     with out_file(out) as file, asked(path, asked_rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
-        options = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones, "max_rows": most}
-        options["kept"] = file.kept and str(file.kept)
+        options: JsonObject = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones}
+        options |= {"max_rows": most, "kept": file.kept and str(file.kept)}
         task, ranks = "zoo.tools.generate:generate_here", world_size(recipe)
         answers: list[JsonObject] = run_task(task, recipe, ranks, options, fresh=not here)
         file.write(answers)
@@ -140,8 +138,8 @@ class Chat:
         prompt = self._generator.prompt(whole, answered=False)
         (tokens,) = self._generator.decoding.answer([prompt.sample], [len(row["messages"])])
         answer: str = self._generator.result(prompt, tokens)["text"]
-        said = {"role": "assistant", "content": answer or STAND_IN}
-        self._row = row | {"messages": [*row["messages"], said]}
+        row["messages"].append({"role": "assistant", "content": answer or STAND_IN})
+        self._row = row
         return answer
 
 
@@ -158,10 +156,9 @@ def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iter
 
 def prompt_row(text: str, files: Mapping[str, Media]) -> JsonObject:
     """A row with a question, the media before its text, files by absolute paths."""
-    named = {kind: list(media) if isinstance(media, list | tuple) else [media] for kind, media in files.items()}
-    marks = "".join(f"<{kind}>" * len(media) for kind, media in named.items())
-    media = {
-        MEDIA[kind]: [str(Path(x).absolute()) if isinstance(x, str | os.PathLike) else x for x in media]
-        for kind, media in named.items()
-    }
-    return {"messages": [{"role": "user", "content": marks + text}], **media}
+    marks, row = "", dict[str, Any]()
+    for kind, media in files.items():
+        media = list(media) if isinstance(media, list | tuple) else [media]
+        marks += f"<{kind}>" * len(media)
+        row[MEDIA[kind]] = [str(Path(x).absolute()) if isinstance(x, str | os.PathLike) else x for x in media]
+    return {"messages": [{"role": "user", "content": marks + text}], **row}

@@ -65,15 +65,12 @@ def hf_logprobs(weights: Place, rows: str | Path, overrides: Overrides = ()) -> 
     processor = build.assemble(recipe).processor
     kind = transformers_class(arch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {
-        "dtype": torch.float32,
-        "experts_implementation": "eager",  # grouped products refuse narrow experts
-        "use_safetensors": True,  # no pickle
-        "trust_remote_code": False,
-    }
-    if quantisation(arch):  # what such a folder holds is of bf16
-        how = transformers.FineGrainedFP8Config(dequantize=True)
-        options |= {"dtype": torch.bfloat16, "quantization_config": how}
+    # No pickle, no code of the folder's; grouped products refuse narrow experts.
+    options = {"use_safetensors": True, "trust_remote_code": False, "experts_implementation": "eager"}
+    options["dtype"] = torch.float32
+    if quantisation(arch):  # such a folder holds the bytes of a bf16 model
+        options["dtype"] = torch.bfloat16
+        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
     with _without_bars():
         whole = kind.from_pretrained(weights.folder, **options)
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
@@ -84,26 +81,16 @@ def hf_logprobs(weights: Place, rows: str | Path, overrides: Overrides = ()) -> 
             continue
         limits = MediaLimits.from_data(recipe.data)
         sample, inputs = processor.encode_both(
-            row,
-            video_fps=limits.video_fps,
-            max_frames=limits.max_frames,
-            labels=recipe.data.labels,
-            pixels=limits.pixels,
-            decoder=decoder_for(recipe.data),
-        )
+            row, video_fps=limits.video_fps, max_frames=limits.max_frames, labels=recipe.data.labels,
+            pixels=limits.pixels, decoder=decoder_for(recipe.data),
+        )  # fmt: skip
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
         logits = model(**moved).logits[0, :-1].float()
         targets = sample.input_ids[1:].to(device)
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
         labels = sample.labels.clone()
         labels[0] = -100
-        scored.append(
-            {
-                "source": row.source,
-                "skipped": processor.incomparable(sample),
-                "token_ids": sample.input_ids.tolist(),
-                "labels": labels.tolist(),
-                "logprobs": [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()],
-            }
-        )
+        values = {"token_ids": sample.input_ids.tolist(), "labels": labels.tolist()}
+        values["logprobs"] = [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()]
+        scored.append({"source": row.source, "skipped": processor.incomparable(sample), **values})
     return scored

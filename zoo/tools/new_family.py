@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
@@ -85,17 +86,15 @@ def lay_out(name: str, root: Path, *, package: bool, vision: bool = False) -> li
         raise UserError(
             f"new-family {name}: {root} is no checkout of zoo; --package lays the family out as a package of your own"
         )
-    made = {
-        root / pattern.format(name=name): _filled(template, name, package, vision)
-        for template, pattern in (PACKAGE if package else REPOSITORY).items()
-    }
-    there = [str(path) for path in made if path.exists()]
-    if there:
-        raise UserError(f"new-family {name}: {', '.join(there)}: there already; nothing was written")
-    for path, text in made.items():
+    templates = PACKAGE if package else REPOSITORY
+    paths = {root / pattern.format(name=name): template for template, pattern in templates.items()}
+    existing = [str(path) for path in paths if path.exists()]
+    if existing:
+        raise UserError(f"new-family {name}: {', '.join(existing)}: there already; nothing was written")
+    for path, template in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    return list(made)
+        write_atomically(path, _filled(template, name, vision))
+    return list(paths)
 
 
 def checkout() -> Path:
@@ -103,27 +102,18 @@ def checkout() -> Path:
     return Path(zoo.__file__).absolute().parents[1]
 
 
-def _filled(template: str, name: str, package: bool, vision: bool) -> str:
+def _filled(template: str, name: str, vision: bool) -> str:
     """A template's text, without blank lines where it has nothing to say."""
-    words = name.split("_")
-    values = {
-        "name": name,
-        "title": " ".join(word.capitalize() for word in words),
-        "prefix": "".join(word.capitalize() for word in words),
-        **(VISION if vision else TEXT),
-    }
+    words = [word.capitalize() for word in name.split("_")]
+    values = {"name": name, "title": " ".join(words), "prefix": "".join(words), **(VISION if vision else TEXT)}
     for key in ("modalities", "parts"):
         quoted = [f'"{word}"' for word in values[key].split()]
         values[f"{key}_tuple"] = f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
-    arch = _read("arch").substitute(values).rstrip("\n")
-    imports = [
-        f"from support.{values['rows']} import {values['examples']}",
-        f"from support.tiny_{name} import write_tiny_{name}",
-    ]
-    values |= {"imports": "\n".join(sorted(imports)), "arch": arch}
-    text = _read(template).substitute(values)
-    return re.sub(r"\n{3,}$", "\n", re.sub(r"\n\n\n+(?=\S)", "\n\n\n", text)).rstrip("\n") + "\n"
+    rows = f"from support.{values['rows']} import {values['examples']}"
+    values["imports"] = "\n".join(sorted([rows, f"from support.tiny_{name} import write_tiny_{name}"]))
+    values["arch"] = _substituted("arch", values).rstrip("\n")
+    return re.sub(r"\n\n\n+(?=\S)", "\n\n\n", _substituted(template, values)).rstrip("\n") + "\n"
 
 
-def _read(template: str) -> Template:
-    return Template((TEMPLATES / f"{template}.txt").read_text(encoding="utf-8"))
+def _substituted(template: str, values: Mapping[str, str]) -> str:
+    return Template((TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")).substitute(values)

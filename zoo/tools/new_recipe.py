@@ -24,6 +24,8 @@ from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.media.sizes import SampleSize
+from zoo.data.sample import Sample
 from zoo.data.sources.formats.labelled_media import LABELLED
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.mixture import SampleId
@@ -102,8 +104,7 @@ def look_at_data(name: str) -> FoundData:
             raise error from None
     if not data.rows:  # of the formats that have to be named, the one that reads most rows
         named = [_look({**data.entry, "format": form}) for form in (*LABELLED, *SET_FORMATS)]
-        best = max(named, key=lambda candidate: len(candidate.rows))
-        data = best if best.rows else data
+        data = max([data, *named], key=lambda candidate: len(candidate.rows))
     if not data.rows:
         why = f", the first: {data.bad[0]}" if data.bad else ""
         raise UserError(f"data={name}: none of its rows can be used{why}")
@@ -154,9 +155,9 @@ def look_at_model(name: str, data: FoundData) -> FoundModel:
     fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
     if not fitting:
         raise UserError(f"model={name}: no recipe comes with zoo for the family {family}")
-    description = f"{families()[family].title}" + (f", {size(_bytes(source))} of weights" if _bytes(source) else "")
+    weights = f", {size(_bytes(source))} of weights" if _bytes(source) else ""
     adapters = matrix()[fitting[0]]._replace(adapter=LORA).name
-    return FoundModel(fitting[0], adapters, name, source, description)
+    return FoundModel(fitting[0], adapters, name, source, families()[family].title + weights)
 
 
 def prefers_adapters(model: FoundModel) -> bool:
@@ -186,19 +187,17 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
                 raise
             data = _look({**data.entry, "prompt": ""})
             measured = _measure(recipe, data)
-    title = about(base)["description"]
     lines = [
         f"# Written by `zoo init`. It trains with: zoo train recipe={out}",
         f"# What it takes: zoo plan recipe={out}. Packed rows as a picture: zoo inspect recipe={out}",
-        f"base: {base}  # {title}",
+        f"base: {base}  # {about(base)['description']}",
     ]
     if model.init == "random":
         lines.append(f"size: {_tiny(base)}  # random weights; `zoo list` shows the published sizes")
     else:
+        parts = ", ".join(families()[recipe.model.family].parts[:-1])
         lines += ["model:", f"  init: {_yaml(model.init)}  # {model.description}"]
-        lines.append(
-            f"  # freeze: [{', '.join(families()[recipe.model.family].parts[:-1])}]  # parts that stay as they are"
-        )
+        lines.append(f"  # freeze: [{parts}]  # parts that stay as they are")
     lines += ["", *_data_lines(data, measured), *_length_lines(recipe, data, measured), *_more_lines(recipe, out)]
     text = "\n".join(lines) + "\n"
     with tempfile.TemporaryDirectory(prefix="zoo-init-") as folder:
@@ -220,9 +219,8 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
         lines.append(f"      {held_out}" if data.total >= 50 else f"      # {held_out}")
     bad = [*data.bad, *measured.bad]
     if bad:
-        lines.append(
-            f"  on_error: skip  # {len(bad)} rows that were looked at can't be used; bad_rows.jsonl will list them"
-        )
+        why = f"{len(bad)} rows that were looked at can't be used; bad_rows.jsonl will list them"
+        lines.append(f"  on_error: skip  # {why}")
         lines += [f"    # {' '.join(str(error).split())[:160]}" for error in bad[:3]]
     media = (setting for row in data.rows for setting in (*row.images, *row.videos, *row.audios))
     if any(isinstance(file, str) for setting in media for file in files_of(setting)):
@@ -233,20 +231,16 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
 def _length_lines(recipe: Recipe, data: FoundData, measured: Measured) -> list[str]:
     """Keys under which the rows fit that were measured."""
     budget = recipe.packing.budget
-    if not measured.longest:
-        return [f"# packing: {{budget: {budget}}}  # tokens of a row, and the most of one sample"]
-    comment = f"the longest row that was looked at has {measured.longest:,} tokens"
+    comment = "tokens of a row, and the most of one sample"
+    if measured.longest:
+        comment = f"the longest row that was looked at has {measured.longest:,} tokens"
     if measured.longest <= budget:
         return [f"# packing: {{budget: {budget}}}  # {comment}"]
-    lines, least = [], measured.longest
     if measured.longest_text <= budget and _shrinks(recipe, data):
-        lines.append(
-            f"  overlong: shrink  # media of rows over packing.budget are made smaller: {measured.over} of those looked at"
-        )
-        least = budget
-    if least > budget:
-        lines += ["packing:", f"  budget: {-(-least // 512) * 512}  # {comment}; more tokens take more memory"]
-    return lines
+        rows = f"{measured.over} of those looked at"
+        return [f"  overlong: shrink  # media of rows over packing.budget are made smaller: {rows}"]
+    wanted = -(-measured.longest // 512) * 512
+    return ["packing:", f"  budget: {wanted}  # {comment}; more tokens take more memory"]
 
 
 def _more_lines(recipe: Recipe, out: Path) -> list[str]:
@@ -273,18 +267,15 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
     lengths: list[tuple[int, bool]] = []
     for number, row in enumerate(data.rows):
         try:
-            measured = source.measure(SampleId(number))
-            if (
-                measured is None and not lengths
-            ):  # as of compressed sound: what is wrong with a row shows when it is encoded
-                sample = source.sample(SampleId(number))
-                lengths += [(sample.length, bool(row.media))] if sample is not None else []
+            sized: SampleSize | Sample | None = source.measure(SampleId(number))
+            # As of compressed audio: what is wrong with a row shows when it is encoded.
+            sized = source.sample(SampleId(number)) if sized is None and not lengths else sized
         except RowError as error:
             if not (data.bundled and error.cause == "modality"):  # those are skipped
                 bad.append(error)
             continue
-        if measured is not None:
-            lengths.append((measured.length, bool(row.media)))
+        if sized is not None:
+            lengths.append((sized.length, bool(row.media)))
     if len(bad) == len(data.rows):
         raise UserError(f"none of the {len(bad)} rows looked at can be used by this model, the first: {bad[0]}")
     longest = max((length for length, _ in lengths), default=0)
@@ -317,9 +308,7 @@ def _recipe_for(data: FoundData) -> str:
     ranked = sorted(fitting, key=lambda family: (len(family.modalities), -len(size_names(family.name))))
     for family in ranked:
         for name in root_recipes():
-            known = about(name)
-            plain = known["family"] == family.name and known["tiny_size"] is None
-            if plain:
+            if about(name)["family"] == family.name and about(name)["tiny_size"] is None:
                 return name
     raise UserError(f"no family that comes with zoo takes {' and '.join(sorted(media))}")
 

@@ -23,13 +23,13 @@ class OutFile:
 
     Attributes:
         path: the file, links followed; None: there is none.
-        kept: a file beside it for the rows that are done meanwhile (`KeptRows`); None: they are not kept.
+        kept: a file next to it for the rows that are done meanwhile (`KeptRows`); None: they are not kept.
     """
 
     def __init__(self, out: str | Path | None) -> None:
         """Raises UserError or OSError for a place that can't be written to."""
         self.path = self.kept = None
-        self._is_main = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, one
+        self.is_main = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, one
         if out is None:
             return
         if not str(out):
@@ -41,7 +41,7 @@ class OutFile:
             self.path = path
             return
         self.path = path.resolve()
-        if self._is_main:
+        if self.is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.kept = _new_file(self.path)
         else:
@@ -49,7 +49,7 @@ class OutFile:
 
     def write(self, rows: Iterable[JsonMapping]) -> None:
         """Write all rows; OSError leaves the former file, and the rows that are kept."""
-        if self.path is None or not self._is_main:
+        if self.path is None or not self.is_main:
             return
         text = "".join(f"{line_of(row)}\n" for row in rows)
         if self.kept is None:
@@ -61,7 +61,7 @@ class OutFile:
 
     def rows_kept(self) -> int:
         """How many rows the file beside it has; without any it is removed."""
-        if self.kept is None or not self._is_main:
+        if self.kept is None or not self.is_main:
             return 0
         with contextlib.suppress(OSError):
             with self.kept.open("rb") as file:
@@ -70,11 +70,6 @@ class OutFile:
                 return count
             self.kept.unlink()
         return 0
-
-    def done(self) -> None:
-        """Everything is written: remove the rows that were kept."""
-        if self.kept is not None and self._is_main:
-            self.kept.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -99,7 +94,8 @@ def out_file(out: str | Path | None) -> Iterator[OutFile]:
         if count:
             print(f"zoo: {where}", file=sys.stderr, flush=True)
         raise
-    file.done()
+    if file.kept is not None and file.is_main:
+        file.kept.unlink(missing_ok=True)
 
 
 class KeptRows:

@@ -6,7 +6,6 @@ on neither.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
 from zoo.steps.packed_step import PackedStep
-from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
+from zoo.tools.asking import AskedRows, asked, check_counts, open_asked, say_left_out
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import forward_only, recipe_batches
 from zoo.types import JsonMapping, JsonObject
@@ -50,13 +49,11 @@ def score(
     """Compute the log-probabilities of the answers in some rows, in separate processes.
 
     Args:
-        path: a Hugging Face folder or hub id, zoo's own weights, the folder or checkpoint of a run, or what names a run: its `TrainResult`,
-            recipe, or recipe's name or file.
+        path: a checkpoint, as `zoo.evaluate` takes it.
         rows: as `zoo.evaluate` takes them (media paths of dicts from the current folder).
         overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
         max_rows: the first so many rows only.
-        out: a file to write the result to, one JSON object a line; a failed call leaves the former file, and says where rows are
-            that were done.
+        out: a file to write the result to, as `zoo.evaluate` takes it.
         here: a single rank runs in this process, as in the command `zoo score`.
 
     Returns:
@@ -69,8 +66,8 @@ def score(
     """
     check_counts(max_rows=max_rows)
     with out_file(out) as file, asked(path, rows, overrides) as recipe:
-        options: JsonObject = {"max_rows": max_rows or recipe.train.eval_rows or None}
-        options["kept"] = file.kept and str(file.kept)
+        most = max_rows or recipe.train.eval_rows or None
+        options: JsonObject = {"max_rows": most, "kept": file.kept and str(file.kept)}
         task = "zoo.tools.score:score_here"
         scored: list[JsonObject] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
         file.write(scored)
@@ -88,8 +85,7 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         kept = KeptRows(options.get("kept"), world)
         mine = _Scorer(step, chunks, world, kept).run(recipe_batches(recipe, source, world))
         scored = gather_rows(mine, world)
-        if source.counts and world.is_main:
-            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        say_left_out(source, world)
         return list(scored.values())
 
 
@@ -113,12 +109,8 @@ class _Scorer:
                 rows = by_sample(inputs, inputs.input_ids, inputs.labels, logprobs)
                 for index, (ids, labels, values) in zip(indices, rows, strict=True):
                     labels = torch.cat((labels.new_full((1,), -100), labels[1:]))  # nothing stands before the first
-                    new[index] = {
-                        "source": batches.source.rows.name(index),
-                        "token_ids": ids.tolist(),
-                        "labels": labels.tolist(),
-                        "logprobs": values.tolist(),
-                    }
+                    new[index] = {"source": batches.source.rows.name(index), "token_ids": ids.tolist()}
+                    new[index] |= {"labels": labels.tolist(), "logprobs": values.tolist()}
             self.kept.add(new)
             scored |= new
         return scored

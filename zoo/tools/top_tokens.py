@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.process_state import preserve_process_state
 from zoo.parallel.world import World, open_world
 from zoo.steps.packed_step import PackedStep
-from zoo.tools.asking import AskedRows, asked, open_asked
+from zoo.tools.asking import AskedRows, asked, open_asked, say_left_out
 from zoo.training.distillation.teacher import top_tokens_of
 from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
 from zoo.training.evaluation import recipe_batches
@@ -39,18 +38,10 @@ from zoo.types import JsonObject
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-DATA = (
-    "labels",
-    "template",
-    "literal_tags",
-    "special_tokens",
-    "video_fps",
-    "max_frames",
-    "min_pixels",
-    "max_pixels",
-    "video_max_pixels",
-    "overlong",
-)
+DATA = (  # keys that the tokens follow from
+    "labels", "template", "literal_tags", "special_tokens", "video_fps", "max_frames", "min_pixels", "max_pixels",
+    "video_max_pixels", "overlong",
+)  # fmt: skip
 
 
 @preserve_process_state()
@@ -105,21 +96,17 @@ def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
         initial_weights.init_weights(chunks, assembly, recipe, world)
         for chunk in chunks:
             chunk.eval()
-        parts = (recipe, source, build.build_step(assembly, recipe, world), chunks, world)
-        written = 0
-        for number in range(writer.count):
-            if writer.has(number):
-                continue
-            first = number * ROWS
-            rows = _tokens(*parts, range(first, min(first + ROWS, len(source))))
+        step = build.build_step(assembly, recipe, world)
+        missing = [number for number in range(writer.count) if not writer.has(number)]
+        for number in missing:
+            rows = range(number * ROWS, min((number + 1) * ROWS, len(source)))
+            tokens = _tokens(recipe, source, step, chunks, world, rows)
             if world.is_main:
-                writer.write(number, rows)
-            written += 1
+                writer.write(number, tokens)
             terminal.detail(f"{number + 1} of {writer.count} files")
-        if source.counts and world.is_main:
-            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        say_left_out(source, world)
         totals = {name: sum(entry[name] for entry in writer.files.values()) for name in ("rows", "labels")}
-        return {**totals, "files": written}
+        return {**totals, "files": len(missing)}
 
 
 def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> JsonObject:
@@ -141,11 +128,9 @@ def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> 
 def _tokens(
     recipe: Recipe, source: SampleSource, step: PackedStep, chunks: Sequence[MegatronModule], world: World, rows: range
 ) -> list[RowTokens]:
-    """Of these rows, in their order; the same on all ranks."""
-    batches, wanted = (
-        recipe_batches(recipe, source, world, rows=rows),
-        TopK(recipe.distill.top_k, recipe.distill.temperature),
-    )
+    """The tokens of these rows, in their order; the same on all ranks."""
+    batches = recipe_batches(recipe, source, world, rows=rows)
+    wanted = TopK(recipe.distill.top_k, recipe.distill.temperature)
     mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
         top = top_tokens_of(step, chunks, batches.spare() if batch is None else batch, world, wanted)

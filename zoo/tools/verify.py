@@ -7,12 +7,12 @@ other. Log-probabilities of a Hugging Face folder come from transformers, so the
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -142,22 +142,22 @@ def _side(weights: Place) -> Iterator[_Side]:
         with SafetensorsFolder(weights.weights) as reader:
             if weights.kind == "zoo":
                 verify_checksums(weights.folder, Comm())
-            yield _Side.of(reader, read_arch(weights.files), own=weights.kind == "zoo")
+            yield _Side.from_tensors(reader, read_arch(weights.files), own=weights.kind == "zoo")
         return
     check_beside_weights(weights)
     with exported_tensors(weights) as tensors:
         if tensors is not None:
-            yield _Side.of(tensors, tensors.config)
+            yield _Side.from_tensors(tensors, tensors.config)
             return
     with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
         written = locate(str(convert(weights.folder, Path(folder) / "export", quiet=True)))
         with SafetensorsFolder(written.weights) as reader:
-            yield _Side.of(reader, read_arch(written.files))
+            yield _Side.from_tensors(reader, read_arch(written.files))
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A checkpoint's tensors by zoo's names; those that zoo does not train, and those nobody knows, as they are."""
+    """A checkpoint's tensors by zoo's names; those that zoo does not train, and unknown ones, under their own."""
 
     family: str
     reader: Folder
@@ -167,17 +167,13 @@ class _Side:
     dims: Dims
 
     @classmethod
-    def of(cls, reader: Folder, arch: JsonObject, own: bool = False) -> Self:
+    def from_tensors(cls, reader: Folder, arch: JsonObject, own: bool = False) -> Self:
         """Everything that is there, whether or not it makes a whole model; `own`: under zoo's names."""
         names = published_names(reader, arch) if own else reader.names()
         plan = build_meta_model(arch, names)
         table: Bridge = native(plan.bridge) if own else plan.bridge
         resolution = table.resolve(reader.names(), plan.parameters, plan.dims, allow=["*"])
-        used = {
-            resolution.source[part]
-            for entry in resolution.entries.values()
-            for part in entry.layout.all_names(entry.binding, plan.dims.experts)
-        }
+        used = {resolution.source[part] for entry in resolution.entries.values() for part in _parts(entry, plan.dims)}
         passed = resolution.redundant - set(unequal(resolution, reader))  # the others hold nothing of their own
         others = {
             name.removeprefix(PASS_THROUGH) if own else name: actual
@@ -185,31 +181,33 @@ class _Side:
             if actual not in used and name not in passed
         }
         entries = {
-            name: entry for name, entry in resolution.entries.items() if not (plan.dims.tied and entry.rule.tied_to)
+            name: _fitting(entry, resolution.source, reader, plan)
+            for name, entry in resolution.entries.items()
+            if not (plan.dims.tied and entry.rule.tied_to)
         }
-        fitted = {name: _fitting(entry, resolution.source, reader, plan) for name, entry in entries.items()}
-        return cls(plan.family.name, reader, fitted, resolution.source, others, plan.dims)
+        return cls(plan.family.name, reader, entries, resolution.source, others, plan.dims)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that zoo trains."""
-        names = (
-            self.source[part]
-            for entry in self.entries.values()
-            for part in entry.layout.all_names(entry.binding, self.dims.experts)
-        )
-        return sum(prod(self.reader.shape(name)) * self.reader.dtype(name).itemsize for name in names)
+        names = [self.source[part] for entry in self.entries.values() for part in _parts(entry, self.dims)]
+        return sum(math.prod(self.reader.shape(name)) * self.reader.dtype(name).itemsize for name in names)
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """A zoo tensor, expert by expert where it stacks them."""
         entry = self.entries[name]
         transform = entry.layout.transform
         if not entry.rule.stacked:
-            names = entry.layout.all_names(entry.binding, self.dims.experts)
-            yield transform.to_zoo([self.reader.read(self.source[part]) for part in names], self.dims)
+            parts = [self.reader.read(self.source[part]) for part in _parts(entry, self.dims)]
+            yield transform.to_zoo(parts, self.dims)
             return
         for expert in range(self.dims.experts):
             yield transform.to_zoo(of_expert(entry, expert, self.source, self.reader), self.dims)
+
+
+def _parts(entry: Entry, dims: Dims) -> list[str]:
+    """The published tensors that one of zoo's is made of."""
+    return entry.layout.all_names(entry.binding, dims.experts)
 
 
 def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any) -> Entry:
@@ -220,7 +218,7 @@ def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any)
             wanted = variant.hf_shapes(shape, plan.dims)
         except ValueError:
             continue
-        if all(reader.shape(source[name]) == there for name, there in wanted.items()):
+        if all(reader.shape(source[name]) == stored for name, stored in wanted.items()):
             return variant
     return entry
 
@@ -263,16 +261,18 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _joined(name: str, parts: list[Compared]) -> Compared:
     """The worst of a tensor's experts; its shapes are those of the whole."""
-    rank = ["equal", "differs", "shape"]
-    worst = max(parts, key=lambda part: (rank.index(part.status), _size(part.max_difference)))
+    order = ["equal", "differs", "shape"]
+
+    def badness(part: Compared) -> tuple[int, float]:
+        difference = part.max_difference
+        size = math.inf if difference is None or math.isnan(difference) else difference
+        return order.index(part.status), size
+
+    worst = max(parts, key=badness)
     if len(parts) == 1:
         return worst
     shapes = [None if shape is None else (len(parts), *shape) for shape in worst.shapes]
     return Compared(name, worst.status, worst.max_difference, (shapes[0], shapes[1]), worst.dtypes)
-
-
-def _size(difference: float | None) -> float:
-    return float("inf") if difference is None or difference != difference else difference
 
 
 def _compare_rows(
@@ -289,14 +289,8 @@ def _compare_rows(
             raise UserError(f"{row['source']}: the two tokenizers or processors give different tokens")
         pairs = zip(row["labels"], row["logprobs"], other["logprobs"], strict=True)
         differences = [abs(x - y) for label, x, y in pairs if label != -100]
-        compared.append(
-            {
-                "source": row["source"],
-                "labels": len(differences),
-                "max_difference": max(differences, default=0.0),
-                "skipped": row.get("skipped") or other.get("skipped") if mixed else None,
-            }
-        )
+        result = {"source": row["source"], "labels": len(differences), "max_difference": max(differences, default=0.0)}
+        compared.append(result | {"skipped": row.get("skipped") or other.get("skipped") if mixed else None})
     return compared
 
 

@@ -584,7 +584,7 @@ class Trainer:
             messages.at_start(
                 self.recipe,
                 parameters=parameters,
-                beside=lora.counts(self.adapters),
+                with_adapters=lora.counts(self.adapters),
                 kept_frozen=self.adapters.whole.kept_frozen if self.adapters else (),
                 updated=muon.counts(self.chunks),
                 steps=messages.steps_of(self.recipe.train, self.total_steps, self.loader),

@@ -112,12 +112,14 @@ def describe(
     causes = []
     for moment, group in _grouped([heartbeats[rank] for rank in blamed]):
         call = f" in {moment.waits_in}" if moment.waits_in else ""
-        line = f" at {moment.place}" if moment.place else ""
-        causes.append(f"{_ranks(group)} {verb} after step {moment.step}, in {moment.phase}{call}{line}")
+        causes.append(f"{_ranks(group)} {verb} after step {moment.step}, in {moment.phase}{call}{_line(moment)}")
     errors = "".join(f": {heartbeats[rank].error}" for rank in blamed if heartbeats[rank].error)
-    waiting = "; ".join(
-        f"{_ranks(group)} {'were' if len(group) > 1 else 'was'} {_wait(at)}" for at, group in _grouped(others)
-    )
+    waits = []
+    for moment, group in _grouped(others):
+        call = f"waiting in {moment.waits_in}" if moment.waits_in else "busy"
+        verb = "were" if len(group) > 1 else "was"
+        waits.append(f"{_ranks(group)} {verb} {call}{_line(moment)} ({moment.phase} after step {moment.step})")
+    waiting = "; ".join(waits)
     return "; ".join(part for part in ("; ".join(causes) + errors, waiting, how_to_resume(checkpoint)) if part)
 
 
@@ -126,10 +128,8 @@ def how_to_resume(checkpoint: Path | None) -> str:
     return f"the same command resumes from {checkpoint}" if checkpoint else "there is no checkpoint to resume from"
 
 
-def _wait(moment: Moment) -> str:
-    call = f"waiting in {moment.waits_in}" if moment.waits_in else "busy"
-    line = f" at {moment.place}" if moment.place else ""
-    return f"{call}{line} ({moment.phase} after step {moment.step})"
+def _line(moment: Moment) -> str:
+    return f" at {moment.source_line}" if moment.source_line else ""
 
 
 def _grouped(heartbeats: Sequence[Heartbeat]) -> list[tuple[Moment, list[int]]]:
@@ -137,7 +137,7 @@ def _grouped(heartbeats: Sequence[Heartbeat]) -> list[tuple[Moment, list[int]]]:
     groups: dict[tuple[int, str, str, str], tuple[Moment, list[int]]] = {}
     for heartbeat in heartbeats:
         at = heartbeat.moment
-        groups.setdefault((at.step, at.phase, at.place, at.waits_in), (at, []))[1].append(heartbeat.rank)
+        groups.setdefault((at.step, at.phase, at.source_line, at.waits_in), (at, []))[1].append(heartbeat.rank)
     return list(groups.values())
 
 

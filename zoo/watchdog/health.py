@@ -30,21 +30,15 @@ def write_health(folder: Path, peers: Mapping[int, PeerState], every: float) -> 
     if not (folder / "train.jsonl").is_file():
         return
     now = time.monotonic()
-    ranks = [
-        {
-            "rank": rank,
-            "state": peer.heartbeat.state,
-            "step": peer.heartbeat.moment.step,
-            "phase": peer.heartbeat.moment.phase,
-            "phase_seconds": round(peer.heartbeat.moment.seconds + now - peer.heard, 1),
-            "silent_seconds": round(now - peer.heard, 1),
-            "stuck_seconds": round(now - peer.moved, 1),
-            "place": peer.heartbeat.moment.place,
-            "waits_in": peer.heartbeat.moment.waits_in,
+    ranks = []
+    for rank, peer in sorted(peers.items()):
+        moment, silent, stuck = peer.heartbeat.moment, now - peer.heard, now - peer.moved
+        ranks.append({
+            "rank": rank, "state": peer.heartbeat.state, "step": moment.step, "phase": moment.phase,
+            "phase_seconds": round(moment.seconds + silent, 1), "silent_seconds": round(silent, 1),
+            "stuck_seconds": round(stuck, 1), "place": moment.source_line, "waits_in": moment.waits_in,
             "machine": peer.heartbeat.host,
-        }
-        for rank, peer in sorted(peers.items())
-    ]
+        })  # fmt: skip
     writer = {"machine": machine(), "pid": os.getpid(), "born": birth(os.getpid())}
     content = {"time": round(time.time(), 3), "every": every, "writer": writer, "ranks": ranks}
     write_atomically(folder / HEALTH, json.dumps(content) + "\n", durable=False)  # the next comes soon

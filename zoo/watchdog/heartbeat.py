@@ -69,9 +69,8 @@ class HeartbeatMonitor:
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
         self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 64)
-        self._heartbeat = Heartbeat(
-            world.rank, 0, self.progress.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
-        )
+        born = birth(os.getpid()) or ""
+        self._heartbeat = Heartbeat(world.rank, 0, self.progress.moment(), machine(), os.getpid(), born)
         self._peers = {world.rank: PeerState(self._heartbeat)}
         self._error: BaseException | None = None  # an exchange broke, and it is not known yet which rank broke it
         self._unheard = 0.0  # the time since which the store has not answered; 0: it answers
@@ -143,23 +142,14 @@ class HeartbeatMonitor:
         for peer in self._peers.values():
             peer.heard, peer.moved = peer.heard + seconds, peer.moved + seconds
 
-    def _hold(self) -> None:
-        """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""
-        if self._lock is not None and not self._lock.touch():
-            message = f"another run has taken over {self.folder}, which this one did not touch for too long"
-            _report(message)  # and nothing is written there any more
-            self._leave(self._post(Diagnosis(message, "stopped")), reported=True)
-
     def _round(self) -> None:
         began = time.monotonic()
         if self._stop.asked and self._stop.preempted and began - self._stop.since > self._save_within:
             message = f"{self._save_within:.0f} s after the signal (run.save_within) {self._save_state()}"
             self._leave(self._post(Diagnosis(message, "stopped", PREEMPTED)))
         self._publish()
-        if self._size > 1:
-            diagnosis = self._read()
-            if diagnosis is not None:
-                self._leave(diagnosis, reported=True)
+        if self._size > 1 and (diagnosis := self._read()) is not None:
+            self._leave(diagnosis, reported=True)
         if self._heartbeat.state != "alive":
             return
         if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause was in this round
@@ -173,14 +163,9 @@ class HeartbeatMonitor:
 
     def _publish(self, state: str = "", error: str = "") -> None:
         """Put a new heartbeat into the store."""
-        moment = self.progress.moment(self._error)
-        self._heartbeat = replace(
-            self._heartbeat,
-            count=self._heartbeat.count + 1,
-            moment=moment,
-            state=state or self._heartbeat.state,
-            error=error or self._heartbeat.error,
-        )
+        moment, former = self.progress.moment(self._error), self._heartbeat
+        state, error = state or former.state, error or former.error
+        self._heartbeat = replace(former, count=former.count + 1, moment=moment, state=state, error=error)
         self._peers[self._rank].update(self._heartbeat)
         if (store := self._store) is not None:
             text = json.dumps(self._heartbeat.to_json())
@@ -234,8 +219,7 @@ class HeartbeatMonitor:
             # Until every rank has published its place, and a failed one its error.
             time.sleep((2 if reason == "failed" else 1) * self._every)
             self._publish()
-            diagnosis = self._read()
-            if diagnosis is not None:
+            if (diagnosis := self._read()) is not None:
                 self._leave(diagnosis, reported=True)
         limit = self._stuck if reason == "hangs" else self._silence
         message = describe(reason, ranks, self._peers, limit=limit, checkpoint=self._newest())
@@ -312,17 +296,10 @@ class HeartbeatMonitor:
 
     def _record(self, diagnosis: Diagnosis, reported: str = "") -> None:
         """Write the last line of train.jsonl and the last health.json, where the run has got far enough to have them."""
-        step = self._heartbeat.moment.step
         reason = "preempted" if diagnosis.code == PREEMPTED else diagnosis.reason
+        facts = {"reason": reason, "ranks": list(diagnosis.ranks), "message": diagnosis.message or reported}
         with contextlib.suppress(OSError):
-            append_event(
-                self.folder,
-                "end",
-                step,
-                reason=reason,
-                ranks=list(diagnosis.ranks),
-                message=diagnosis.message or reported,
-            )
+            append_event(self.folder, "end", self._heartbeat.moment.step, **facts)
             write_health(self.folder, self._peers, self._every)
 
     def _newest(self) -> Path | None:

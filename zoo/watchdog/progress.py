@@ -36,7 +36,7 @@ class Moment:
     moves: int  # phases entered so far; the same on ranks that are equally far
     progress: int  # grows as long as the rank makes progress
     seconds: float  # spent in the phase
-    place: str  # the innermost line of zoo's, or of who calls torch.distributed, as file:line
+    source_line: str  # the innermost one of zoo's, or of who calls torch.distributed, as file:line
     waits_in: str  # the torch.distributed call that it is in; "" where it is in none
 
 
@@ -82,13 +82,10 @@ class Progress:
         main = [thread for thread in threads if thread.ident == self._thread]
         # Within a user's function a busy loop is no progress: its lines do not count, what it reads and writes does.
         called = user_code.called()
-        signs = [
-            (
-                [line for line in by_thread[t.ident or 0] if not called or line[0].startswith(_PACKAGE)],
-                _bytes_moved(t.native_id),
-            )
-            for t in [*main, *working]
-        ]
+        signs = []
+        for thread in [*main, *working]:
+            lines = [line for line in by_thread[thread.ident or 0] if not called or line[0].startswith(_PACKAGE)]
+            signs.append((lines, _bytes_moved(thread.native_id)))
         if error is None:
             self._ticks += signs != self._signs
             self._signs = signs

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -41,34 +41,25 @@ _WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 
 
 @contextmanager
-def translate_resource_errors(recipe: Recipe) -> Iterator[None]:
+def translate_resource_errors(recipe: Recipe, *, memory_alone: bool = False) -> Iterator[None]:
     """Raise a UserError where a resource is used up inside the block."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        mistake = explain(error, recipe)
+        mistake = _memory(error, recipe) if memory_alone else explain(error, recipe)
         if mistake is None:
             raise
         raise mistake from error
 
 
-@contextmanager
-def translate_oom_errors(recipe: Recipe) -> Iterator[None]:
+def translate_oom_errors(recipe: Recipe) -> AbstractContextManager[None]:
     """`translate_resource_errors` for memory alone, to be entered where other ranks still wait.
 
     Planning takes seconds, and a launcher ends the other ranks soon after the first has ended.
     """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        mistake = _memory(error, recipe)
-        if mistake is None:
-            raise
-        raise mistake from error
+    return translate_resource_errors(recipe, memory_alone=True)
 
 
 def explain(error: BaseException, recipe: Recipe) -> UserError | None:
@@ -78,12 +69,10 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
         return mistake
     run_dir = Path(recipe.run.dir or ".")
     for cause in _causes(error):
-        text = str(cause)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
             full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = _space_remedy(recipe, cause.filename) if full else ""
-            return file_error(cause, _full(run_dir), remedy)
-        if isinstance(cause, RuntimeError) and _WRITER.search(text):
+            return file_error(cause, _full(run_dir), _space_remedy(recipe, cause.filename) if full else "")
+        if isinstance(cause, RuntimeError) and _WRITER.search(str(cause)):
             return _unwritten(run_dir, recipe)
     return None
 
@@ -148,14 +137,9 @@ def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
     try:
         with Launcher() as launcher:
             done = subprocess.run(
-                command,
-                env={**env, **launcher.environment},
-                input=pickle.dumps(recipe),
-                capture_output=True,
-                timeout=PLAN_SECONDS,
-                check=True,
-                pass_fds=launcher.files,
-            )
+                command, env={**env, **launcher.environment}, input=pickle.dumps(recipe), capture_output=True,
+                timeout=PLAN_SECONDS, check=True, pass_fds=launcher.files,
+            )  # fmt: skip
         return done.stdout.decode().strip().splitlines()[-1]
     except (OSError, MemoryError, subprocess.SubprocessError, IndexError):
         return "set packing.budget lower, or engine.recompute=full, or take more GPUs with parallel.tp, pp, cp or ep"

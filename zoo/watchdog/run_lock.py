@@ -122,10 +122,8 @@ class RunLock:
             age = self._mine.stat().st_mtime - touched
             alive = _alive(holder, age)
             if alive is None and last_touch is None:
-                print(
-                    f"zoo: {self._folder}: waiting up to {STALE_SECONDS:.0f} s to see whether {_named(holder)} still trains there",
-                    flush=True,
-                )
+                wait = f"waiting up to {STALE_SECONDS:.0f} s to see whether {_named(holder)} still trains there"
+                print(f"zoo: {self._folder}: {wait}", flush=True)
             if alive or (last_touch is not None and touched != last_touch):
                 raise refusal(self._folder, holder, age)
             last_touch = touched
@@ -206,15 +204,9 @@ def _named(holder: JsonObject) -> str:
 def _myself(token: str, now: float) -> JsonObject:
     pid = os.getpid()
     return {
-        "token": token,
-        "host": os.uname().nodename,
-        "machine": machine(),
-        "boot": _boot(),
-        "pid": pid,
-        "born": birth(pid),
-        **_job(),
-        "time": round(now, 3),
-    }
+        "token": token, "host": os.uname().nodename, "machine": machine(), "boot": _boot(), "pid": pid,
+        "born": birth(pid), **_job(), "time": round(now, 3),
+    }  # fmt: skip
 
 
 def _job() -> JsonObject:

@@ -124,7 +124,7 @@ def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
     thread = threading.Thread(target=integrity.remove, args=(waiting,), name="zoo-save", daemon=True)
     thread.start()
     time.sleep(0.2)
-    place = progress.moment().place
+    place = progress.moment().source_line
     go.set()
     thread.join()
     assert place.startswith("zoo/checkpoint/integrity.py:"), place

@@ -52,8 +52,7 @@ def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     made = examples(assembly, request["samples"], request["longest"])
-    samples = [example.sample for example in made]
-    bins = setting.bins(samples, 1, [])
+    bins = setting.bins([example.sample for example in made], 1, [])
     batches = [_batch([made[i] for i in rows], config, setting.width, dtype) for rows in bins]
     startup.mark("data")
     model = _model(recipe, config.root, device, dtype)
@@ -73,11 +72,8 @@ def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     def train_step() -> None:
         nonlocal norm
         began = time.perf_counter()
-        batch = {
-            name: x.to(device, non_blocking=True)
-            for name, x in batches[len(times) % len(bins)].items()
-            if name in accepted
-        }
+        inputs = batches[len(times) % len(bins)]
+        batch = {name: x.to(device, non_blocking=True) for name, x in inputs.items() if name in accepted}
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip_grad)
@@ -92,7 +88,7 @@ def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     startup.mark("first step")
     while len(times) < warm + steps:
         train_step()
-    rows = [[samples[i] for i in example] for example in bins]
+    rows = [[made[i].sample for i in example] for example in bins]
     timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], assembly)
     return {
         **metrics(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),

@@ -17,9 +17,7 @@ import torch
 from zoo.types import JsonObject
 
 STEPS = 2
-TOP = 60
-GAPS = 20
-GAPS_SHOWN = 5
+TOP, GAPS, GAPS_SHOWN = 60, 20, 5
 
 _ATTENTION = r"flash|fmha|sdpa|attention|attn"
 # The first that is found in a name, in any case of letters.
@@ -28,20 +26,14 @@ KINDS = (
     ("optimizer", r"multi_tensor|adam|_foreach"),
     ("attention backward", rf"({_ATTENTION}).*(bwd|bprop|backward|dot_do_o|convert_dq|cutlassB)|bwd.*({_ATTENTION})"),
     ("attention forward", _ATTENTION),
-    (
-        "delta rule",
-        r"delta_rule|tilelang_|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular",
-    ),
-    (
-        "matrix products",
-        r"gemm|cutlass|nvjet|xmma|wgmma|grouped_mm|gemv|splitk|convolution|implicit_conv|aten::(mm|addmm|bmm|baddbmm)",
-    ),
+    ("delta rule", r"delta_rule|tilelang_|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular"),
+    ("matrix products", r"gemm|cutlass|nvjet|xmma|wgmma|grouped_mm|gemv|splitk|convolution|implicit_conv|aten::(mm|addmm|bmm|baddbmm)"),
     ("loss", r"cross_entropy|nll|logsumexp|softmax"),
     ("norm", r"norm"),
     ("copies and casts", r"memcpy|memset|copy|catarray|aten::(cat|zero_|fill_|clone|contiguous)|FillFunctor"),
     ("indexing", r"index|gather|scatter|embedding|sort|scan|cumsum"),
     ("elementwise and sums", r""),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Samples of `zoo bench train` for every family, and for transformers' model of it.
 
-Images as grids of patches are `zoo.bench.training.receipts`. Other families read rows of the same sizes: a picture of so many
-squares of 28 pixels, of random content; without pictures a clip as long as so many tokens; without either text in its place.
+Images as grids of patches are `zoo.bench.training.receipts`. Other families read rows of the same sizes: an image of n
+squares of 28 pixels, of random content; without images a clip as long as n tokens; without either text in its place.
 A row goes through the family's processor, so that the model of transformers gets what that processor gives it.
 """
 
@@ -46,8 +46,7 @@ def examples(assembly: Assembly, count: int, longest: int) -> list[Example]:
     if marks(assembly.config):
         return [Example(sample, {}) for sample in receipts(assembly.config, count, longest)]
     generator = torch.Generator().manual_seed(SEED)
-    sizes = [draw_sizes(generator, longest) for _ in range(count)]
-    return [_within(assembly, number, drawn, longest) for number, drawn in enumerate(sizes)]
+    return [_within(assembly, number, draw_sizes(generator, longest), longest) for number in range(count)]
 
 
 def _within(assembly: Assembly, number: int, sizes: Sizes, longest: int) -> Example:

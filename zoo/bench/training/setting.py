@@ -24,17 +24,13 @@ LEAST_WARM, LEAST_TIMED = 4, 8  # steps
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the samples.
+    """One way to run the samples."""
 
-    way: packed, row, padded or hf. number: samples of a micro-batch; of `row`: tokens. width: of padded rows; None: of the
-    longest. backend: zoo's, or transformers' attention. ranks: processes.
-    """
-
-    way: str
-    number: int
-    width: int | None = None
-    backend: str = "torch"
-    ranks: int = 1
+    way: str  # packed, row, padded or hf
+    number: int  # samples of a micro-batch; of `row`: tokens
+    width: int | None = None  # of padded rows; None: of the longest
+    backend: str = "torch"  # zoo's, or transformers' attention
+    ranks: int = 1  # processes
 
     @classmethod
     def parse(cls, text: str) -> Setting:
@@ -60,10 +56,10 @@ class Setting:
         if self.way == "row":
             bins = list(plan_bins([s.length for s in samples], self.number, align, LOOKAHEAD, costs))
             # The last rows are what the look-ahead was left with; a stream has no such end.
-            full = max(sum(samples[i].length for i in rows) for rows in bins)
-            return [rows for rows in bins if sum(samples[i].length for i in rows) > 0.9 * full]
-        count = len(samples) // self.number
-        return [list(range(number * self.number, (number + 1) * self.number)) for number in range(count)]
+            tokens = [sum(samples[i].length for i in rows) for rows in bins]
+            return [rows for rows, count in zip(bins, tokens, strict=True) if count > 0.9 * max(tokens)]
+        each = self.number
+        return [list(range(first, first + each)) for first in range(0, len(samples) - each + 1, each)]
 
 
 def missing(backend: str) -> str | None:
@@ -120,14 +116,9 @@ def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool 
     waits = {}
     if loaded:
         seconds = sum(times) / 1e3
-        waits = {
-            "data_wait": round(sum(step.waited_ms for step in steps) / sum(times), 4),
-            "data_wait_max": round(max(step.waited_ms / step.ms for step in steps), 4),
-        }
-    peak, parts = peak_flops(gpu), dict.fromkeys(steps[0].flops, 0.0)
-    for step in steps:
-        for name, flops in step.flops.items():
-            parts[name] += flops
+        waits["data_wait"] = round(sum(step.waited_ms for step in steps) / sum(times), 4)
+        waits["data_wait_max"] = round(max(step.waited_ms / step.ms for step in steps), 4)
+    peak, parts = peak_flops(gpu), {name: sum(step.flops[name] for step in steps) for name in steps[0].flops}
     mfu = {name: flops / (seconds * peak * setting.ranks) for name, flops in parts.items()} if peak else None
     return {
         "ms": round(median(times), 2),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import batched
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -49,8 +50,7 @@ def measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     with interrupts() as stop, open_world(recipe) as world:
         try:
             kind = LoadedRun if request["data"] else BenchRun
-            run = kind(recipe, world, stop, startup, request)
-            with closing(run):
+            with closing(kind(recipe, world, stop, startup, request)) as run:
                 return run.measure()
         except torch.OutOfMemoryError as error:
             if world.size > 1:
@@ -85,7 +85,7 @@ class Lines:
     def __init__(self) -> None:
         self.steps: list[JsonObject] = []
 
-    def step(self, metrics: JsonObject, beside: object = None) -> None:
+    def step(self, metrics: JsonObject, save: object = None) -> None:
         """A step's line."""
         self.steps.append(metrics)
 
@@ -180,21 +180,14 @@ class LoadedRun(Trainer):
 
     def _timed(self, lines: Sequence[JsonObject], warm: int) -> list[Timed]:
         """Records of the timed steps, of all ranks together."""
-        names = list(self.taken[0][1])
-        mine = [
-            number
-            for samples, flops in self.taken[warm : len(lines)]
-            for number in (samples if self.world.counts_data else 0, *(flops[name] for name in names))
-        ]
-        totals = self.world.sum(mine) if self.world.size > 1 else mine
-        wide, timed = 1 + len(names), []
-        for number, line in enumerate(lines[warm:]):
-            samples, *flops = totals[number * wide : (number + 1) * wide]
-            real = line["real_tokens"]
-            total = round(real / (1 - line["pad_fraction"]))
-            timed.append(
-                Timed(line["step_ms"], int(samples), real, total, dict(zip(names, flops, strict=True)), line["data_ms"])
-            )
+        names, numbers, timed = list(self.taken[0][1]), list[float](), list[Timed]()
+        for count, flops in self.taken[warm : len(lines)]:
+            numbers += [count if self.world.counts_data else 0, *(flops[name] for name in names)]
+        totals = self.world.sum(numbers) if self.world.size > 1 else numbers
+        for line, (samples, *values) in zip(lines[warm:], batched(totals, 1 + len(names)), strict=True):
+            total = round(line["real_tokens"] / (1 - line["pad_fraction"]))
+            parts = dict(zip(names, values, strict=True))
+            timed.append(Timed(line["step_ms"], int(samples), line["real_tokens"], total, parts, line["data_ms"]))
         return timed
 
 
@@ -216,19 +209,15 @@ class BenchRun(LoadedRun):
         bins = self.setting.bins(samples, align, costs)
         each = recipe.train.global_batch // (1 if recipe.packing.mode == "thd" else recipe.train.micro_batch)
         if len(bins) < each:
-            raise UserError(
-                f"samples={self.request['samples']} are too few for a step of {self.setting.name}; give more"
-            )
+            too_few = f"samples={self.request['samples']} are too few for a step of {self.setting.name}"
+            raise UserError(f"{too_few}; give more")
         mine: list[list[MicroBatch]] = []
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
             step = bins[first : first + each]
             shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
-            batches = [
-                make_batch([with_pixels(samples[i], config) for i in step[share]], recipe.packing.mode, align, recipe.packing.pad_to, pad)
-                for share in shares
-            ]  # fmt: skip
-            mine.append(batches)
+            rows = [[with_pixels(samples[i], config) for i in step[share]] for share in shares]
+            mine.append([make_batch(row, recipe.packing.mode, align, recipe.packing.pad_to, pad) for row in rows])
         totals = object_group().gather([[batch.total for batch in batches] for batches in mine])
         mine = [with_most_tokens(*step) for step in zip(mine, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
@@ -252,12 +241,8 @@ class BenchRun(LoadedRun):
 
 def kernels(chunks: Sequence[MegatronModule]) -> dict[str, str | None]:
     """What did the work, as far as modules tell: core attention and the library of the delta rule (None: plain PyTorch)."""
-    cores = {
-        type(module).__name__
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if name.endswith("core_attention")
-    }
+    modules = [pair for chunk in chunks for pair in chunk.named_modules()]
+    cores = {type(module).__name__ for name, module in modules if name.endswith("core_attention")}
     libraries = {"flash_qla": ("FlashQLA", "flash_qla"), "fla.ops.gated_delta_rule": ("flash-linear-attention", "fla")}
     names = (
         f"{name} {getattr(sys.modules[module], '__version__', 'of an unknown version')}"

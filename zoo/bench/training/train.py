@@ -37,6 +37,7 @@ SETTINGS = (
 )  # fmt: skip
 
 ROUTINGS = ("router", "even")
+REQUESTED = ("samples", "passes", "warm_steps", "longest", "data", "routing")  # options that ranks are given
 LOADED = ("padded:4", "row:16384")  # settings on rows that the loader brings
 
 
@@ -48,9 +49,7 @@ class TrainBenchOptions(Bounded):
     size: str = "2b"
     settings: tuple[str, ...] = SETTINGS
     backends: tuple[str, ...] = ("torch", "te")
-    data: str = (
-        ""  # a JSONL file, bundled set or mapping, through the loader; "": the samples of `zoo.bench.training.receipts`
-    )
+    data: str = ""  # a file, set or mapping, through the loader; "": samples of `zoo.bench.training.receipts`
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
     warm_steps: int = number(LEAST_WARM, LEAST_WARM, 10**6)  # at least so many steps warm up
@@ -80,30 +79,20 @@ def run(
         KeyboardInterrupt: stopped; what is there is written.
     """
     recipe = bench_recipe(options, overrides)
-    if options.batch % data_parallel(recipe, options.nproc):
-        raise UserError(
-            f"batch={options.batch}: {data_parallel(recipe, options.nproc)} data-parallel ranks can't share so many micro-batches "
-            "evenly; give a multiple"
-        )
+    if options.batch % (ranks := data_parallel(recipe, options.nproc)):
+        why = f"{ranks} data-parallel ranks can't share so many micro-batches evenly"
+        raise UserError(f"batch={options.batch}: {why}; give a multiple")
     if options.routing not in ROUTINGS:
         raise UserError(f"routing={options.routing}: wanted one of {', '.join(ROUTINGS)}")
     if options.routing == "even" and not num_experts(recipe.model.arch):
         raise UserError(f"routing=even: {options.recipe} size={options.size} has no experts; leave it out")
     report: Line = {
-        "bench": "train",
-        "command": shlex.join(["zoo", *sys.argv[1:]]),
+        "bench": "train", "command": shlex.join(["zoo", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "recipe": options.recipe,
-        "size": options.size,
-        "layers": options.layers or None,
-        "data": options.data or None,
-        "samples": options.samples,
-        "longest": options.longest,
-        "routing": options.routing,
-        "overrides": list(overrides),
-        "environment": None,
-        "lines": [],
-    }
+        "recipe": options.recipe, "size": options.size, "layers": options.layers or None, "data": options.data or None,
+        "samples": options.samples, "longest": options.longest, "routing": options.routing,
+        "overrides": list(overrides), "environment": None, "lines": [],
+    }  # fmt: skip
     for setting in _all(options):
         line = {**as_dict(setting), **_measure(setting, recipe, options, profile)}
         report["environment"] = line.pop("environment", None) or report["environment"]
@@ -119,49 +108,42 @@ def _all(options: TrainBenchOptions) -> list[Setting]:
     results = []
     for text in LOADED if options.data and options.settings == SETTINGS else options.settings:
         setting = Setting.parse(text)
-        if options.data:
-            if setting.way in ("packed", "hf"):
-                raise UserError(
-                    f"settings={text} takes ready samples, and data={options.data} come from the loader; take row:TOKENS or padded:N"
-                )
+        if (why := _misfit(setting, options)) is not None:
+            raise UserError(f"settings={text}{why}")
+        if setting.way != "hf":
             results += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
-            continue
-        if setting.number > options.samples and setting.way != "row":
-            raise UserError(f"settings={text}: a micro-batch of it takes more than samples={options.samples}")
-        if (setting.way == "row" and setting.number < options.longest) or (
-            setting.width is not None and setting.width < options.longest
-        ):
-            raise UserError(f"settings={text}: a sample may have longest={options.longest} tokens")
-        if setting.way == "hf":
-            if options.batch:
-                raise UserError(f"settings={text}: a step of transformers takes one micro-batch; leave out batch=")
-            if options.routing != "router":
-                raise UserError(
-                    f"settings={text}: routing={options.routing} is of zoo's settings; leave one of the two out"
-                )
-            if options.nproc == 1:
-                results.append(setting)
-            continue
-        results += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
+        elif options.nproc == 1:
+            results.append(setting)
     return results
+
+
+def _misfit(setting: Setting, options: TrainBenchOptions) -> str | None:
+    """Why a setting can't be measured with the other options, as the end of a sentence."""
+    if options.data:
+        if setting.way in ("packed", "hf"):
+            loader = f"data={options.data} come from the loader; take row:TOKENS or padded:N"
+            return f" takes ready samples, and {loader}"
+        return None
+    if setting.number > options.samples and setting.way != "row":
+        return f": a micro-batch of it takes more than samples={options.samples}"
+    tokens = setting.number if setting.way == "row" else setting.width
+    if tokens is not None and tokens < options.longest:
+        return f": a sample may have longest={options.longest} tokens"
+    if setting.way == "hf" and options.batch:
+        return ": a step of transformers takes one micro-batch; leave out batch="
+    if setting.way == "hf" and options.routing != "router":
+        return f": routing={options.routing} is of zoo's settings; leave one of the two out"
+    return None
 
 
 def bench_recipe(options: TrainBenchOptions, overrides: Sequence[str]) -> Recipe:
     """The recipe that all settings share."""
     bench_keys = [
-        f"size={options.size}",
-        "model.init=random",
-        "parallel.plan=[]",
+        f"size={options.size}", "model.init=random", "parallel.plan=[]", "train.lr=1e-5", "train.min_lr=0",
+        "train.warmup_steps=0", "train.weight_decay=0.01", "train.clip_grad=1.0", "train.eval_rows=0",
         "train.mtp_loss=0",  # transformers trains no multi-token prediction
-        "train.lr=1e-5",
-        "train.min_lr=0",
-        "train.warmup_steps=0",
-        "train.weight_decay=0.01",
-        "train.clip_grad=1.0",
-        "log.tensorboard=false",
-        "export=false",
-        "train.eval_rows=0",
-    ]
+        "log.tensorboard=false", "export=false",
+    ]  # fmt: skip
     mapping = options.data.startswith("{")  # as data.train takes it
     rows = [f"data.train=[{options.data}]"] if mapping else []
     recipe = load_recipe(options.recipe, [*bench_keys, *rows, *overrides])
@@ -194,44 +176,26 @@ def _measure(setting: Setting, recipe: Recipe, options: TrainBenchOptions, profi
     if reason := missing(setting.backend):
         return {"skipped": reason}
     batches = options.batch or data_parallel(recipe, setting.ranks)
+    budgets = {"row": setting.number, "packed": setting.number * options.longest}
     changes = {
         "train.steps": 10**6,  # the run ends by itself
         "train.global_batch": batches * (1 if setting.packed else setting.number),
         "train.micro_batch": 1 if setting.packed else setting.number,
         "packing.mode": "thd" if setting.packed else "none",
-        "packing.budget": _budget(setting, options),
+        "packing.budget": budgets.get(setting.way, setting.width or options.longest),
         "packing.pad_to": setting.width,
         "engine.backend": "torch" if setting.way == "hf" else setting.backend,
     }
-    request = {
-        "setting": vars(setting),
-        "samples": options.samples,
-        "passes": options.passes,
-        "warm_steps": options.warm_steps,
-        "longest": options.longest,
-        "data": options.data,
-        "routing": options.routing,
-        "profile": profile,
-    }
-    module = "hf" if setting.way == "hf" else "steps"
+    request = {name: getattr(options, name) for name in REQUESTED}
+    request |= {"setting": vars(setting), "profile": profile}
+    task = f"zoo.bench.training.{'hf' if setting.way == 'hf' else 'steps'}:measure"
     try:
         with tempfile.TemporaryDirectory(prefix="zoo-bench-") as folder:  # for rows that are left out
             changes["run.dir"] = folder
-            line: Line = run_task(
-                f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, request, fresh=True
-            )
+            line: Line = run_task(task, recipe.replace(changes), setting.ranks, request, fresh=True)
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last messages stand above"}
     return line
-
-
-def _budget(setting: Setting, options: TrainBenchOptions) -> int:
-    """packing.budget of a setting."""
-    if setting.way == "row":
-        return setting.number
-    if setting.way == "packed":
-        return setting.number * options.longest
-    return setting.width or options.longest
 
 
 HEAD = (
@@ -252,24 +216,22 @@ def row(line: Line) -> str:
     spread = f"{low:.1f} - {high:.1f}"
     mfu = "-" if line["mfu"] is None else f"{line['mfu']:.1%}"
     peak, reserved = ("-" if x is None else f"{x:.1f}" for x in (line["peak_gib"], line["reserved_gib"]))
-    return (
+    text = (
         f"{start}{line['ms']:>9.1f}{spread:>16}{line['tokens_per_step']:>15,}{line['real_share']:>7.0%}"
         f"{line['real_tokens_per_s']:>15,.0f}{line['samples_per_s']:>11.2f}{mfu:>7}{peak:>7}{reserved:>10}"
         f"{line['loss']:>8.3f}{line['grad_norm']:>8.2f}{line['startup_s']:>9.1f}"
-        + (
-            f"  waits {line['data_wait']:.1%}, at worst {line['data_wait_max']:.0%} of a step"
-            if "data_wait" in line
-            else ""
-        )
-        + (f"\n{bench_profile.table(line['profile'])}" if "profile" in line else "")
     )
+    if "data_wait" in line:
+        text += f"  waits {line['data_wait']:.1%}, at worst {line['data_wait_max']:.0%} of a step"
+    return text + (f"\n{bench_profile.table(line['profile'])}" if "profile" in line else "")
 
 
 def where(report: Line) -> str:
     """What it was measured on, in a line."""
     environment = report["environment"] or {}
     packages = {name: version for name, version in environment.get("packages", {}).items() if version}
-    shown = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "megatron-core", "transformer-engine", "triton") if name in packages)  # fmt: skip
+    names = ("torch", "transformers", "megatron-core", "transformer-engine", "triton")
+    shown = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     gpus = environment.get("gpus") or ["no GPU"]
     accelerators = gpu_count() or 1
     return f"{report['recipe']} size={report['size']}, {accelerators} x {gpus[0]}, {shown}, {report['date']}"

@@ -50,9 +50,8 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
     from zoo.model.build import assemble
-    from zoo.tools.inspection.lengths import default_budgets, lengths_of
-    from zoo.tools.inspection.page import write_page
-    from zoo.tools.inspection.picture import draw
+    from zoo.tools.inspection.drawing import draw, write_page
+    from zoo.tools.inspection.lengths import lengths_of
     from zoo.tools.inspection.replay import replayed
     from zoo.tools.inspection.replay import table as table_of_step
     from zoo.tools.inspection.rows import packed_rows
@@ -62,9 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "stage_layers": [], "plan": []}
     recipe = validate(recipe.replace({"parallel": alone, "packing.align": align}), 1)
     assembly = assemble(recipe, repaired_source(recipe))
-    lengths = lengths_of(
-        recipe, assembly.processor, assembly.config, most, budgets or default_budgets(recipe.packing.budget)
-    )
+    lengths = lengths_of(recipe, assembly, most, budgets)
     if step is None:
         rows = packed_rows(recipe, assembly, count)
         title = f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"

@@ -123,10 +123,7 @@ class Callbacks:
     @property
     def finished(self) -> str | None:
         """Why the run is over by a callback's state, such as a patience that is used up; None: it is not."""
-        reasons = (
-            getattr(callback, "finished", None) for _, callback in self._callbacks if isinstance(callback, EarlyStop)
-        )
-        return next(reasons, None)
+        return next((callback.finished for _, callback in self._callbacks if isinstance(callback, EarlyStop)), None)
 
     def start(self, done: int) -> None:
         """`on_start`, before the first step; `done`: steps of earlier starts."""
@@ -141,10 +138,10 @@ class Callbacks:
         self._metrics = metrics
         self._tell("on_eval", step, metrics)
 
-    def predictions(self, step: int, picture: tuple[Path, str] | None) -> None:
-        """`on_predictions`, with a picture of answers to held-out rows and the same as text; None: there are none."""
-        if picture is not None:
-            self._tell("on_predictions", step, self._metrics, picture=picture[0], text=picture[1])
+    def predictions(self, step: int, answers: tuple[Path, str] | None) -> None:
+        """`on_predictions`, with a plot of answers to held-out rows and the same as text; None: there are none."""
+        if answers is not None:
+            self._tell("on_predictions", step, self._metrics, picture=answers[0], text=answers[1])
 
     def save(self, step: int, checkpoint: Path) -> None:
         """`on_save`, when the checkpoint of `step` is published."""
@@ -156,9 +153,8 @@ class Callbacks:
 
     def raise_failure(self, step: int, checkpoint: Path | None, *, ended: bool = False) -> None:
         """Raise UserError for the callback that has failed, if one has, once the others know that the run ends."""
-        if self._failure is None:
+        if (failure := self._failure) is None:
             return
-        failure = self._failure
         if not ended:
             self.end(step, checkpoint, "failed")
         saved = f"the run is saved in {checkpoint}" if checkpoint else "nothing was saved yet"
@@ -170,14 +166,9 @@ class Callbacks:
             if call is None:
                 continue
             event = Event(
-                step=step,
-                total_steps=self.total_steps,
-                metrics=MappingProxyType(dict(metrics)),
-                run_dir=Path(self._recipe.run.dir or "."),
-                recipe=self._recipe,
-                ask=partial(self._stop, name),
-                **more,
-            )
+                step=step, total_steps=self.total_steps, metrics=MappingProxyType(dict(metrics)),
+                run_dir=Path(self._recipe.run.dir or "."), recipe=self._recipe, ask=partial(self._stop, name), **more,
+            )  # fmt: skip
             try:
                 with calling(f"{name}: {hook}"):
                     call(event)
@@ -189,11 +180,11 @@ class Callbacks:
 
     def _fail(self, name: str, hook: str, step: int, error: Exception) -> None:
         """Note the failure, and call that callback no more."""
+        self._callbacks = [(other, callback) for other, callback in self._callbacks if other != name]
+        text = str(error)
         if not isinstance(error, UserError):
             traceback.print_exception(error, file=sys.stderr)
-        self._callbacks = [(other, callback) for other, callback in self._callbacks if other != name]
-        said = printable(f"{type(error).__name__}: {error}", 300)
-        text = str(error) if isinstance(error, UserError) else f"{name}: {hook} failed at step {step} ({said})"
+            text = f"{name}: {hook} failed at step {step} ({printable(f'{type(error).__name__}: {error}', 300)})"
         self._failure = self._failure or text
 
     def state_dict(self) -> JsonObject:
@@ -231,10 +222,8 @@ class EarlyStop:
         """Why the run is over; None: it is not."""
         if self.waited < self._patience:
             return None
-        return (
-            f"{self._metric} has not improved on {self.best:.4g} for {self.waited} evaluations "
-            f"(train.early_stop={self._key})"
-        )
+        best = f"{self._metric} has not improved on {self.best:.4g}"
+        return f"{best} for {self.waited} evaluations (train.early_stop={self._key})"
 
     def on_start(self, event: Event) -> None:
         """See the evaluations that came after the checkpoint was saved, as that at the end of an earlier start does."""
@@ -266,7 +255,6 @@ class EarlyStop:
 
     def load_state_dict(self, state: JsonMapping) -> None:
         """Count on; a run that watches another metric now counts anew."""
+        self.step = state["step"]
         if state["metric"] == self._metric:
-            self.best, self.waited, self.step = state["best"], state["waited"], state["step"]
-        else:
-            self.step = state["step"]
+            self.best, self.waited = state["best"], state["waited"]

@@ -14,29 +14,20 @@ from zoo.types import JsonMapping
 class Event:
     """A moment of a run, as its callbacks see it on rank 0.
 
-    Attributes:
-        step: optimizer steps done.
-        total_steps: those that the run is to do.
-        metrics: of a step, its line in `train.jsonl` (`loss` in nats a label, `grad_norm`, `lr`, `real_tokens`, ...); of an
-            evaluation, `loss`, `exact_match` and `rows`, and each of them by kind of row (`exact_match_image`); at a save
-            and at the end those of the last evaluation, {} where there was none.
-        run_dir: the run folder.
-        recipe: the resolved recipe.
-        checkpoint: of a save and of the end, the newest checkpoint's folder.
-        picture: of `on_predictions`, `plots/predictions.png`.
-        text: of `on_predictions`, prompts, answers and predictions as lines.
-        reason: of the end, why: finished | out of time | stopped | interrupted | preempted | failed.
+    `metrics` of a step are its line in `train.jsonl` (`loss` in nats a label, `grad_norm`, `lr`, `real_tokens`, ...); of an
+    evaluation, `loss`, `exact_match` and `rows`, and each of them by kind of row (`exact_match_image`); at a save and at the
+    end, those of the last evaluation, {} where there was none.
     """
 
-    step: int
-    total_steps: int
-    metrics: JsonMapping
-    run_dir: Path
-    recipe: Recipe
-    checkpoint: Path | None = None
-    reason: str | None = None
-    picture: Path | None = None
-    text: str | None = None
+    step: int  # optimizer steps done
+    total_steps: int  # those that the run is to do
+    metrics: JsonMapping  # see above
+    run_dir: Path  # the run folder
+    recipe: Recipe  # the resolved recipe
+    checkpoint: Path | None = None  # of a save and of the end: the newest checkpoint's folder
+    reason: str | None = None  # of the end: finished | out of time | stopped | interrupted | preempted | failed
+    picture: Path | None = None  # of `on_predictions`: `plots/predictions.png`
+    text: str | None = None  # of `on_predictions`: prompts, answers and predictions as lines
     ask: Callable[[str], None] = field(repr=False)
 
     def stop(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -79,30 +80,35 @@ class TensorBoard(Tracker):
         self._board.close()
 
 
-class Wandb(Tracker):
-    """A run of a project at Weights & Biases; its own variables (WANDB_MODE=offline) hold."""
+class _ProjectRun(Tracker):
+    """A run of a project, `_run`, as W&B and Trackio have it."""
+
+    _run: Any
 
     def __init__(self, project: str) -> None:
         self._project = project
 
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def on_end(self, event: Event) -> None:
+        self._run.finish()
+
+
+class Wandb(_ProjectRun):
+    """A run of a project at Weights & Biases; its own variables (WANDB_MODE=offline) hold."""
+
     def on_start(self, event: Event) -> None:
         import wandb
 
-        self._run = wandb.init(
-            project=self._project, dir=str(event.run_dir), id=self.run, resume="allow", config=_plain(event.recipe)
-        )
+        config, folder = _plain(event.recipe), str(event.run_dir)
+        self._run = wandb.init(project=self._project, dir=folder, id=self.run, resume="allow", config=config)
         self.run = self._run.id
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self._run.log(numbers, step=step)
 
     def on_predictions(self, event: Event) -> None:
         import wandb
 
         self._run.log({"predictions": wandb.Image(str(event.picture))}, step=event.step)
-
-    def on_end(self, event: Event) -> None:
-        self._run.finish()
 
 
 class MLflow(Tracker):
@@ -131,11 +137,8 @@ class MLflow(Tracker):
         self._mlflow.end_run(states.get(event.reason or "", "FINISHED"))
 
 
-class Trackio(Tracker):
+class Trackio(_ProjectRun):
     """A run of a local Trackio project; `trackio show` displays it."""
-
-    def __init__(self, project: str) -> None:
-        self._project = project
 
     def on_start(self, event: Event) -> None:
         import trackio
@@ -144,21 +147,14 @@ class Trackio(Tracker):
         self._run = trackio.init(project=self._project, name=self.run, config=_plain(event.recipe), resume=resume)
         self.run = self._run.name
 
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self._run.log(numbers, step=step)
-
-    def on_end(self, event: Event) -> None:
-        self._run.finish()
-
 
 def _numbers(prefix: str, metrics: JsonMapping) -> dict[str, float]:
     """The numbers among metrics under their full names, without the step itself."""
-    kept = {
-        name: value
+    return {
+        f"{prefix}/{name}": value
         for name, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
     }
-    return {f"{prefix}/{name}": value for name, value in kept.items()}
 
 
 def _plain(recipe: Recipe) -> JsonObject:

@@ -17,8 +17,7 @@ from zoo.tools.inspection.rows import MEDIA
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:
-    from zoo.data.processors.processor import Processor
-    from zoo.nn.family import FamilyConfig
+    from zoo.model.build import Assembly
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _NO_LIMIT = 1 << 40
@@ -57,10 +56,13 @@ class Lengths:
         return values
 
 
-def lengths_of(
-    recipe: Recipe, processor: Processor, config: FamilyConfig, most: int, budgets: tuple[int, ...]
-) -> Lengths:
-    """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
+def lengths_of(recipe: Recipe, assembly: Assembly, most: int, budgets: tuple[int, ...] = ()) -> Lengths:
+    """Read up to `most` rows of a validated recipe's training data, evenly over all of them.
+
+    `budgets`: those that are tried; by default a quarter of the recipe's to four times as much.
+    """
+    processor, config = assembly.processor, assembly.config
+    budgets = budgets or tuple(max(1, int(recipe.packing.budget * share)) for share in (0.25, 0.5, 1, 2, 4))
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
     count = most if source.rows.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
@@ -81,23 +83,19 @@ def lengths_of(
         for name, token in tokens.items():
             media[name] += int(sample.input_ids.eq(token).sum())
     total = max(1, sum(lengths))
-    align, ahead = recipe.packing.align or 1, recipe.data.lookahead
+    align, lookahead = recipe.packing.align or 1, recipe.data.lookahead
+    ordered = sorted(lengths)
+    at = {f"p{p}": float(ordered[round(p / 100 * (len(ordered) - 1))]) for p in PERCENTILES}
     return Lengths(
         samples=len(lengths),
         left_out=source.bad_rows.summary(),
-        tokens=_statistics(lengths),
+        tokens={"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)},
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
         kinds=dict(kinds),
-        fillings=tuple(filling(lengths, budget, align, ahead, costs) for budget in budgets),
+        fillings=tuple(filling(lengths, budget, align, lookahead, costs) for budget in budgets),
         lengths=tuple(lengths),
     )
-
-
-def _statistics(lengths: list[int]) -> dict[str, float]:
-    ordered = sorted(lengths)
-    at = {f"p{p}": float(ordered[round(p / 100 * (len(ordered) - 1))]) for p in PERCENTILES}
-    return {"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)}
 
 
 def filling(lengths: list[int], budget: int, align: int, lookahead: int, costs: list[int] | None = None) -> Filling:
@@ -122,8 +120,3 @@ def filling(lengths: list[int], budget: int, align: int, lookahead: int, costs: 
         alignment=1 - real / max(1, padded),
         side_by_side=1 - real / max(1, wide),
     )
-
-
-def default_budgets(budget: int) -> tuple[int, ...]:
-    """A quarter to four times the recipe's."""
-    return tuple(max(1, int(budget * share)) for share in (0.25, 0.5, 1, 2, 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +50,12 @@ def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
     Raises:
         UserError: the data don't give the rows any more that the step had.
     """
-    wanted = _wanted(step, recipe)
+    wanted: list[tuple[tuple[str, ...], str]] = []  # sources of a row's samples, and a note
+    for record in step.record["rows"]:
+        sources = tuple(sample["source"] for sample in record["samples"])
+        note = f"rank {record['rank']}, loss {_number(record['loss'])}"
+        # Samples that stand side by side are a row each.
+        wanted += [(part, note) for part in ([sources] if recipe.packing.mode == "thd" else zip(sources))]
     replays: dict[tuple[str, ...], list[PackedRow]] = defaultdict(list)
     for row in packed_rows(recipe, assembly, len(wanted), step.record["data"]):
         replays[tuple(segment.source for segment in row.segments)].append(row)
@@ -64,17 +68,6 @@ def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
             )
         rows.append(replace(replays[sources].pop(), note=note))
     return rows
-
-
-def _wanted(step: Step, recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
-    """(sources of its samples, note) of each row; samples side by side are a row each."""
-    wanted = []
-    for row in step.record["rows"]:
-        sources = tuple(sample["source"] for sample in row["samples"])
-        note = f"rank {row['rank']}, loss {_number(row['loss'])}"
-        parts: Sequence[tuple[str, ...]] = [sources] if recipe.packing.mode == "thd" else [(s,) for s in sources]
-        wanted += [(part, note) for part in parts]
-    return wanted
 
 
 def _number(value: float | None) -> str:

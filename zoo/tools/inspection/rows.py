@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -82,16 +82,9 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: JsonObject
     chosen = with_defaults(recipe.data)
     processor, align = assembly.processor, recipe.packing.align or 1
     source = SampleSource.open(
-        chosen.train,
-        processor,
-        chosen,
-        budget=recipe.packing.budget,
-        align=align,
-        augment=chosen.augment,
-        blank=chosen.blank_answers,
-        seed=recipe.run.seed,
-        pairs=recipe.train.pairs,
-    )
+        chosen.train, processor, chosen, budget=recipe.packing.budget, align=align, augment=chosen.augment,
+        blank=chosen.blank_answers, seed=recipe.run.seed, pairs=recipe.train.pairs,
+    )  # fmt: skip
     cost = training_cost(assembly.config, recipe)
     loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)
     if data is not None:
@@ -122,16 +115,15 @@ def _rows_of(
                 classes[ids == tokens[name]] = number
         classes[parts.labels[row] != IGNORE] = KINDS.index("label")
         classes[padding] = KINDS.index("padding")
-        segments = []
+        segments, starts = [], []
         for number in owner[owner >= 0].unique().tolist():
-            mine = (owner == number).nonzero().flatten()
-            start, end = int(mine[0]), int(mine[-1]) + 1
+            tokens_of_sample = (owner == number).nonzero().flatten()
+            start, end = int(tokens_of_sample[0]), int(tokens_of_sample[-1]) + 1
+            starts.append(start)
             spans = tuple(_spans(classes, ids, start, end, tokenizer))
             segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans))
-        ends = [segment.start for segment in segments[1:]] + [len(ids)]
-        segments = [
-            Segment(s.start, s.end, padded, s.source, s.kind, s.spans) for s, padded in zip(segments, ends, strict=True)
-        ]
+        ends = [*starts[1:], len(ids)]
+        segments = [replace(segment, padded_end=end) for segment, end in zip(segments, ends, strict=True)]
         rows.append(PackedRow(len(ids), tuple(segments), parts.positions[:, row]))
     return rows
 

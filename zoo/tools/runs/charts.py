@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -39,10 +39,8 @@ def lines_of(name: str, series: Series, colour: str, smooth: bool = True) -> lis
     means = list(zip(series.steps, smoothed(series.values), strict=True))
     every = max(1, len(means) // _POINTS)
     kept = [*means[::every], means[-1]]
-    return [
-        Line(name, raw, colour, faint=True),
-        Line(name, [point for point in kept if math.isfinite(point[1])], colour),
-    ]
+    smooth_points = [point for point in kept if math.isfinite(point[1])]
+    return [Line(name, raw, colour, faint=True), Line(name, smooth_points, colour)]
 
 
 def thinned(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -82,26 +80,18 @@ def chart(title: str, lines: Sequence[Line], *, unit: str = "", zero: bool = Fal
     ]
     y_text = (lambda value: f"{value:.0%}") if share else number
     return render(
-        "zoo.tools.runs",
-        "chart.html.jinja",
-        title=title,
-        unit=unit,
-        width=_WIDTH,
-        height=_HEIGHT,
-        left=_LEFT,
-        right=_WIDTH - _RIGHT,
-        top=_TOP,
-        bottom=_HEIGHT - _BOTTOM,
+        "zoo.tools.runs", "chart.html.jinja", title=title, unit=unit,
+        width=_WIDTH, height=_HEIGHT, left=_LEFT, right=_WIDTH - _RIGHT, top=_TOP, bottom=_HEIGHT - _BOTTOM,
         y_ticks=[(round(y.at(value), 1), y_text(value)) for value in y.ticks(5)],
         x_ticks=[(round(x.at(value), 1), number(value)) for value in x.ticks(6) if value == int(value)],
-        curves=[_Curve.from_line(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)],
+        curves=[_drawn(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)],
         legend=legend if len(legend) > 1 else {},
         data=json.dumps({"lines": points, "share": share}),
-    )
+    )  # fmt: skip
 
 
 class _Axis:
-    """Values to places, and round numbers between the ends."""
+    """Values to coordinates, and round numbers between the ends."""
 
     def __init__(self, values: Sequence[float], first: float, last: float) -> None:
         low, high = min(values), max(values)
@@ -121,19 +111,10 @@ class _Axis:
         return [number * step for number in range(start, math.floor(self.high / step + 1e-9) + 1)]
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """A line in the coordinates of the drawing."""
-
-    points: list[tuple[float, float]]
-    colour: str
-    faint: bool
-    dots: bool
-
-    @staticmethod
-    def from_line(line: Line, x: _Axis, y: _Axis) -> _Curve:
-        points = [(round(x.at(a), 1), round(y.at(b), 1)) for a, b in line.points]
-        return _Curve(points, line.colour, line.faint, line.dots or len(points) == 1)
+def _drawn(line: Line, x: _Axis, y: _Axis) -> Line:
+    """The line in the coordinates of the drawing."""
+    points = [(round(x.at(a), 1), round(y.at(b), 1)) for a, b in line.points]
+    return replace(line, points=points, dots=line.dots or len(points) == 1)
 
 
 def number(value: float) -> str:

@@ -46,7 +46,6 @@ class Run:
     seconds: float | None  # from the first line of the log to the last
     recipe: JsonObject  # key with dots -> value, as the run resolved it
     environment: JsonObject
-    summary: JsonObject
 
 
 def read_run(path: str | Path, name: str | None = None) -> Run:
@@ -77,18 +76,10 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         else:
             _add_step(metrics, step, record)
     return Run(
-        folder=folder,
-        name=name or folder.resolve().name,
-        status=status,
-        metrics=metrics,
-        evaluations=evaluations,
-        events=events,
-        counts=counts,
-        seconds=seconds,
-        recipe=_recipe(folder / "config.yaml"),
-        environment=_json(folder / "env.json"),
-        summary=_json(folder / "summary.json"),
-    )
+        folder=folder, name=name or folder.resolve().name, status=status, metrics=metrics, evaluations=evaluations,
+        events=events, counts=counts, seconds=seconds,
+        recipe=_recipe(folder / "config.yaml"), environment=_json(folder / "env.json"),
+    )  # fmt: skip
 
 
 def _add_step(metrics: dict[str, Series], step: int, record: JsonObject) -> None:

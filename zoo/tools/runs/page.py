@@ -83,14 +83,9 @@ def page(runs: Sequence[Run]) -> str:
         ("Events", _events(runs)),
         ("Machine", _environment(runs)),
     ]
+    shown = [(heading, body) for heading, body in sections if body]
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return render(
-        "zoo.tools.runs",
-        "page.html.jinja",
-        title=title,
-        now=now,
-        sections=[(heading, body) for heading, body in sections if body],
-    )
+    return render("zoo.tools.runs", "page.html.jinja", title=title, now=now, sections=shown)
 
 
 def _grid(charts: Sequence[Markup]) -> Markup:
@@ -185,8 +180,8 @@ def _scores(runs: Sequence[Run]) -> list[Markup]:
     kinds = sorted({kind for run in runs for record in run.evaluations for kind in record.get("by_kind") or {}})
     if len(runs) == 1:
         lines = [Line("all", _points(runs[0], "exact_match"), "#1d2433", dots=True)]
-        for index, kind in enumerate(kinds[: len(COLOURS)]):
-            lines.append(Line(kind, _points(runs[0], "by_kind", kind, "exact_match"), COLOURS[index], dots=True))
+        for kind, colour in zip(kinds, COLOURS, strict=False):
+            lines.append(Line(kind, _points(runs[0], "by_kind", kind, "exact_match"), colour, dots=True))
         return [chart("Exact match on held-out rows", lines, share=True)]
     charts = []
     for kind in (None, *kinds):
@@ -197,20 +192,14 @@ def _scores(runs: Sequence[Run]) -> list[Markup]:
 
 
 def _step_charts(runs: Sequence[Run], charts: dict[str, tuple[str, str]], zero: bool = False) -> list[Markup]:
-    return [
-        chart(
-            title,
-            [
-                line
-                for index, run in enumerate(runs)
-                if metric in run.metrics
-                for line in lines_of(run.name, run.metrics[metric], COLOURS[index], smooth=metric != "lr")
-            ],
-            unit=unit,
-            zero=zero,
-        )
-        for metric, (title, unit) in charts.items()
-    ]
+    drawn = []
+    for metric, (title, unit) in charts.items():
+        lines: list[Line] = []
+        for run, colour in zip(runs, COLOURS, strict=False):
+            if metric in run.metrics:
+                lines += lines_of(run.name, run.metrics[metric], colour, smooth=metric != "lr")
+        drawn.append(chart(title, lines, unit=unit, zero=zero))
+    return drawn
 
 
 def _predictions(runs: Sequence[Run]) -> Markup:
@@ -233,18 +222,13 @@ def _data(runs: Sequence[Run]) -> Markup:
         last = run.evaluations[-1] if run.evaluations else {}
         kinds = ", ".join(f"{scores.get('rows')} {kind}" for kind, scores in (last.get("by_kind") or {}).items())
         left_out = ", ".join(f"{count:,} {cause}" for cause, count in run.status.bad_rows.items()) or "none"
-        tokens = run.metrics["real_tokens"].values if "real_tokens" in run.metrics else ()
-        labels = run.metrics["labels"].values if "labels" in run.metrics else ()
-        rows.append(
-            [
-                _labelled(runs, run),
-                ", ".join(map(_plain, _listed(run.recipe.get("data.train")))),
-                ", ".join(map(_plain, _listed(last.get("data")))) + (f": {kinds}" if kinds else ""),
-                number(sum(tokens)),
-                f"{sum(labels) / sum(tokens):.1%}" if tokens and sum(tokens) else "",
-                left_out,
-            ]
+        tokens, labels = (
+            sum(run.metrics[name].values if name in run.metrics else ()) for name in ("real_tokens", "labels")
         )
+        trained = ", ".join(map(_plain, _listed(run.recipe.get("data.train"))))
+        evaluated = ", ".join(map(_plain, _listed(last.get("data")))) + (f": {kinds}" if kinds else "")
+        share = f"{labels / tokens:.1%}" if tokens else ""
+        rows.append([_labelled(runs, run), trained, evaluated, number(tokens), share, left_out])
     head = ["run", "trains on", "evaluates on", "real tokens", "tokens with loss", "rows left out"]
     return _table(head, rows, text=3)
 
@@ -304,14 +288,10 @@ def _events(runs: Sequence[Run]) -> Markup:
         counts = Markup(f"<p>{run.counts.get('slow_step', 0):,} slow steps, {run.counts.get('save', 0):,} saves.</p>")
         if len(rows) > _LISTED:
             counts += Markup(f"<p>The first {_LISTED} of {len(rows):,} events; train.jsonl has all.</p>")
-        parts.append(
-            Markup("<details{}><summary>{}</summary>{}{}</details>").format(
-                Markup(" open") if len(runs) == 1 else "",
-                _labelled(runs, run),
-                counts,
-                _table(["step", "time (UTC)", "event", ""], rows[:_LISTED], text=4),
-            )
-        )
+        table = _table(["step", "time (UTC)", "event", ""], rows[:_LISTED], text=4)
+        opened = Markup(" open") if len(runs) == 1 else ""
+        details = Markup("<details{}><summary>{}</summary>{}{}</details>")
+        parts.append(details.format(opened, _labelled(runs, run), counts, table))
     return Markup().join(parts)
 
 
@@ -322,6 +302,5 @@ def _environment(runs: Sequence[Run]) -> Markup:
         packages = env.get("packages") if isinstance(env.get("packages"), dict) else {}
         versions = ", ".join(f"{name} {version}" for name, version in (packages or {}).items() if version)
         gpus = ", ".join(map(str, _listed(env.get("gpus")))) or "none"
-        row = [_labelled(runs, run), str(env.get("system", "")), gpus, str(env.get("python", "")), versions]
-        rows.append(row)
+        rows.append([_labelled(runs, run), str(env.get("system", "")), gpus, str(env.get("python", "")), versions])
     return _table(["run", "system", "GPUs", "Python", "packages"], rows, text=5)

@@ -32,9 +32,8 @@ class RunStatus:
     """A run's state; a field is None where it can't be known yet."""
 
     run_dir: str
-    state: (
-        str  # starting | running | stalled | gone | finished | out of time | stopped | interrupted | preempted | failed
-    )
+    # starting | running | stalled | gone | finished | out of time | stopped | interrupted | preempted | failed
+    state: str
     why: str | None = None  # it ended so
     step: int = 0
     total_steps: int | None = None
@@ -86,15 +85,16 @@ def read_status(path: str | Path) -> RunStatus:
     recent = recent[1:] if 1 < len(recent) < RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
-    health, summary = read_health(folder), _summary(folder)
-    log_time = _modified(folder / "train.jsonl")
+    health, log, log_time = read_health(folder), folder / "train.jsonl", 0.0
+    with contextlib.suppress(OSError):
+        log_time = log.stat().st_mtime  # by the file system's clock
     # By the clock of the file system, which only a run's own machine knows where the folder can't be written to.
     now = file_clock(folder) if health is None else health["written"] + health["age"]
     state, why = _state(events, last, health, held_since(folder), log_time)
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
     totals = [r["total_steps"] for r in events if "total_steps" in r]
-    total, step = totals[-1] if totals else summary.get("total_steps"), last.get("step", 0)
+    total, step = totals[-1] if totals else _summary(folder).get("total_steps"), last.get("step", 0)
     saved, written = _newest(folder)
     under_way = saving(folder)
     evals = [r for r in events if r["event"] == "eval"]
@@ -140,13 +140,6 @@ def _read(folder: Path) -> tuple[list[JsonObject], list[JsonObject], float | Non
             if len(last) > RECENT:
                 del last[next(iter(last))]
     return events, [last[step] for step in sorted(last)], logged
-
-
-def _modified(path: Path) -> float:
-    """When a file was last written, by the file system's clock; 0 where it does not exist."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
 
 
 def _summary(folder: Path) -> JsonObject:
@@ -250,17 +243,17 @@ def describe(status: RunStatus) -> str:
 def _health(status: RunStatus) -> str:
     slow = ", ".join(f"{count} by {cause}" for cause, count in status.slow_steps.items())
     left_out = ", ".join(f"{count} {cause}" for cause, count in status.bad_rows.items())
-    counts = [
-        f"{status.skipped_steps} steps skipped" if status.skipped_steps else "",
-        f"slow steps: {slow}" if slow else "",
-        f"rows left out: {left_out}" if left_out else "",
-        f"started {status.starts} times" if status.starts > 1 else "",
-    ]
-    alive = sum(not _silent(rank, status) for rank in status.ranks)
-    ranks = f"{alive} of {len(status.ranks)} ranks alive" if status.ranks else ""
+    ranks = f"{sum(not _silent(rank, status) for rank in status.ranks)} of {len(status.ranks)} ranks alive"
     if status.state in ("gone", "failed"):
-        ranks = f"{len(status.ranks)} ranks when it was last seen" if status.ranks else ""
-    return ", ".join(part for part in (ranks, *counts) if part)
+        ranks = f"{len(status.ranks)} ranks when it was last seen"
+    counts = {
+        ranks: status.ranks,
+        f"{status.skipped_steps} steps skipped": status.skipped_steps,
+        f"slow steps: {slow}": slow,
+        f"rows left out: {left_out}": left_out,
+        f"started {status.starts} times": status.starts > 1,
+    }
+    return ", ".join(text for text, shown in counts.items() if shown)
 
 
 def _silent(rank: JsonObject, status: RunStatus) -> bool:

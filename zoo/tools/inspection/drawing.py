@@ -1,16 +1,17 @@
-"""A picture of packed rows, to scale, with the lengths of all samples that were read beneath."""
+"""Packed rows to look at: an image to scale, with the lengths of all samples beneath, and a page that explains every span."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zoo.files import replaced
+from zoo.files import replaced, write_atomically
+from zoo.pages import render
 from zoo.tools.inspection.lengths import Lengths
-from zoo.tools.inspection.rows import KINDS, PackedRow, Segment
+from zoo.tools.inspection.rows import KINDS, MEDIA, PackedRow, Segment
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -23,11 +24,37 @@ NAMES = {"prompt": "prompt text", "audio": "sound", "label": "label (has loss)"}
 INK, QUIET, FAINT, PAPER, TIME, SPACE = "#1d2433", "#6b7385", "#d4d8e0", "#ffffff", "#d1345b", "#9aa3b5"
 BAR, CURVE, PITCH = 0.8, 0.8, 2.75  # heights of tokens and positions, and from a row to the next
 _NARROW = 0.03  # of the width: samples below it are not labelled
-_LETTER = 0.0046  # width of a letter of a sample's name, of the picture's
+_LETTER = 0.0046  # width of a letter of a sample's name, of the image's
+
+
+def write_page(rows: Sequence[PackedRow], lengths: Lengths, title: str, drawing: str, path: Path) -> Path:
+    """Write the page, one file without scripts; `drawing`: the file next to it that it links."""
+    page = render(
+        "zoo.tools.inspection", "page.html.jinja", title=title, rows=rows, lengths=lengths, picture=drawing,
+        curves=_curves, kinds=KINDS, media=MEDIA, names=NAMES, colours=COLOURS, time=TIME, space=SPACE,
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, page)
+    return path
+
+
+def _curves(row: PackedRow) -> Iterator[tuple[str, str]]:
+    """Position ids as (colour, points of an SVG line), one for each axis and sample; the time axis lies on top."""
+    scale = 44 / max(1.0, float(row.positions.max()))
+    for axis in reversed(range(row.positions.shape[0])):
+        for segment in row.segments:
+            values = row.positions[axis, segment.start : segment.end].tolist()
+            ends = (0, len(values) - 1)
+            points = [
+                f"{segment.start + index + 0.5:g},{45 - value * scale:.1f}"
+                for index, value in enumerate(values)
+                if index in ends or value - values[index - 1] != values[index + 1] - value  # the slope changes
+            ]
+            yield TIME if axis == 0 else SPACE, " ".join(points)
 
 
 def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) -> Path:
-    """Write the picture, a PNG."""
+    """Write the image, a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,9 +164,8 @@ def _draw_lengths(axis: Axes, lengths: Lengths) -> None:
     for name in ("p50", "p95"):
         axis.axvline(tokens[name], color=TIME, linewidth=1)
         axis.text(tokens[name], top, f" {name} {tokens[name]:.0f}", color=TIME, va="top", fontsize=8)
-    axis.set_title(
-        f"lengths of {lengths.samples} samples, {tokens['least']:.0f} to {tokens['most']:.0f} tokens", loc="left"
-    )
+    title = f"lengths of {lengths.samples} samples, {tokens['least']:.0f} to {tokens['most']:.0f} tokens"
+    axis.set_title(title, loc="left")
     axis.set(xlabel="tokens of a sample", ylabel="samples")
     _plain(axis)
 
