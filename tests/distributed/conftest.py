@@ -59,7 +59,7 @@ def tied_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def samples() -> dict[str, Any]:
-    """Samples of rows of every kind and mixtures, by the names in support.rows.NAMES."""
+    """Samples of rows of every kind and mixtures."""
     from zoo.models.qwen3_omni.processor import build_processor
 
     examples = make_examples(build_processor(thinker_config(**TEXT)))

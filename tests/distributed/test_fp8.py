@@ -9,8 +9,8 @@ from support.engine import packed_batch, recipe_for
 from support.gathered import full_gradients, total_loss
 from support.pool import Pool
 from support.rank_gradients import Held, Plan, run_step
+from support.rows import vision_examples
 from support.stacks import TINY
-from support.vision_rows import vision_examples
 from torch import Tensor
 
 GROUPS = (("image-long", "text-short", "multi_image-long"), ("text-long", "image-long"))

@@ -14,8 +14,8 @@ from support.engine import packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.pool import Pool
 from support.rank_gradients import Held, Layout, Plan, run_layouts
+from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.vision_rows import vision_examples
 
 # Two micro-batches, and four for the interleaved schedule; the second has no media.
 GROUPS = (

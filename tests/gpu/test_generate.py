@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.answers import FAMILIES, TOKENS, Asked
+from support.answers import ASKED, TOKENS, ask
 from support.engine import single_process_world
 
 
@@ -15,11 +15,11 @@ def here() -> Iterator[Any]:
         yield world
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ASKED)
 def test_greedy_answers_are_those_of_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory, here: Any, device: torch.device
 ) -> None:
-    asked: Asked = FAMILIES[family](tmp_path_factory.mktemp("generate"), here)
+    asked = ask(family, tmp_path_factory.mktemp("generate"), here)
     asked.hf.to(device)
     wanted = asked.wanted()
     assert all(len(tokens) == TOKENS for tokens in wanted)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.engine import packed_batch, single_process_world
 from support.on_gpu import ON_GPU, TE
-from support.vision_rows import vision_examples
+from support.rows import vision_examples
 
 REPO = Path(__file__).parents[2]
 SHORT = (

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.engine import Zoo, recipe_for
 from support.rows import Example, make_examples
-from support.tiny_omni import TinyOmni, load_thinker
+from support.tiny import load_thinker
+from support.tiny_omni import TinyOmni
 from torch import Tensor
 
 from zoo.model import build
@@ -26,7 +27,7 @@ def zoo(tiny_omni: TinyOmni, cpu_world: Any) -> Zoo:
 
 @pytest.fixture(scope="session")
 def examples(tiny_omni: TinyOmni) -> dict[str, Example]:
-    """Rows of every kind and mixtures, by the names in support.rows.NAMES."""
+    """Rows of every kind and mixtures."""
     return make_examples(build.assemble(recipe_for(tiny_omni.thinker)).processor)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.engine import packed_batch, recipe_for
+from support.rows import vision_examples
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 
 from zoo.checkpoint import initial_weights
 from zoo.model import build

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.engine import Zoo, packed_batch, padded_batch
-from support.rows import Example
+from support.rows import Example, vision_examples
 from support.tiny_omni import TinyOmni
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from torch import Tensor
 
 Call = Callable[[Zoo], dict[str, Tensor]]

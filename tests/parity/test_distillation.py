@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_omni, tiny_qwen3_vl
+from support import tiny_qwen3_vl
 from support.engine import Zoo, recipe_for, single_process_world
 from support.matrix import MODELS
 from support.preference import KINDS, write_pairs
-from support.tiny import load_plain
+from support.tiny import load_thinker
 from torch import Tensor
 
 from zoo.checkpoint import initial_weights
@@ -58,8 +58,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     teacher = other_weights(folder, tmp_path / "teacher")
-    load = tiny_omni.load_thinker if name == "omni" else load_plain
-    hf, theirs = load(folder), load(teacher)
+    hf, theirs = load_thinker(folder), load_thinker(teacher)
     kinds = ("audio", "image", "text") if name == "omni" else ("image", "text") if name == "llava" else KINDS
     data = write_pairs(tmp_path / "rows.jsonl", 4, kinds)
     more = (

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny_omni
 from support.engine import Zoo
 from support.loops import differing, engine_recipe, grpo, held_by, hf_values, loop_batch, loop_examples
 from support.matrix import MODELS
-from support.tiny import load_plain
+from support.tiny import load_plain, load_thinker
 from torch import Tensor
 
 import zoo
@@ -32,7 +31,7 @@ CASES = [(name, "mixed") for name in MODELS] + [("dense", "left"), ("omni", "lef
 def test_values_and_gradients_are_those_of_transformers(name: str, side: str, tmp_path: Path) -> None:
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
-    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    hf = load_thinker(folder)
     examples = loop_examples(folder, model)
     batch = loop_batch(examples, side)
     wanted = hf_values(hf, examples, batch, temperature=0.7)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.adapters import adapt
 from support.engine import Zoo, packed_batch, recipe_for, single_process_world
+from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters

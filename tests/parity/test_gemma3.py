@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.engine import packed_batch, padded_batch
 from support.pairs import Pair, PairTests, worst
-from support.tile_rows import tile_examples
+from support.rows import tile_examples
 from support.tiny_gemma3 import FULL, ROPE, SLIDING, publish, tiny_config, write_tiny_gemma3
 
 from zoo.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engine import packed_batch
 from support.pairs import Pair, TextPairTests, worst
-from support.text_rows import text_examples
+from support.rows import text_examples
 from support.tiny_gemma3 import FULL, ROPE, SLIDING, tiny_text_config, write_tiny_gemma3_text
 
 from zoo.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.engine import packed_batch
 from support.pairs import Pair, PairTests, worst
-from support.tile_rows import tile_examples
+from support.rows import tile_examples
 from support.tiny_gemma4 import FULL, SLIDING, write_tiny_gemma4
 
 LOGITS = 2e-5

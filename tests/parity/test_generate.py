@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from support.answers import FAMILIES, TOKENS, Asked
+from support.answers import ASKED, TOKENS, Asked, ask
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ASKED)
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Asked:
-    return FAMILIES[request.param](tmp_path_factory.mktemp("generate"), cpu_world)
+    return ask(request.param, tmp_path_factory.mktemp("generate"), cpu_world)
 
 
 @pytest.mark.sampled(20)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.engine import Zoo, packed_batch
+from support.rows import vision_examples
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.engine import Zoo, packed_batch
 from support.pairs import Pair, PairTests, Tensors, relative_errors, worst
-from support.tile_rows import tile_examples
+from support.rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_internvl import LARGE, VARIANTS, publish, tiny_config, write_tiny_internvl
 from torch import Tensor

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.engine import Zoo
 from support.pairs import relative_errors
+from support.rows import vision_examples
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from torch import Tensor
 
 from zoo.data.sample import IGNORE, MicroBatch, Sample, collate, collate_padded

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.engine import Batch, Zoo, packed_batch, padded_batch
 from support.pairs import Pair, PairTests, Tensors, relative_errors, worst
-from support.tile_rows import tile_examples
+from support.rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_llava import CLIP, MISTRAL, QWEN2, SIGLIP, VARIANTS, publish, tiny_config, write_tiny_llava
 from torch import Tensor

@@ -31,10 +31,10 @@ LOGITS, GRADIENTS = 4e-5, 2e-5
 FEW = {
     "queries and values": ("qwen3_vl", ("q_proj", "v_proj")),
     "keys and up": ("qwen3_vl", ("self_attn.k_proj", r".*layers\.[13]\.mlp\.up_proj")),
-    "gated queries, linear attention": ("qwen35", ("q_proj", "in_proj_z", "in_proj_a", "out_proj")),
+    "gated queries, linear attention": ("qwen35_vl", ("q_proj", "in_proj_z", "in_proj_a", "out_proj")),
     "first weights of experts": ("qwen3_vl experts", ("experts.gate_up_proj",)),
-    "second weights of experts": ("omni thinker", ("experts.down_proj", "down_proj")),
-    "experts and shared expert": ("qwen35 experts", (*EXPERTS, "shared_expert.gate_proj")),
+    "second weights of experts": ("qwen3_omni", ("experts.down_proj", "down_proj")),
+    "experts and shared expert": ("qwen35_vl experts", (*EXPERTS, "shared_expert.gate_proj")),
 }
 
 
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def write(name: str) -> Path:
         if name not in done:
-            done[name] = CASES[name].write(tmp_path_factory.mktemp("checkpoint") / "hf")
+            done[name] = CASES[name].family.write(tmp_path_factory.mktemp("checkpoint") / "hf")
         return done[name]
 
     return write
@@ -176,7 +176,7 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35 experts"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl experts"])
 def test_layers_that_are_made_again_drop_the_same(
     name: str, recompute: str, checkpoint: Callable[[str], Path], cpu_world: Any
 ) -> None:
@@ -185,7 +185,7 @@ def test_layers_that_are_made_again_drop_the_same(
     for how in ("none", recompute):
         recipe = recipe_of(case, checkpoint(name), "lora.dropout=0.4", f"engine.recompute={how}")
         zoo, _ = with_adapters(recipe, cpu_world)
-        samples = [example.sample for example in case.examples(zoo.assembly.processor).values()]
+        samples = [example.sample for example in case.family.examples(zoo.assembly.processor).values()]
         count = sum(sample.num_labels for sample in samples)
         seed_dropout(recipe, 3, cpu_world)
         found[how] = zoo.gradients([packed_batch(samples)], count)

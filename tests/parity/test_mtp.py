@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.engine import Batch, Zoo, packed_batch, padded_batch
-from support.text_rows import text_examples
+from support.rows import text_examples, vision_examples
 from support.tiny import experts_apart, load_plain
 from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from torch import Tensor
 
 WEIGHT = 0.4

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.engine import packed_batch, recipe_for
+from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.vision_rows import vision_examples
 from support.weights import tensors
 
 from zoo.checkpoint import initial_weights, loading

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_omni
 from support.adapters import adapt, peft_gradients, published_gradients
 from support.engine import single_process_world
 from support.matrix import MODELS
@@ -26,7 +25,7 @@ from support.preference import (
     write_labelled,
     write_pairs,
 )
-from support.tiny import load_plain
+from support.tiny import load_plain, load_thinker
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
@@ -49,7 +48,7 @@ CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in OTHERS)]
 def test_loss_and_gradients_are_those_of_transformers(name: str, losses: tuple[str, ...], tmp_path: Path) -> None:
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
-    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    hf = load_thinker(folder)
     kinds = OF_MODELS.get(name, KINDS)
     data = write_pairs(tmp_path / "pairs.jsonl", 5, kinds)
     with single_process_world() as world:
@@ -83,7 +82,7 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
     """KTO's divergence is that of the whole step, whatever its micro-batches; packed and padded."""
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
-    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    hf = load_thinker(folder)
     kinds = OF_MODELS.get(name, ("image", "text"))
     data = write_labelled(tmp_path / "labelled.jsonl", 5, kinds)
     more = ("train.loss=kto", "train.beta=0.4", "train.desirable_weight=1.5")
@@ -116,7 +115,7 @@ def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Pa
     """The score of each answer's last token, and Bradley-Terry's loss; the head is drawn anew, as the checkpoint has none."""
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
-    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    hf = load_thinker(folder)
     kinds = OF_MODELS.get(name, ("image", "text"))
     data = write_pairs(tmp_path / "pairs.jsonl", 4, kinds)
     more = ("train.loss=reward", "train.center_rewards=0.3")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.engine import Zoo, packed_batch
 from support.pairs import Pair, PairTests, relative_errors, worst
-from support.sound_rows import sound_examples
+from support.rows import sound_examples
 from support.tiny import load_plain
 from support.tiny_qwen3_asr import ROPE, tiny_config, write_tiny_qwen3_asr
 from support.weights import differences, export, tensors

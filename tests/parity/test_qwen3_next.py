@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engine import packed_batch
 from support.pairs import Pair, TextPairTests, worst
-from support.text_rows import text_examples
+from support.rows import text_examples
 from support.tiny import experts_apart
 from support.tiny_qwen3_next import ROPE, write_tiny_qwen3_next
 from support.tiny_qwen35 import FULL, LINEAR

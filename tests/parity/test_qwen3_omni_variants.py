@@ -7,7 +7,8 @@ import pytest
 import torch
 from support.engine import Zoo, packed_batch
 from support.rows import Example
-from support.tiny_omni import TEXT, load_thinker, write_tiny_omni
+from support.tiny import load_thinker
+from support.tiny_omni import TEXT, write_tiny_omni
 
 from zoo.errors import UserError
 

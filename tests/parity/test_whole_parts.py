@@ -21,7 +21,6 @@ from support.weights import tensors
 
 from zoo.checkpoint import lora_files
 from zoo.checkpoint.export import export
-from zoo.config.compose import about
 from zoo.errors import UserError
 from zoo.model import build
 from zoo.registry import get_family
@@ -33,7 +32,7 @@ LOGITS, GRADIENTS = 4e-5, 2e-5
 
 def whole_parts(case: Case) -> Case:
     """Adapters of the language model, and all other parts trained whole."""
-    family = get_family(about(case.recipe)["family"])
+    family = get_family(case.family.name)
     others = [part for part in family.parts if part != "language"]
     return replace(case, parts="language", whole=",".join(others))
 
@@ -46,7 +45,7 @@ WHOLE["the tower, adapters in its merger"] = replace(CASES["qwen25_vl"], parts="
 @pytest.fixture(scope="module", params=WHOLE)
 def adapted(request: pytest.FixtureRequest, cpu_world: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     case = WHOLE[request.param]
-    folder = case.write(tmp_path_factory.mktemp("checkpoint") / "hf")
+    folder = case.family.write(tmp_path_factory.mktemp("checkpoint") / "hf")
     return load(case, folder, cpu_world, tmp_path_factory.mktemp("adapter") / "export")
 
 
@@ -140,7 +139,7 @@ def test_without_adapters_the_first_weights_are_there(adapted: Adapted, cpu_worl
 def test_folders_of_other_parts(cpu_world: Any, tmp_path: Path) -> None:
     """One without the part leaves it as it is; one with more, or with other parts, is refused."""
     case = replace(CASES["qwen3_vl"], parts="language", whole="merger")
-    folder = case.write(tmp_path / "hf")
+    folder = case.family.write(tmp_path / "hf")
     adapted = load(case, folder, cpu_world, tmp_path / "export")
 
     def go_on(whole: str, init: Path) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,10 @@ from torch import Tensor
 
 from support.adapters import adapt, peft_gradients
 from support.engine import Zoo, recipe_for
-from support.rows import Example, make_examples
-from support.sound_rows import sound_examples
-from support.text_rows import text_examples
-from support.tile_rows import tile_examples
+from support.families import FAMILIES, Family
+from support.rows import Example
 from support.tiny import load_plain
-from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
-from support.tiny_gemma4 import write_tiny_gemma4
-from support.tiny_glm45v import write_tiny_glm45v
-from support.tiny_internvl import write_tiny_internvl
-from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
-from support.tiny_qwen3 import write_tiny_qwen3
-from support.tiny_qwen3_asr import write_tiny_qwen3_asr
-from support.tiny_qwen3_next import write_tiny_qwen3_next
-from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.tiny_qwen25_omni import write_tiny_qwen25_omni
-from support.tiny_qwen25_vl import write_tiny_qwen25_vl
-from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 
 ALL = ("all-linear",)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -39,51 +24,24 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its rows, and what is adapted."""
+    """A model, and what is adapted."""
 
-    recipe: str
-    write: Callable[[Path], Path]
-    examples: Callable[[Any], dict[str, Example]]
+    family: Family
     parts: str
     targets: tuple[str, ...] = ALL
     whole: str = ""  # parts that are trained whole
 
 
-SEEN, HEARD, TILED = "vision,language", "vision,audio,language", "vision,projector,language"
+def _case(family: Family) -> Case:
+    return Case(family, family.parts, ALL + EXPERTS if family.experts else ALL)
+
+
 CASES = {
-    "qwen3_vl": Case("qwen3_vl_sft", write_tiny_qwen3_vl, vision_examples, SEEN),
-    "qwen3_vl experts": Case(
-        "qwen3_vl_moe_sft", lambda f: write_tiny_qwen3_vl(f, moe=True), vision_examples, SEEN, ALL + EXPERTS
-    ),
-    "qwen35": Case("qwen35_vl_sft", lambda f: write_tiny_qwen35(f, mtp=1), vision_examples, SEEN),
-    "qwen35 experts": Case(
-        "qwen35_vl_moe_sft", lambda f: write_tiny_qwen35(f, moe=True), vision_examples, SEEN, ALL + EXPERTS
-    ),
-    "omni thinker": Case(
-        "qwen3_omni_sft", lambda f: write_tiny_omni(f, whole=False).thinker, make_examples, HEARD, ALL + EXPERTS
-    ),
-    "omni": Case("qwen3_omni_sft", lambda f: write_tiny_omni(f).whole, make_examples, HEARD, ALL + EXPERTS),
-    **{
-        kind: Case("llava_sft", lambda f, kind=kind: write_tiny_llava(f, kind), tile_examples, TILED)
-        for kind in ("llava", "llava_next", "llava_onevision")
-    },
-    "internvl experts": Case(
-        "internvl_sft", lambda f: write_tiny_internvl(f, "qwen3_moe"), tile_examples, TILED, ALL + EXPERTS
-    ),
-    "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
-    "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
-    "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
-    "gemma3": Case("gemma3_sft", write_tiny_gemma3, tile_examples, TILED),
-    "gemma3_text": Case("gemma3_text_sft", write_tiny_gemma3_text, text_examples, "language"),
-    "gemma4": Case("gemma4_sft", write_tiny_gemma4, tile_examples, TILED),
-    "qwen3 experts": Case(
-        "qwen3_moe_sft", lambda f: write_tiny_qwen3(f, moe=True), text_examples, "language", ALL + EXPERTS
-    ),
-    "qwen3_next": Case(
-        "qwen3_next_sft", lambda f: write_tiny_qwen3_next(f, mtp=1), text_examples, "language", ALL + EXPERTS
-    ),
-    "glm45v": Case("glm45v_sft", write_tiny_glm45v, vision_examples, SEEN, ALL + EXPERTS),
+    name: _case(family) for name, family in FAMILIES.items() if name not in ("internvl", "internvl qwen2", "qwen3")
 }
+CASES["qwen35_vl"] = _case(FAMILIES["qwen35_vl"].sized(mtp=1))
+CASES["qwen3_next"] = _case(FAMILIES["qwen3_next"].sized(mtp=1))
+CASES["whole omni"] = _case(replace(FAMILIES["qwen3_omni"], write=lambda folder: write_tiny_omni(folder).whole))
 
 
 @dataclass(frozen=True)
@@ -153,7 +111,7 @@ def recipe_of(case: Case, folder: Path, *overrides: str) -> Any:
         f"lora.whole_parts=[{case.whole}]",
         "train.mtp_loss=0",
         *overrides,
-        recipe=case.recipe,
+        recipe=case.family.recipe,
     )
 
 
@@ -180,4 +138,4 @@ def load(case: Case, folder: Path, world: Any, target: Path) -> Adapted:
     base = load_plain(folder)
     wrapped = peft.PeftModel.from_pretrained(base, exported, is_trainable=True).eval()
     plain = getattr(wrapped.base_model.model, "thinker", wrapped.base_model.model)
-    return Adapted(zoo, adapters, folder, exported, wrapped, plain, case.examples(zoo.assembly.processor))
+    return Adapted(zoo, adapters, folder, exported, wrapped, plain, case.family.examples(zoo.assembly.processor))

@@ -3,34 +3,17 @@
 Prompts are of different lengths and hold images, videos and sound. transformers answers each by itself.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.engine import Zoo
-from support.rows import Example, make_examples
-from support.sound_rows import sound_examples
-from support.text_rows import text_examples
-from support.tile_rows import tile_examples
+from support.families import FAMILIES
+from support.rows import Example
 from support.tiny import load_plain
-from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
-from support.tiny_gemma4 import write_tiny_gemma4
-from support.tiny_glm45v import write_tiny_glm45v
-from support.tiny_internvl import write_tiny_internvl
-from support.tiny_llava import write_tiny_llava
-from support.tiny_omni import load_thinker, write_tiny_omni
-from support.tiny_qwen3 import write_tiny_qwen3
-from support.tiny_qwen3_asr import write_tiny_qwen3_asr
-from support.tiny_qwen3_next import write_tiny_qwen3_next
-from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.tiny_qwen25_omni import write_tiny_qwen25_omni
-from support.tiny_qwen25_vl import write_tiny_qwen25_vl
-from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from zoo.data.sample import IGNORE
 from zoo.generation.decoding import Decoding
 from zoo.generation.sampling import Sampling
@@ -91,37 +74,19 @@ class Asked:
         return made.answer(self.samples, range(len(self.samples)))
 
 
-def omni(folder: Path, world: Any) -> Asked:
-    made = write_tiny_omni(folder)
-    zoo = Zoo.load(made.thinker, world)
-    return Asked(load_thinker(made.thinker), zoo, make_examples(zoo.assembly.processor))
-
-
-def other(write: Callable[[Path], Path], family: str, examples: Any, folder: Path, world: Any) -> Asked:
-    write(folder)
-    zoo = Zoo.load(folder, world, f"model.family={family}")
-    return Asked(load_plain(folder), zoo, examples(zoo.assembly.processor))
-
-
 # transformers' `generate` begins an answer behind the largest position of a prompt, also where its text has not come as far
 # as the last frame of a video.
-SLOW_CLOCK = {"tokens_per_second": 1}
-FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
-    "qwen35_vl": partial(other, write_tiny_qwen35, "qwen35_vl", vision_examples),
-    "qwen3_omni": omni,
-    "qwen3_vl": partial(other, write_tiny_qwen3_vl, "qwen3_vl", vision_examples),
-    "qwen3_vl moe": partial(other, partial(write_tiny_qwen3_vl, moe=True), "qwen3_vl", vision_examples),
-    "qwen35_vl moe": partial(other, partial(write_tiny_qwen35, moe=True), "qwen35_vl", vision_examples),
-    "gemma3": partial(other, write_tiny_gemma3, "gemma3", tile_examples),
-    "gemma3_text": partial(other, write_tiny_gemma3_text, "gemma3_text", text_examples),
-    "gemma4": partial(other, write_tiny_gemma4, "gemma4", tile_examples),
-    "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
-    "llava_onevision": partial(other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples),
-    "qwen3_asr": partial(other, write_tiny_qwen3_asr, "qwen3_asr", sound_examples),
-    "qwen25_omni": partial(other, write_tiny_qwen25_omni, "qwen25_omni", make_examples),
-    "qwen3 moe": partial(other, partial(write_tiny_qwen3, moe=True), "qwen3", text_examples),
-    "qwen3_next": partial(other, partial(write_tiny_qwen3_next, mtp=1), "qwen3_next", text_examples),
-    "internvl": partial(other, write_tiny_internvl, "internvl", tile_examples),
-    "qwen25_vl": partial(other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples),
-    "glm45v": partial(other, write_tiny_glm45v, "glm45v", vision_examples),
-}
+SLOW_CLOCK = {"vision": {"tokens_per_second": 1}}
+SIZES = {"qwen25_vl": SLOW_CLOCK, "qwen3_next": {"mtp": 1}}
+ASKED = [
+    "qwen35_vl",
+    *(name for name in FAMILIES if name not in ("qwen35_vl", "llava_next", "internvl experts", "qwen3")),
+]
+
+
+def ask(name: str, folder: Path, world: Any) -> Asked:
+    """A family's model, and its rows."""
+    family = FAMILIES[name]
+    family.write(folder, **SIZES.get(name, {}))
+    zoo = Zoo.load(folder, world, f"model.family={family.name}")
+    return Asked(load_plain(folder), zoo, family.examples(zoo.assembly.processor))

@@ -11,82 +11,37 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from support import (
-    tiny_gemma3,
-    tiny_gemma4,
-    tiny_glm45v,
-    tiny_internvl,
-    tiny_llava,
-    tiny_omni,
-    tiny_qwen3,
-    tiny_qwen3_asr,
-    tiny_qwen3_next,
-    tiny_qwen3_vl,
-    tiny_qwen25_omni,
-    tiny_qwen25_vl,
-    tiny_qwen35,
-)
+from support import tiny_qwen35
+from support.families import FAMILIES, Family
 from zoo.packing import PackedLayout
 
 Arch = dict[str, Any]
 
-# Name of a case -> its family and transformers' class.
-CASES: dict[str, tuple[str, str]] = {
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLMoeForConditionalGeneration"),
-    "qwen2_5_vl": ("qwen25_vl", "Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_5": ("qwen35_vl", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen35_vl", "Qwen3_5MoeForConditionalGeneration"),
-    "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-    "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
-    "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
-    "gemma3": ("gemma3", "Gemma3ForConditionalGeneration"),
-    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
-    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
-    "glm4v_moe": ("glm45v", "Glm4vMoeForConditionalGeneration"),
-    "llava": ("llava", "LlavaForConditionalGeneration"),
-    "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
-    "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("qwen3", "Qwen3MoeForCausalLM"),
-    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "internvl": ("internvl", "InternVLForConditionalGeneration"),
-    "internvl with experts": ("internvl", "InternVLForConditionalGeneration"),
+CASES: dict[str, Family] = {
+    "qwen3_vl": FAMILIES["qwen3_vl"],
+    "qwen3_vl_moe": FAMILIES["qwen3_vl experts"],
+    "qwen2_5_vl": FAMILIES["qwen25_vl"],
+    "qwen3_5": FAMILIES["qwen35_vl"].sized(mtp=1),
+    "qwen3_5_moe": FAMILIES["qwen35_vl experts"].sized(mtp=1),
+    "qwen3_omni_moe_thinker": FAMILIES["qwen3_omni"],
+    "qwen2_5_omni_thinker": FAMILIES["qwen25_omni"],
+    "glm4v_moe": FAMILIES["glm45v"],
+    "qwen3_moe": FAMILIES["qwen3 experts"],
+    "internvl with experts": FAMILIES["internvl experts"],
+    **{
+        name: FAMILIES[name]
+        for name in (
+            *("qwen3_asr", "gemma3", "gemma3_text", "gemma4", "llava", "llava_next", "llava_onevision", "qwen3"),
+            *("qwen3_next", "internvl"),
+        )
+    },
 }
 PARTS = ("", "text_config", "vision_config", "audio_config")
 
 
 def tiny_arch(case: str) -> Arch:
     """The dict of a config.json of that case."""
-    if case.startswith("llava"):
-        config = tiny_llava.tiny_config(case)
-    elif case.startswith("internvl"):
-        config = tiny_internvl.tiny_config("qwen3_moe" if "experts" in case else "qwen3")
-    elif case.startswith("qwen3_vl"):
-        config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
-    elif case == "qwen3_asr":
-        config = tiny_qwen3_asr.tiny_config()
-    elif case == "gemma3":
-        config = tiny_gemma3.tiny_config()
-    elif case == "gemma3_text":
-        config = tiny_gemma3.tiny_text_config()
-    elif case == "gemma4":
-        config = tiny_gemma4.tiny_config()
-    elif case == "glm4v_moe":
-        config = tiny_glm45v.tiny_config()
-    elif case == "qwen2_5_vl":
-        config = tiny_qwen25_vl.tiny_config()
-    elif case == "qwen2_5_omni_thinker":
-        config = tiny_qwen25_omni.thinker_config()
-    elif case.startswith("qwen3_5"):
-        config = tiny_qwen35.tiny_config(moe=case.endswith("moe"), mtp=1)
-    elif case == "qwen3_next":
-        config = tiny_qwen3_next.tiny_config()
-    elif case in ("qwen3", "qwen3_moe"):
-        config = tiny_qwen3.tiny_config(moe=case.endswith("moe"))
-    else:
-        config = tiny_omni.thinker_config()
-    return {**config.to_dict(), "architectures": [CASES[case][1]]}
+    return {**CASES[case].config().to_dict(), "architectures": [CASES[case].kind]}
 
 
 def config_class(case: str, part: str) -> Any:
@@ -135,7 +90,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     from zoo.nn.decoder.config import full_heads, transformer_config
     from zoo.registry import get_family
 
-    family = get_family(CASES[case][0])
+    family = get_family(CASES[case].name)
     # transformers writes whole configs into messages that it then drops, which would be nine tenths of the time.
     with patch.object(PreTrainedConfig, "__repr__", object.__repr__):
         config = family.load("config").from_arch(copy.deepcopy(arch))
@@ -206,7 +161,7 @@ def plain_model(case: str, arch: Arch) -> Any:
     config = CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = getattr(transformers, CASES[case][1])(config).eval()
+    model = getattr(transformers, CASES[case].kind)(config).eval()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         tiny_qwen35.randomise(name, parameter)

@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton.runtime.interpreter import InterpretedFunction
 
 from support.engine import Zoo, packed_batch, single_process_world
-from support.rows import make_examples
+from support.rows import make_examples, vision_examples
 from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen35 import write_tiny_qwen35
-from support.vision_rows import vision_examples
 from zoo.nn import head
 from zoo.nn.decoder import mlp, norm
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, rotary, self_attention

@@ -7,37 +7,42 @@ from what was run and measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support.engine import Batch, packed_batch, padded_batch
-from support.rows import make_examples
-from support.sound_rows import sound_examples
-from support.text_rows import text_examples
-from support.tile_rows import tile_examples
-from support.vision_rows import vision_examples
+from support.families import FAMILIES
+from support.tiny_gemma3 import FULL, SLIDING
+from support.tiny_qwen35 import LINEAR
 
 
 @dataclass(frozen=True)
 class Model:
-    """A column: what the model has, how its checkpoint is written, and the rows that its batches hold."""
+    """A column: what the model has, a family of support.families with its sizes, and the rows that its batches hold."""
 
     title: str
-    recipe: str
-    write: Callable[[Path], Path]
-    examples: Callable[[Any], dict[str, Any]]  # processor -> examples by name
+    family: str
     groups: tuple[tuple[str, ...], ...]  # names of examples, one micro-batch a group
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
-    published: str = ""  # "module:function" of tests/support, where transformers' names in memory are others
+
+    @property
+    def recipe(self) -> str:
+        return FAMILIES[self.family].recipe
+
+    @property
+    def examples(self) -> Callable[[Any], dict[str, Any]]:
+        """Processor -> examples by name."""
+        return FAMILIES[self.family].examples
+
+    def write(self, folder: Path) -> Path:
+        """Write the checkpoint and give back its folder."""
+        return FAMILIES[self.family].write(folder, **self.sizes)
 
     def publish(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors of transformers' model by their published names."""
-        if not self.published:
-            return dict(tensors)
-        module, _, function = self.published.partition(":")
-        return getattr(import_module(f"support.{module}"), function)(tensors)
+        return FAMILIES[self.family].publish(tensors)
 
 
 @dataclass(frozen=True)
@@ -57,211 +62,47 @@ class Parallel:
         return {key for key, value in given.items() if value != "false"} or {"dp"}
 
 
-def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        from support.tiny_qwen35 import write_tiny_qwen35
-
-        return write_tiny_qwen35(folder, **sizes)
-
-    return write
-
-
-def _qwen3_vl(**sizes: Any) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-
-        return write_tiny_qwen3_vl(folder, num_hidden_layers=4, **sizes)
-
-    return write
-
-
-def _qwen25_vl(folder: Path) -> Path:
-    from support.tiny_qwen25_vl import write_tiny_qwen25_vl
-
-    return write_tiny_qwen25_vl(folder, num_hidden_layers=4)
-
-
-def _qwen3_asr(folder: Path) -> Path:
-    from support.tiny_qwen3_asr import write_tiny_qwen3_asr
-
-    return write_tiny_qwen3_asr(folder, num_hidden_layers=4)
-
-
-def _qwen25_omni(folder: Path) -> Path:
-    from support.tiny_qwen25_omni import write_tiny_qwen25_omni
-
-    return write_tiny_qwen25_omni(folder, num_hidden_layers=4)
-
-
-def _gemma3(folder: Path) -> Path:
-    from support.tiny_gemma3 import FULL, SLIDING, write_tiny_gemma3
-
-    return write_tiny_gemma3(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
-
-
-def _gemma3_text(folder: Path) -> Path:
-    from support.tiny_gemma3 import FULL, SLIDING, write_tiny_gemma3_text
-
-    return write_tiny_gemma3_text(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
-
-
-def _gemma4(folder: Path) -> Path:
-    from support.tiny_gemma4 import FULL, SLIDING, write_tiny_gemma4
-
-    return write_tiny_gemma4(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2)
-
-
-def _qwen3(folder: Path) -> Path:
-    from support.tiny_qwen3 import write_tiny_qwen3
-
-    return write_tiny_qwen3(folder, moe=True, num_hidden_layers=4, mlp_only_layers=[1])
-
-
-def _qwen3_next(folder: Path) -> Path:
-    from support.tiny_qwen3_next import write_tiny_qwen3_next
-
-    return write_tiny_qwen3_next(folder, mtp=1)
-
-
-def _glm45v(folder: Path) -> Path:
-    from support.tiny_glm45v import write_tiny_glm45v
-
-    return write_tiny_glm45v(folder, num_hidden_layers=4, first_k_dense_replace=1)
-
-
-def _llava(folder: Path) -> Path:
-    from support.tiny_llava import write_tiny_llava
-
-    return write_tiny_llava(folder, "llava_onevision", text={"num_hidden_layers": 4})
-
-
-def _internvl(folder: Path) -> Path:
-    from support.tiny_internvl import write_tiny_internvl
-
-    return write_tiny_internvl(folder, "qwen3_moe", text={"num_hidden_layers": 4})
-
-
-def _omni(folder: Path) -> Path:
-    from support.tiny_omni import write_tiny_omni
-
-    sizes: dict[str, Any] = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 6}
-    return write_tiny_omni(folder, whole=False, **sizes).thinker
-
-
-LINEAR, FULL = "linear_attention", "full_attention"
 # Two micro-batches, the second without media. Samples of many lengths, so that media lie across CP chunks.
 SEEN = (("image-long", "text-short", "multi_image-long", "video-short", "turns"), ("text-long", "text-short"))
 SAID = (("text-long", "turns", "long", "text-short"), ("system", "text-short"))
 HEARD = (("image-long", "audio-short", "text-short", "video-short", "image+video+audio"), ("text-long", "text-short"))
+SOUND = (("audio-long", "text-short", "audio-short", "turns", "context"), ("text-long", "text-short"))
 TILED = (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short"))
+PICTURES = (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short"))
+FOUR = {"num_hidden_layers": 4}
+WINDOWS = FOUR | {"layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
 
 MODELS = {
-    "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl(), vision_examples, SEEN),
-    "deepstack": Model(
-        "experts, deepstack",
-        "qwen3_vl_moe_sft",
-        _qwen3_vl(moe=True),
-        vision_examples,
-        SEEN,
-        published="tiny_qwen3_vl:turn_experts",
-    ),
+    "dense": Model("dense, deepstack", "qwen3_vl", SEEN, FOUR),
+    "deepstack": Model("experts, deepstack", "qwen3_vl experts", SEEN, FOUR),
     "moe": Model(
-        "experts, shared expert with gate",
-        "qwen35_vl_moe_sft",
-        _qwen35(layers=[FULL] * 4, moe=True),
-        vision_examples,
-        SEEN,
-        ("train.mtp_loss=0",),
+        "experts, shared expert with gate", "qwen35_vl experts", SEEN, {"layers": [FULL] * 4}, ("train.mtp_loss=0",)
     ),
-    "gdn": Model(
-        "Gated DeltaNet hybrid", "qwen35_vl_sft", _qwen35(layers=[LINEAR, LINEAR, FULL, LINEAR]), vision_examples, SEEN
-    ),
+    "gdn": Model("Gated DeltaNet hybrid", "qwen35_vl", SEEN),
     "mtp": Model(
         "hybrid with experts and MTP",
-        "qwen35_vl_moe_sft",
-        _qwen35(layers=[LINEAR, FULL, LINEAR, FULL], moe=True, mtp=2),
-        vision_examples,
+        "qwen35_vl experts",
         SEEN,
+        {"layers": [LINEAR, FULL, LINEAR, FULL], "mtp": 2},
         ("train.mtp_loss=0.3",),
     ),
-    "llava": Model(
-        "dense with biases, tiles of images",
-        "llava_onevision_sft",
-        _llava,
-        tile_examples,
-        TILED,
-        published="tiny_llava:publish",
-    ),
-    "windows": Model(
-        "dense with biases, windows in the tower",
-        "qwen25_vl_sft",
-        _qwen25_vl,
-        vision_examples,
-        SEEN,
-        published="tiny_qwen25_vl:publish",
-    ),
-    "sound": Model(
-        "dense, sound",
-        "qwen3_asr_sft",
-        _qwen3_asr,
-        sound_examples,
-        (("audio-long", "text-short", "audio-short", "turns", "context"), ("text-long", "text-short")),
-    ),
-    "windows omni": Model(
-        "dense with biases, windows, audio",
-        "qwen25_omni_sft",
-        _qwen25_omni,
-        make_examples,
-        HEARD,
-        published="tiny_qwen25_omni:published",
-    ),
-    "two-way": Model(
-        "dense, sliding layers, two-way attention in images",
-        "gemma3_sft",
-        _gemma3,
-        tile_examples,
-        (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
-        published="tiny_gemma3:publish",
-    ),
-    "capped": Model("text alone, sliding layers, capped logits", "gemma3_text_sft", _gemma3_text, text_examples, SAID),
+    "llava": Model("dense with biases, tiles of images", "llava_onevision", TILED, {"text": FOUR}),
+    "windows": Model("dense with biases, windows in the tower", "qwen25_vl", SEEN, FOUR),
+    "sound": Model("dense, sound", "qwen3_asr", SOUND, FOUR),
+    "windows omni": Model("dense with biases, windows, audio", "qwen25_omni", HEARD, FOUR),
+    "two-way": Model("dense, sliding layers, two-way attention in images", "gemma3", PICTURES, WINDOWS),
+    "capped": Model("text alone, sliding layers, capped logits", "gemma3_text", SAID, WINDOWS),
     "full heads": Model(
         "dense, full layers with wider heads whose values are keys",
-        "gemma4_sft",
-        _gemma4,
-        tile_examples,
-        (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
+        "gemma4",
+        PICTURES,
+        FOUR | {"layer_types": [SLIDING, FULL] * 2},
     ),
-    "text": Model(
-        "text alone, dense and with experts",
-        "qwen3_moe_sft",
-        _qwen3,
-        text_examples,
-        SAID,
-        published="tiny:experts_apart",
-    ),
-    "next": Model(
-        "text alone, hybrid with experts and MTP",
-        "qwen3_next_sft",
-        _qwen3_next,
-        text_examples,
-        SAID,
-        ("train.mtp_loss=0.3",),
-        published="tiny:experts_apart",
-    ),
-    "tiles": Model(
-        "experts, shuffled tiles", "internvl_sft", _internvl, tile_examples, TILED, published="tiny_internvl:publish"
-    ),
-    "sigmoid": Model(
-        "experts by sigmoid routing, shared expert",
-        "glm45v_sft",
-        _glm45v,
-        vision_examples,
-        SEEN,
-        published="tiny_glm45v:publish",
-    ),
-    "omni": Model(
-        "experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD, published="tiny_omni:published"
-    ),
+    "text": Model("text alone, dense and with experts", "qwen3 experts", SAID, FOUR | {"mlp_only_layers": [1]}),
+    "next": Model("text alone, hybrid with experts and MTP", "qwen3_next", SAID, {"mtp": 1}, ("train.mtp_loss=0.3",)),
+    "tiles": Model("experts, shuffled tiles", "internvl experts", TILED, {"text": FOUR}),
+    "sigmoid": Model("experts by sigmoid routing, shared expert", "glm45v", SEEN, FOUR | {"first_k_dense_replace": 1}),
+    "omni": Model("experts, deepstack, audio", "qwen3_omni", HEARD, FOUR | {"mlp_only_layers": [1], "num_experts": 6}),
 }
 
 PARALLEL = {
@@ -308,11 +149,10 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in (
-            *("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way", "capped", "full heads"),
-        )
+        for model, built in MODELS.items()
+        if not FAMILIES[built.family].experts
     },
-    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles", "sigmoid")},
+    **{("tp2", model): NEEDS_SP for model, built in MODELS.items() if FAMILIES[built.family].experts},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")
@@ -339,15 +179,14 @@ def table(errors: dict[tuple[str, str], float]) -> str:
         lines.append(f"| {built.title} | {worst:.1e} | {', '.join(map(str, refused))} |")
     lines += ["", "Refused before anything is loaded, with a message that also says what would work:", ""]
     for number, note in enumerate(notes, 1):
-        titles = [row.title for key, row in PARALLEL.items() if note in layout_notes(key)]
+        titles = [
+            row.title
+            for key, row in PARALLEL.items()
+            if note in {why for (name, _), why in REFUSED.items() if name == key}
+        ]
         lines.append(f'{number}. {"; ".join(titles)}: "... {note} ..."')
     lines += ["", "Parallel layouts:", "", *(f"- {row.title}" for row in PARALLEL.values())]
     return "\n".join(lines) + "\n"
-
-
-def layout_notes(parallel: str) -> set[str]:
-    """Why some models are refused under a parallel layout."""
-    return {note for (name, _), note in REFUSED.items() if name == parallel}
 
 
 BEGIN, END = "<!-- table: written by the tests -->\n", "<!-- end of table -->\n"

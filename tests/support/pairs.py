@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from support.engine import Zoo, packed_batch, padded_batch
-from support.rows import Example
+from support.rows import Example, vision_examples
 from support.tiny import load_plain
-from support.vision_rows import vision_examples
 
 Tensors = dict[str, Tensor]
 # Without rotary embeddings it adds the same to all scores of a query.

@@ -12,27 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RECIPES = [
-    ("qwen3_vl_sft", "tiny"),
-    ("qwen3_vl_moe_sft", "tiny-moe"),
-    ("qwen35_vl_sft", "tiny"),
-    ("qwen35_vl_moe_sft", "tiny-moe"),
-    ("qwen3_omni_sft", "tiny"),
-    ("llava_sft", "tiny"),
-    ("llava_onevision_sft", "tiny-onevision"),
-    ("qwen25_vl_sft", "tiny"),
-    ("qwen3_asr_sft", "tiny"),
-    ("qwen25_omni_sft", "tiny"),
-    ("gemma3_sft", "tiny"),
-    ("gemma3_text_sft", "tiny"),
-    ("gemma4_sft", "tiny"),
-    ("qwen3_sft", "tiny"),
-    ("qwen3_moe_sft", "tiny-moe"),
-    ("qwen3_next_sft", "tiny"),
-    ("internvl_sft", "tiny"),
-    ("glm45v_sft", "tiny"),
-]  # and their tiny sizes
+SIZES = {"llava_onevision_sft": "tiny-onevision"}
+RECIPES = [  # and their tiny sizes
+    (f"{name}_sft", "tiny-moe" if name.endswith("_moe") else SIZES.get(f"{name}_sft", "tiny"))
+    for name in (
+        *("qwen3_vl", "qwen3_vl_moe", "qwen35_vl", "qwen35_vl_moe", "qwen3_omni", "llava", "llava_onevision"),
+        *("qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4", "qwen3", "qwen3_moe"),
+        *("qwen3_next", "internvl", "glm45v"),
+    )
+]
 
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width
     "vocab_size": 386,
     "hidden_size": 44,
@@ -42,12 +32,7 @@ TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim n
     "num_key_value_heads": 2,
     "head_dim": 20,
     "max_position_embeddings": 2048,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [4, 3, 3],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": ROPE | {"mrope_section": [4, 3, 3], "mrope_interleaved": True},
 }
 VISION: dict[str, Any] = {  # but for out_hidden_size, and where it looks out of its depth
     "depth": 3,
@@ -59,12 +44,16 @@ VISION: dict[str, Any] = {  # but for out_hidden_size, and where it looks out of
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+# One-dimensional embeddings, and weights of products that are named like embeddings.
+EMBEDDINGS = ("cls_token", "image_newline")
+PROJECTIONS = ("patch_embedding.weight", "patch_embeddings.projection.weight", "embedding_projection.weight")
 
 
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor, centre: float = 1.0) -> None:
     """Random values that keep activations and logits of order 1; norms lie around `centre`, biases far from 0."""
-    if "embed" in name:  # tokens, and the vision tower's table of positions
+    # Tokens, the vision tower's table of positions, and what stands alone among embeddings.
+    if name.endswith(EMBEDDINGS) or ("embed" in name and not name.endswith(PROJECTIONS)):
         parameter.normal_(0, 0.7)
     elif parameter.ndim >= 2:
         stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
@@ -85,6 +74,56 @@ def random_model(kind: Any, config: Any, randomise: Callable[[str, Tensor], None
     return model
 
 
+def processor(family: str, config: Any) -> Any:
+    """A family's processor of a config, a dict or a config object."""
+    from zoo.registry import get_family
+
+    return get_family(family).load("processor")(config, None)
+
+
+def with_tokens(family: str, config: Any) -> Any:
+    """The config with the ids of the placeholders that its family's processor has."""
+    for key, token in processor(family, config).token_ids.items():
+        setattr(config, key, token)
+    return config
+
+
+def write(
+    folder: Path,
+    family: str,
+    kind: str,
+    config: Any,
+    *,
+    seed: int = 0,
+    randomise: Callable[[str, Tensor], None] = randomise,
+    buffers: Mapping[str, tuple[float, float]] | None = None,
+    stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    root: Any = None,
+) -> Path:
+    """Write a checkpoint of random weights and its processor, and give back the folder.
+
+    Args:
+        kind: transformers' class of the model.
+        buffers: mean and deviation of buffers, by what their names end with.
+        stored: makes of the tensors that transformers saves those that are stored.
+        root: the part of the config that the model is built of, where that is not the whole.
+    """
+    import transformers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = random_model(getattr(transformers, kind), root or config, randomise)
+        for name, buffer in model.named_buffers():
+            for ending, (mean, deviation) in (buffers or {}).items():
+                if name.endswith(ending):
+                    buffer.normal_(mean, deviation)
+        model.save_pretrained(folder)
+        if stored:
+            rewrite(folder, stored)
+    processor(family, config).save(folder)
+    return folder
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     """Change the tensors of a checkpoint."""
     from safetensors.torch import load_file, save_file
@@ -101,6 +140,21 @@ def load_plain(folder: Path) -> Any:
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     plain = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     return getattr(transformers, name).from_pretrained(folder, **plain).eval()
+
+
+def load_thinker(folder: Path) -> Any:
+    """`load_plain`; of a model that speaks, the part that is trained."""
+    model = load_plain(folder)
+    return getattr(model, "thinker", model)
+
+
+def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors whose names have the first of `prefixes` that they begin with replaced."""
+    out = {}
+    for name, tensor in tensors.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        out[name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)] = tensor
+    return out
 
 
 def experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

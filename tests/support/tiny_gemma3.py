@@ -22,19 +22,12 @@ ROPE = {
     FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
 }
-TEXT: dict[str, Any] = {
-    "vocab_size": 386,
+TEXT: dict[str, Any] = tiny.TEXT | {
     "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
     "query_pre_attn_scalar": 11,
     "sliding_window": 12,
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
     "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 2048,
     "rope_parameters": ROPE,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -56,17 +49,13 @@ def tiny_config(*, tied: bool = False, vision: dict | None = None, top: dict | N
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import Gemma3Config
 
-    from zoo.models.gemma3.processor import build_processor
-
     config = Gemma3Config(
         text_config=copy.deepcopy(TEXT | text),
         vision_config=copy.deepcopy(VISION | (vision or {})),
         tie_word_embeddings=tied,
         **{"mm_tokens_per_image": 4} | copy.deepcopy(top or {}),
     )
-    for key, token in build_processor(config).token_ids.items():
-        setattr(config, key, token)
-    return config
+    return tiny.with_tokens("gemma3", config)
 
 
 def tiny_text_config(*, tied: bool = False, **text: Any) -> Any:
@@ -78,11 +67,9 @@ def tiny_text_config(*, tied: bool = False, **text: Any) -> Any:
 
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor) -> None:
-    """As for all families, but for the decoder's norms, which lie around zero, and what is named like an embedding."""
-    if name.endswith("patch_embedding.weight"):
-        parameter.normal_(0, parameter[0].numel() ** -0.5)
-    elif name.endswith("embed_tokens.weight"):
-        parameter.normal_(0, 0.7 * parameter.shape[1] ** -0.5)  # scaled up again
+    """As for all families, but for embeddings, which are scaled up again, and the decoder's norms, which lie around zero."""
+    if name.endswith("embed_tokens.weight"):
+        parameter.normal_(0, 0.7 * parameter.shape[1] ** -0.5)
     elif name.endswith("mm_input_projection_weight"):
         parameter.normal_(0, parameter.shape[0] ** -0.5)
     else:
@@ -90,54 +77,29 @@ def randomise(name: str, parameter: Tensor) -> None:
         tiny.randomise(name, parameter, centre=1.0 if tower else 0.0)
 
 
-MEMORY = (
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.vision_tower.vision_model.", "vision_tower.vision_model."),
-    ("model.vision_tower.", "vision_tower.vision_model."),
-    ("vision_tower.vision_model.", "vision_tower.vision_model."),
-    ("vision_tower.", "vision_tower.vision_model."),
-    ("model.", ""),
-)
+PREFIXES = {  # in memory in transformers, or as it saves them -> published
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.vision_model.": "vision_tower.vision_model.",
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "vision_tower.vision_model.": "vision_tower.vision_model.",
+    "vision_tower.": "vision_tower.vision_model.",
+    "model.": "",
+}
 
 
 def publish(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their published names, from those in memory in transformers or those it saves by."""
-    found = {}
-    for name, tensor in tensors.items():
-        for prefix, published in MEMORY:
-            if name.startswith(prefix):
-                name = published + name.removeprefix(prefix)
-                break
-        found[name] = tensor
-    return found
+    return tiny.renamed(tensors, PREFIXES)
 
 
 def write_tiny_gemma3(folder: Path, *, seed: int = 0, published: bool = True, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` and give back its folder; not `published`, as transformers does."""
-    from transformers import Gemma3ForConditionalGeneration
-
-    from zoo.models.gemma3.processor import build_processor
-
-    tiny_one = tiny_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tiny.random_model(Gemma3ForConditionalGeneration, tiny_one, randomise).save_pretrained(folder)
-    if published:
-        tiny.rewrite(folder, publish)
-    build_processor(tiny_one).save(folder)
-    return folder
+    ways: dict[str, Any] = {"seed": seed, "randomise": randomise, "stored": publish if published else None}
+    return tiny.write(folder, "gemma3", "Gemma3ForConditionalGeneration", tiny_config(**config), **ways)
 
 
 def write_tiny_gemma3_text(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint of `tiny_text_config(**config)` and give back its folder."""
-    from transformers import Gemma3ForCausalLM
-
-    from zoo.data.processors.text import TextProcessor
-
-    tiny_one = tiny_text_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tiny.random_model(Gemma3ForCausalLM, tiny_one, randomise).save_pretrained(folder)
-    TextProcessor.build(tiny_one).save(folder)
-    return folder
+    ways: dict[str, Any] = {"seed": seed, "randomise": randomise}
+    return tiny.write(folder, "gemma3_text", "Gemma3ForCausalLM", tiny_text_config(**config), **ways)

@@ -12,18 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support import tiny
+from support import tiny, tiny_gemma3
+from support.tiny_gemma3 import FULL, SLIDING
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
 }
-TEXT: dict[str, Any] = {
-    "vocab_size": 386,
-    "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 5,
+TEXT: dict[str, Any] = {key: value for key, value in tiny_gemma3.TEXT.items() if key != "query_pre_attn_scalar"} | {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 12,
@@ -33,14 +29,8 @@ TEXT: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "use_bidirectional_attention": "vision",
     "final_logit_softcapping": 3.0,
-    "sliding_window": 12,
-    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
-    "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 2048,
     "rope_parameters": ROPE,
     "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
@@ -61,45 +51,28 @@ def tiny_config(*, tied: bool = False, vision: dict | None = None, top: dict | N
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import Gemma4Config
 
-    from zoo.models.gemma4.processor import build_processor
-
     config = Gemma4Config(
         text_config=copy.deepcopy(TEXT | text),
         vision_config=copy.deepcopy(VISION | (vision or {})),
         tie_word_embeddings=tied,
         **copy.deepcopy(top or {}),
     )
-    for key, token in build_processor(config).token_ids.items():
-        setattr(config, key, token)
-    return config
+    return tiny.with_tokens("gemma4", config)
 
 
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor) -> None:
-    """As for all families, but for embeddings, which are scaled up again."""
+    """As for all families, but for embeddings, which are scaled up again, and norms of products that are not scaled."""
     if name.endswith("embed_tokens.weight"):
         parameter.normal_(0, 0.7 * parameter.shape[1] ** -0.5)
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
-        parameter.normal_(0.5, 0.12)  # products are not scaled
-    elif name.endswith("embedding_projection.weight"):
-        parameter.normal_(0, parameter.shape[1] ** -0.5)
+        parameter.normal_(0.5, 0.12)
     else:
         tiny.randomise(name, parameter)
 
 
 def write_tiny_gemma4(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` and give back its folder."""
-    from transformers import Gemma4ForConditionalGeneration
-
-    from zoo.models.gemma4.processor import build_processor
-
-    tiny_one = tiny_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = tiny.random_model(Gemma4ForConditionalGeneration, tiny_one, randomise)
-        for name, buffer in model.named_buffers():
-            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
-                buffer.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
-        model.save_pretrained(folder)
-    build_processor(tiny_one).save(folder)
-    return folder
+    buffers = {"layer_scalar": (1.0, 0.2), "std_scale": (1.0, 0.2), "std_bias": (0.0, 0.2)}
+    ways: dict[str, Any] = {"seed": seed, "randomise": randomise, "buffers": buffers}
+    return tiny.write(folder, "gemma4", "Gemma4ForConditionalGeneration", tiny_config(**config), **ways)

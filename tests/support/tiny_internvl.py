@@ -12,22 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from support import tiny
+from support.tiny_llava import TEXT
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 386,
-    "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-}
 VISION: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 58,
@@ -45,6 +34,11 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "qwen3_moe": ({"head_dim": 10, "mlp_only_layers": [1], **EXPERTS}, LARGE),
     "qwen2": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}}, {}),
 }
+PREFIXES = {  # in memory in transformers -> published
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.": "",
+}
 
 
 def tiny_config(
@@ -53,8 +47,6 @@ def tiny_config(
     """transformers' config of a decoder, for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import InternVLConfig
 
-    from zoo.models.internvl.processor import build_processor
-
     decoder, tower = VARIANTS[kind]
     config = InternVLConfig(
         text_config=copy.deepcopy(TEXT | {"model_type": kind} | decoder | (text or {})),
@@ -62,48 +54,14 @@ def tiny_config(
         tie_word_embeddings=tied,
         **copy.deepcopy(top),
     )
-    for key, token in build_processor(config).token_ids.items():
-        setattr(config, key, token)
-    return config
-
-
-@torch.no_grad()
-def randomise(name: str, parameter: Tensor) -> None:
-    """As for all families, but for embeddings of the tower that are weights or stand alone."""
-    if name.endswith("patch_embeddings.projection.weight"):
-        parameter.normal_(0, parameter[0].numel() ** -0.5)
-    elif name.endswith("cls_token"):
-        parameter.normal_(0, 0.7)
-    else:
-        tiny.randomise(name, parameter)
-
-
-def write_tiny_internvl(folder: Path, kind: str = "qwen3", *, seed: int = 0, **config: Any) -> Path:
-    """Write a checkpoint of `tiny_config(kind, **config)` and give back its folder."""
-    from transformers import InternVLForConditionalGeneration
-
-    from zoo.models.internvl.processor import build_processor
-
-    tiny_one = tiny_config(kind, **config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tiny.random_model(InternVLForConditionalGeneration, tiny_one, randomise).save_pretrained(folder)
-    build_processor(tiny_one).save(folder)
-    return folder
+    return tiny.with_tokens("internvl", config)
 
 
 def publish(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as they are in memory in transformers, under the published names."""
-    found = {}
-    for name, tensor in tensors.items():
-        name = name.replace("model.language_model.", "language_model.model.").removeprefix("model.")
-        name = f"language_model.{name}" if name.startswith("lm_head.") else name
-        if ".experts." not in name:
-            found[name] = tensor
-            continue
-        head, part = name.rsplit(".", 1)
-        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-        for expert, matrix in enumerate(tensor):
-            for one, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
-                found[f"{head}.{expert}.{one}.weight"] = piece
-    return found
+    return tiny.experts_apart(tiny.renamed(tensors, PREFIXES))
+
+
+def write_tiny_internvl(folder: Path, kind: str = "qwen3", *, seed: int = 0, **config: Any) -> Path:
+    """Write a checkpoint of `tiny_config(kind, **config)` and give back its folder."""
+    return tiny.write(folder, "internvl", "InternVLForConditionalGeneration", tiny_config(kind, **config), seed=seed)

@@ -1,8 +1,7 @@
 """Tiny LLaVA checkpoints of its three variants in the published layout, with sizes chosen to bring mix-ups to light.
 
 No two widths are equal, query heads are three to a key head, tiles are 4 x 4 patches (3 x 3 in OneVision, an odd number),
-and cut at sizes at which images have padding above and below, or at the sides, that is dropped. Weights are random with norms and biases
-far from where they start, so that a parameter that is lost or swapped shows.
+and cut at sizes at which images have padding above and below, or at the sides, that is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from support import tiny
@@ -49,6 +47,11 @@ VARIANTS: dict[str, tuple[dict, dict]] = {  # text and vision of each model_type
     "llava_next": (MISTRAL, CLIP),
     "llava_onevision": (QWEN2, SIGLIP),
 }
+PREFIXES = {  # in memory in transformers -> published
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.": "",
+}
 
 
 def tiny_config(
@@ -56,8 +59,6 @@ def tiny_config(
 ) -> Any:
     """transformers' config for the bundled tokenizer; `text`, `vision` and `top` replace or add keys."""
     from transformers import CONFIG_MAPPING
-
-    from zoo.models.llava.processor import build_processor
 
     decoder, tower = VARIANTS[kind]
     if kind in PINPOINTS:
@@ -70,52 +71,19 @@ def tiny_config(
         tie_word_embeddings=tied,
         **copy.deepcopy(top),
     )
-    for key, token in build_processor(config).token_ids.items():
-        setattr(config, key, token)
-    return config
-
-
-@torch.no_grad()
-def randomise(name: str, parameter: Tensor) -> None:
-    """As for all families, but for what of the towers is named like an embedding or is none of a norm's."""
-    if name.endswith("patch_embedding.weight"):
-        parameter.normal_(0, parameter[0].numel() ** -0.5)
-    elif name.endswith("image_newline"):
-        parameter.normal_(0, 0.7)
-    else:
-        tiny.randomise(name, parameter)
-
-
-MEMORY = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."), ("model.", ""))
+    return tiny.with_tokens("llava", config)
 
 
 def publish(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their published names, from those in memory in transformers or those it saves by."""
-    found = {}
-    for name, tensor in tensors.items():
-        for prefix, published in MEMORY:
-            if name.startswith(prefix):
-                name = published + name.removeprefix(prefix)
-                break
-        found[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensor
-    return found
+    found = tiny.renamed(tensors, PREFIXES)
+    return {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in found.items()}
 
 
 def write_tiny_llava(
     folder: Path, kind: str = "llava", *, seed: int = 0, published: bool = True, **config: Any
 ) -> Path:
     """Write a checkpoint of `tiny_config(kind, **config)` and give back its folder; not `published`, as transformers does."""
-    import transformers
-
-    from zoo.models.llava.processor import build_processor
-
-    tiny_one = tiny_config(kind, **config)
-    name = type(tiny_one).__name__.removesuffix("Config")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = tiny.random_model(getattr(transformers, f"{name}ForConditionalGeneration"), tiny_one, randomise)
-        model.save_pretrained(folder)
-    if published:
-        tiny.rewrite(folder, publish)
-    build_processor(tiny_one).save(folder)
-    return folder
+    made = tiny_config(kind, **config)
+    model = f"{type(made).__name__.removesuffix('Config')}ForConditionalGeneration"
+    return tiny.write(folder, "llava", model, made, seed=seed, stored=publish if published else None)

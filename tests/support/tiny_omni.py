@@ -2,17 +2,16 @@
 
 No two widths are equal, the hidden size is neither heads * head_dim nor twice an expert's width, query heads are
 three to a key head, layers are odd in number and one of them is dense, an audio attention window spans two chunks.
-Weights are random with norms and biases far from 1 and 0, so that a parameter that is lost or swapped shows.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from support import tiny
@@ -74,49 +73,25 @@ def write_tiny_omni(folder: Path, *, seed: int = 0, tied: bool = False, whole: b
     `tied`: embedding and head share their weight. `text` replaces keys of TEXT: num_experts=6 for two
     expert-parallel ranks, say. All other sizes can be halved for tensor parallelism.
     """
-    from transformers import (
-        Qwen3OmniMoeConfig,
-        Qwen3OmniMoeForConditionalGeneration,
-        Qwen3OmniMoeThinkerForConditionalGeneration,
-    )
-
-    from zoo.models.qwen3_omni.processor import build_processor
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
     written = TinyOmni(folder / "thinker", folder / "whole")
     config = thinker_config(tied=tied, **text)
-    processor = build_processor(config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        thinker = tiny.random_model(Qwen3OmniMoeThinkerForConditionalGeneration, config)
-        thinker.save_pretrained(written.thinker)
-        processor.save(written.thinker)
-        if whole:
-            both = Qwen3OmniMoeConfig(thinker_config=config.to_dict(), enable_audio_output=False)
-            model = Qwen3OmniMoeForConditionalGeneration(both)
-            model.thinker.load_state_dict(thinker.state_dict())
-            model.save_pretrained(written.whole)
-            processor.save(written.whole)
+    tiny.write(written.thinker, "qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration", config, seed=seed)
+    if whole:
+        both = Qwen3OmniMoeConfig(thinker_config=config.to_dict(), enable_audio_output=False)
+        model = Qwen3OmniMoeForConditionalGeneration(both)
+        model.thinker.load_state_dict(tiny.load_plain(written.thinker).state_dict())
+        model.save_pretrained(written.whole)
+        tiny.processor("qwen3_omni", config).save(written.whole)
     return written
 
 
-def load_thinker(folder: Path) -> Any:
-    """transformers' thinker out of either folder."""
-    model = tiny.load_plain(folder)
-    return getattr(model, "thinker", model)
+def write_tiny_thinker(folder: Path, **config: Any) -> Path:
+    """Write the thinker's checkpoint alone, as `write_tiny_omni` does, and give back its folder."""
+    return write_tiny_omni(folder, whole=False, **config).thinker
 
 
-def published(hf_gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' gradients in memory under the published names: experts one by one, gate and up apart."""
-    out = {}
-    for name, gradient in hf_gradients.items():
-        experts, _, kind = f"thinker.{name}".partition("experts.")
-        if kind == "gate_up_proj":
-            for expert, both in enumerate(gradient):
-                half = len(both) // 2
-                out[f"{experts}experts.{expert}.gate_proj.weight"] = both[:half]
-                out[f"{experts}experts.{expert}.up_proj.weight"] = both[half:]
-        elif kind == "down_proj":
-            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(gradient)}
-        else:
-            out[f"thinker.{name}"] = gradient
-    return out
+def published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in memory in transformers under the published names: experts one by one, gate and up apart."""
+    return {f"thinker.{name}": tensor for name, tensor in tiny.experts_apart(tensors).items()}

@@ -55,23 +55,13 @@ def thinker_config(
 
 def write_tiny_qwen25_omni(folder: Path, *, seed: int = 0, whole: bool = False, **config: Any) -> Path:
     """Write a checkpoint of `thinker_config(**config)` and give back its folder; `whole`: as the hub has it, without a talker."""
-    from transformers import Qwen2_5OmniConfig, Qwen2_5OmniThinkerForConditionalGeneration
+    from transformers import Qwen2_5OmniConfig
 
-    from zoo.models.qwen25_omni.processor import build_processor
-
-    thinker = thinker_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = tiny.random_model(Qwen2_5OmniThinkerForConditionalGeneration, thinker)
-    model.save_pretrained(folder)
+    thinker, kind = thinker_config(**config), "Qwen2_5OmniThinkerForConditionalGeneration"
+    tiny.write(folder, "qwen25_omni", kind, thinker, seed=seed, stored=published if whole else None)
     if whole:
-        Qwen2_5OmniConfig(
-            thinker_config=thinker.to_dict(),
-            enable_audio_output=False,
-            architectures=["Qwen2_5OmniThinkerForConditionalGeneration"],
-        ).save_pretrained(folder)
-        tiny.rewrite(folder, published)
-    build_processor(thinker).save(folder)
+        parts = {"thinker_config": thinker.to_dict(), "enable_audio_output": False, "architectures": [kind]}
+        Qwen2_5OmniConfig(**parts).save_pretrained(folder)
     return folder
 
 

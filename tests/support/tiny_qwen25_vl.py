@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from support.tiny import TEXT, VISION, random_model
+from support import tiny
 
-SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 4]}
-WINDOWED = {key: value for key, value in VISION.items() if key != "num_position_embeddings"} | {
+SECTIONS = tiny.ROPE | {"mrope_section": [2, 3, 4]}
+WINDOWED = {key: value for key, value in tiny.VISION.items() if key != "num_position_embeddings"} | {
     "depth": 5,
     "fullatt_block_indexes": [1, 3],
     "window_size": 64,
@@ -34,34 +33,18 @@ def tiny_config(*, tied: bool = False, vision: dict[str, Any] | None = None, **t
     """transformers' config for the bundled tokenizer; `text` and `vision` replace keys."""
     from transformers import Qwen2_5_VLConfig
 
-    from zoo.models.qwen25_vl.processor import build_processor
-
-    whole = copy.deepcopy({key: value for key, value in TEXT.items() if key != "head_dim"} | OWN) | text
+    whole = copy.deepcopy({key: value for key, value in tiny.TEXT.items() if key != "head_dim"} | OWN) | text
     tower = copy.deepcopy(WINDOWED) | {"out_hidden_size": whole["hidden_size"], "tokens_per_second": 3}
     tower |= vision or {}
-    ids = build_processor({"vision_config": tower}).token_ids
+    ids = tiny.processor("qwen25_vl", {"vision_config": tower}).token_ids
     return Qwen2_5_VLConfig(text_config=whole, vision_config=tower, tie_word_embeddings=tied, **ids)
 
 
 def write_tiny_qwen25_vl(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` and give back its folder."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    from zoo.models.qwen25_vl.processor import build_processor
-
-    tiny = tiny_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random_model(Qwen2_5_VLForConditionalGeneration, tiny).save_pretrained(folder)
-    build_processor(tiny).save(folder)
-    return folder
+    return tiny.write(folder, "qwen25_vl", "Qwen2_5_VLForConditionalGeneration", tiny_config(**config), seed=seed)
 
 
 def publish(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as they are in memory in transformers, under the published names."""
-    names = {"model.language_model.": "model.", "model.visual.": "visual."}
-    out = {}
-    for name, tensor in tensors.items():
-        prefix = next((prefix for prefix in names if name.startswith(prefix)), "")
-        out[names.get(prefix, "") + name.removeprefix(prefix)] = tensor
-    return out
+    return tiny.renamed(tensors, {"model.language_model.": "model.", "model.visual.": "visual."})

@@ -9,11 +9,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
+from support import tiny
+from support.tiny import ROPE
 
-from support.tiny import TEXT, random_model
-
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPARSE = {
     "moe_intermediate_size": 30,
     "num_experts": 6,
@@ -27,20 +25,11 @@ def tiny_config(*, moe: bool = False, tied: bool = False, **text: Any) -> Any:
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT or SPARSE."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
-    whole = copy.deepcopy(TEXT | {"rope_parameters": ROPE} | (SPARSE if moe else {})) | text
+    whole = copy.deepcopy(tiny.TEXT | {"rope_parameters": ROPE} | (SPARSE if moe else {})) | text
     return (Qwen3MoeConfig if moe else Qwen3Config)(**whole, tie_word_embeddings=tied)
 
 
 def write_tiny_qwen3(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` and give back its folder."""
-    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
-
-    from zoo.data.processors.text import TextProcessor
-
-    tiny = tiny_config(**config)
-    kind = Qwen3MoeForCausalLM if config.get("moe") else Qwen3ForCausalLM
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random_model(kind, tiny).save_pretrained(folder)  # which writes experts one by one
-    TextProcessor.build(tiny).save(folder)
-    return folder
+    kind = "Qwen3MoeForCausalLM" if config.get("moe") else "Qwen3ForCausalLM"  # which writes experts one by one
+    return tiny.write(folder, "qwen3", kind, tiny_config(**config), seed=seed)

@@ -34,13 +34,8 @@ TEXT = {
     "linear_value_head_dim": 10,
     "rms_norm_eps": 1e-3,  # not the default; nor does a head whose output is almost zero blow up its rounding
     "max_position_embeddings": 2048,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.4,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": tiny.ROPE
+    | {"partial_rotary_factor": 0.4, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 DENSE = {"intermediate_size": 52}
 SPARSE = {
@@ -58,8 +53,6 @@ def tiny_config(
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT, DENSE or SPARSE."""
     from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
-    from zoo.data.processors.timestamped import TimestampedProcessor
-
     whole = {
         **copy.deepcopy(TEXT | (SPARSE if moe else DENSE)),
         "num_hidden_layers": len(layers),
@@ -68,7 +61,7 @@ def tiny_config(
         "tie_word_embeddings": tied,
         **text,
     }
-    ids = TimestampedProcessor.build({"vision_config": VISION}).token_ids
+    ids = tiny.processor("qwen35_vl", {"vision_config": VISION}).token_ids
     kind = Qwen3_5MoeConfig if moe else Qwen3_5Config
     return kind(text_config=whole, vision_config=copy.deepcopy(VISION), tie_word_embeddings=tied, **ids)
 
@@ -83,33 +76,20 @@ def randomise(name: str, parameter: Tensor) -> None:
 
 
 def write_tiny_qwen35(
-    folder: Path,
-    *,
-    moe: bool = False,
-    tied: bool = False,
-    mtp: int = 0,
-    stacked: bool = False,
-    layers: Sequence[str] = LAYERS,
-    seed: int = 0,
-    **text: Any,
+    folder: Path, *, moe: bool = False, mtp: int = 0, stacked: bool = False, seed: int = 0, **config: Any
 ) -> Path:
-    """Write a checkpoint and give back its folder.
+    """Write a checkpoint of `tiny_config(moe=moe, mtp=mtp, **config)` and give back its folder.
 
     It has `mtp` layers of MTP under the published names, experts one by one (Qwen3.5) or `stacked` (Qwen3.6).
     """
-    from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+    made = tiny_config(moe=moe, mtp=mtp, **config)
 
-    from zoo.data.processors.timestamped import TimestampedProcessor
+    def stored(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        further = mtp_tensors(made.text_config, mtp)
+        return published(saved) | (published(further) if stacked else further)
 
-    config = tiny_config(moe=moe, tied=tied, mtp=mtp, layers=layers, **text)
-    kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tiny.random_model(kind, config, randomise).save_pretrained(folder)
-        further = mtp_tensors(config.text_config, mtp)
-        tiny.rewrite(folder, lambda saved: published(saved) | (published(further) if stacked else further))
-    TimestampedProcessor.build(config).save(folder)
-    return folder
+    kind = f"Qwen3_5{'Moe' if moe else ''}ForConditionalGeneration"
+    return tiny.write(folder, "qwen35_vl", kind, made, seed=seed, randomise=randomise, stored=stored)
 
 
 def mtp_tensors(text: Any, layers: int) -> dict[str, Tensor]:

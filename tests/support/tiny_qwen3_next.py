@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from support.tiny import random_model, rewrite
+from support import tiny
 from support.tiny_qwen35 import DENSE, LAYERS, SPARSE, TEXT, mtp_tensors, randomise
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+ROPE = tiny.ROPE | {"partial_rotary_factor": 0.4}
 
 
 def tiny_config(*, tied: bool = False, layers: Sequence[str] = LAYERS, **text: Any) -> Any:
@@ -34,15 +32,10 @@ def tiny_config(*, tied: bool = False, layers: Sequence[str] = LAYERS, **text: A
 
 def write_tiny_qwen3_next(folder: Path, *, mtp: int = 0, seed: int = 0, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` with `mtp` layers of MTP and give back its folder."""
-    from transformers import Qwen3NextForCausalLM
-
-    from zoo.data.processors.text import TextProcessor
-
-    tiny = tiny_config(**config)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random_model(Qwen3NextForCausalLM, tiny, randomise).save_pretrained(folder)
-        further = mtp_tensors(tiny, mtp)
-        rewrite(folder, lambda saved: saved | further)
-    TextProcessor.build(tiny).save(folder)
-    return folder
+    made = tiny_config(**config)
+    ways: dict[str, Any] = {
+        "seed": seed,
+        "randomise": randomise,
+        "stored": lambda saved: saved | mtp_tensors(made, mtp),
+    }
+    return tiny.write(folder, "qwen3_next", "Qwen3NextForCausalLM", made, **ways)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from support.tiny import TEXT, VISION, random_model, rewrite
+from support import tiny
+from support.tiny import TEXT, VISION
 
 SPARSE = {"moe_intermediate_size": 30, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [3]}
 
@@ -23,30 +23,18 @@ def tiny_config(*, moe: bool = False, tied: bool = False, deepstack: Sequence[in
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT or SPARSE."""
     from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
-    from zoo.data.processors.timestamped import TimestampedProcessor
-
     whole = copy.deepcopy(TEXT | (SPARSE if moe else {})) | text
     vision = VISION | {"depth": 5, "out_hidden_size": whole["hidden_size"], "deepstack_visual_indexes": list(deepstack)}
-    ids = TimestampedProcessor.build({"vision_config": vision}).token_ids
+    ids = tiny.processor("qwen3_vl", {"vision_config": vision}).token_ids
     kind = Qwen3VLMoeConfig if moe else Qwen3VLConfig
     return kind(text_config=whole, vision_config=vision, tie_word_embeddings=tied, **ids)
 
 
 def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, published: bool = True, **config: Any) -> Path:
     """Write a checkpoint of `tiny_config(**config)` and give back its folder; without `published` as transformers does."""
-    from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
-
-    from zoo.data.processors.timestamped import TimestampedProcessor
-
-    tiny = tiny_config(**config)
-    kind = Qwen3VLMoeForConditionalGeneration if config.get("moe") else Qwen3VLForConditionalGeneration
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random_model(kind, tiny).save_pretrained(folder)
-    if published:
-        rewrite(folder, turn_experts)
-    TimestampedProcessor.build(tiny).save(folder)
-    return folder
+    kind = f"Qwen3VL{'Moe' if config.get('moe') else ''}ForConditionalGeneration"
+    stored = turn_experts if published else None
+    return tiny.write(folder, "qwen3_vl", kind, tiny_config(**config), seed=seed, stored=stored)
 
 
 def turn_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

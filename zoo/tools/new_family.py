@@ -45,7 +45,6 @@ TEXT = {
     "head": "ForCausalLM",
     "auto": "AutoModelForCausalLM",
     "tests": "TextPairTests",
-    "rows": "text_rows",
     "examples": "text_examples",
 }
 VISION = {
@@ -59,7 +58,6 @@ VISION = {
     "head": "ForConditionalGeneration",
     "auto": "AutoModelForImageTextToText",
     "tests": "PairTests",
-    "rows": "vision_rows",
     "examples": "vision_examples",
 }
 
@@ -109,7 +107,7 @@ def _filled(template: str, name: str, vision: bool) -> str:
     for key in ("modalities", "parts"):
         quoted = [f'"{word}"' for word in values[key].split()]
         values[f"{key}_tuple"] = f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
-    rows = f"from support.{values['rows']} import {values['examples']}"
+    rows = f"from support.rows import {values['examples']}"
     values["imports"] = "\n".join(sorted([rows, f"from support.tiny_{name} import write_tiny_{name}"]))
     values["arch"] = _substituted("arch", values).rstrip("\n")
     return re.sub(r"\n\n\n+(?=\S)", "\n\n\n", _substituted(template, values)).rstrip("\n") + "\n"

@@ -20,7 +20,7 @@ def test_transformers_finds_its_weights_by_the_names_that_zoo_writes(case: str) 
     arch = tiny_arch(case)
     with torch.device("meta"):
         config = transformers.CONFIG_MAPPING[arch["model_type"]].from_dict(dict(arch))
-        model = getattr(transformers, CASES[case][1])(config)
+        model = getattr(transformers, CASES[case].kind)(config)
     ours = build_meta_model(arch)
     bridge, dims = ours.bridge, ours.dims
     entries = [entry for entry in bridge.publish(ours.parameters).values() if entry.rule.writes(dims)]

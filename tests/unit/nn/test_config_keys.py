@@ -335,7 +335,9 @@ def test_who_says_whether_the_head_is_the_embedding(case: str, inner: bool, tied
     import transformers
 
     with torch.device("meta"):
-        model = getattr(transformers, CASES[case][1])(CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch)))
+        model = getattr(transformers, CASES[case].kind)(
+            CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
+        )
     model.tie_weights()
     same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert made_of(case, arch)["tied"] == same
@@ -384,7 +386,7 @@ def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
     ("case", "key"), [(case, key) for case in NESTED for key in ("text_config", "vision_config") if has_part(case, key)]
 )
 def test_nested_configs_are_objects(key: str, value: Any, case: str) -> None:
-    config = get_family(CASES[case][0]).load("config")
+    config = get_family(CASES[case].name).load("config")
     with pytest.raises(UserError, match=f"{key} is .*wanted an object"):
         config.from_arch({**tiny_arch(case), key: value})
 

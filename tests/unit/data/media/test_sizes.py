@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.every_processor import VISION, build
-from support.tile_rows import draw
+from support.rows import draw
 
 from zoo.data.media import sizes
 from zoo.data.media.decode import load_audio, load_image, load_video

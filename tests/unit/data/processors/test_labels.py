@@ -8,7 +8,7 @@ from unicodedata import normalize
 import pytest
 import torch
 from support import templates, tiny_gemma3, tiny_gemma4, tiny_internvl
-from support.tile_rows import draw
+from support.rows import draw
 from support.tiny_llava import tiny_config
 from support.tiny_omni import PROCESSOR_ARCH
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tile_rows import draw
+from support.rows import draw
 from support.tiny_llava import VARIANTS, tiny_config
 
 from zoo.data.media.decode import load_image

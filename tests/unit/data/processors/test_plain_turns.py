@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tile_rows import draw
+from support.rows import draw
 
 from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.plain_turns import write
