@@ -28,7 +28,7 @@ from zoo.config.locate import check_side_files, read_arch
 from zoo.data.processors import plain_turns
 from zoo.data.processors.answers import AnswerFinder
 from zoo.data.processors.boxes import THOUSANDTHS, with_boxes
-from zoo.data.processors.chat import check_said, check_tools, with_thoughts
+from zoo.data.processors.chat import check_written, with_thoughts
 from zoo.data.processors.labels import Span, answer_begins, text_begins
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.lines import numbered_items
@@ -206,10 +206,6 @@ def written(row: Row) -> str:
     return row.tools + "".join(content + called for (_, content), called in zip(row.messages, row.calls, strict=True))
 
 
-def written_and(check: Callable[[Row, str], None], row: Row) -> None:
-    check(row, written(row))
-
-
 def chat(n: int) -> list[dict[str, Any]]:
     return [say(f"turn {i}", ("user", "assistant")[i % 2]) for i in range(n)]
 
@@ -253,8 +249,7 @@ PROCESSING: dict[str, Callable[[int], Callable[[], object]]] = {
     **{f"answer of {t!r}": lambda n, t=t: lambda: answer_begins(f"x{t * n}", t * n) for t in TEXTS},
     **{f"answer without {t!r}": lambda n, t=t: lambda: answer_begins(t * n, f"{t * n}x") for t in TEXTS},
     **{f"call behind {t!r}": lambda n, t=t: lambda: text_begins(t * n, f"{t * n}x") for t in TEXTS},
-    "tools": lambda n: partial(written_and, check_tools, tools_row(n)),
-    "texts": lambda n: partial(written_and, check_said, tools_row(n)),
+    "tools and texts": lambda n: lambda: check_written(tools_row(n), written(tools_row(n))),
     "turns of plain text": lambda n: lambda: plain_turns.write(roles, chat(n), "</s>"),
     "spans": spans_of,
     "first tokens": first_tokens,
@@ -345,13 +340,12 @@ def test_a_chat_of_plain_text_with_too_many_turns_is_refused() -> None:
 
 def test_tools_in_another_order_are_found_or_refused_soon() -> None:
     row = tools_row(300)
-    assert check_tools(row, written(row)[::1] + row.tools) is None
-    names = [f"tool {i}" for i in range(300)]
-    check_tools(row, " ".join(reversed(names)) + "r" * 600)
+    check_written(row, written(row) + row.tools)
+    check_written(row, "s" + "q" * 300 + " ".join(f"tool {i}" for i in reversed(range(300))) + "r" * 600)
     many = tools_row(20_000)
     begin = time.process_time()
     with pytest.raises(UserError, match="writes tools in another order than the row"):
-        check_tools(many, " ".join(f"tool {i}" for i in reversed(range(20_000))))
+        check_written(many, "s" + "q" * 20_000 + " ".join(f"tool {i}" for i in reversed(range(20_000))))
     assert time.process_time() - begin < 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,10 +84,9 @@ class Sample:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        own = (self.input_ids, self.labels) + (() if self.weights is None else (self.weights,))
-        mine = sum(tensor.nbytes for tensor in (*own, *self.media.values()))
+        own = [self.input_ids, self.labels, *self.media.values(), *([] if self.weights is None else [self.weights])]
         others = (self.rejected, self.mismatched)
-        return mine + sum(other.nbytes for other in others if other is not None)
+        return sum(x.nbytes for x in own) + sum(other.nbytes for other in others if other is not None)
 
     @property
     def segments(self) -> tuple[Sample, ...]:
@@ -171,32 +170,22 @@ class MicroBatch:
         """Tokens of the batch, padding included."""
         return self.input_ids.numel()
 
-    def as_spare(self) -> MicroBatch:
-        """The same batch, of which nothing counts (`spare`)."""
-        return replace(self, spare=True, sources=(), kinds=())
-
     def pin(self) -> MicroBatch:
         """The same batch in pinned memory, from which copies to a GPU don't wait; itself where there is no GPU."""
-        if not torch.cuda.is_available():
-            return self
-        mask = None if self.attention_mask is None else self.attention_mask.pin_memory()
-        media = {name: tensor.pin_memory() for name, tensor in self.media.items()}
-        ids, labels = self.input_ids.pin_memory(), self.labels.pin_memory()
-        return replace(self, input_ids=ids, labels=labels, attention_mask=mask, media=media)
+        return self._moved(Tensor.pin_memory) if torch.cuda.is_available() else self
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same batch on `device`; copies from pinned memory don't make the host wait."""
+        moved = self._moved(lambda tensor: tensor.to(device, non_blocking=True))
+        return moved if moved.layout is None else replace(moved, layout=moved.layout.to(device))
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
         return replace(
             self,
             input_ids=move(self.input_ids),
             labels=move(self.labels),
             attention_mask=None if self.attention_mask is None else move(self.attention_mask),
             media={name: move(tensor) for name, tensor in self.media.items()},
-            layout=None if self.layout is None else self.layout.to(device),
         )
 
 
@@ -212,12 +201,13 @@ def collate(samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0, *,
     Raises:
         ValueError: the samples' number or lengths disagree with the layout.
     """
+    weights = _weights(samples)
     return MicroBatch(
         input_ids=layout.pack_list([sample.input_ids for sample in samples], fill=pad_id),
         labels=layout.pack_list([sample.labels for sample in samples], fill=IGNORE),
         attention_mask=None,
         layout=layout,
-        weights=layout.pack_list(_weights(samples), fill=0) if _weighted(samples) else None,
+        weights=None if weights is None else layout.pack_list(weights, fill=0),
         **_common(samples, pinned),
     )
 
@@ -225,14 +215,7 @@ def collate(samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0, *,
 def collate_padded(
     samples: Sequence[Sample], align: int = 1, pad_to: int | None = None, pad_id: int = 0, *, pinned: bool = False
 ) -> MicroBatch:
-    """The samples side by side, right-padded to one width.
-
-    Args:
-        samples: B samples, at least one.
-        align: the width is a multiple of this (2 * cp under context parallelism, say).
-        pad_to: a static width, or None.
-        pad_id: token id of the padding; not that of a placeholder.
-        pinned: as `collate` takes it.
+    """At least one sample, side by side, right-padded to `pad_to` or to the longest one's multiple of `align`; else as `collate`.
 
     Raises:
         ValueError: a sample is longer than `pad_to`, or `pad_to` is not a multiple of `align`.
@@ -241,20 +224,17 @@ def collate_padded(
     width = pad_to if pad_to is not None else -(-longest // align) * align
     if width < longest or width % align:
         raise ValueError(f"packing.pad_to is {pad_to}; a multiple of {align} that holds {longest} tokens is wanted.")
-    shape = (len(samples), width)
-    input_ids = torch.full(shape, pad_id)
-    labels = torch.full(shape, IGNORE)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    weights = torch.zeros(shape) if _weighted(samples) else None
-    for row, sample in enumerate(samples):
-        input_ids[row, : sample.length] = sample.input_ids
-        labels[row, : sample.length] = sample.labels
-        mask[row, : sample.length] = True
-    if weights is not None:
-        for row, weight in enumerate(_weights(samples)):
-            weights[row, : len(weight)] = weight
+
+    def padded(rows: Sequence[Tensor], fill: float) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=fill) for row in rows])
+
+    weights = _weights(samples)
     return MicroBatch(
-        input_ids=input_ids, labels=labels, attention_mask=mask, weights=weights, **_common(samples, pinned)
+        input_ids=padded([sample.input_ids for sample in samples], pad_id),
+        labels=padded([sample.labels for sample in samples], IGNORE),
+        attention_mask=padded([torch.ones(sample.length, dtype=torch.bool) for sample in samples], False),
+        weights=None if weights is None else padded(weights, 0),
+        **_common(samples, pinned),
     )
 
 
@@ -283,11 +263,10 @@ def with_teacher_logits(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBa
     return replace(batch, taught=TeacherLogits(ids, logprobs, rest, torch.cat(places)))
 
 
-def _weighted(samples: Sequence[Sample]) -> bool:
-    return any(sample.weights is not None for sample in samples)
-
-
-def _weights(samples: Sequence[Sample]) -> list[Tensor]:
+def _weights(samples: Sequence[Sample]) -> list[Tensor] | None:
+    """The weights of each sample's labels; None where all are 1."""
+    if all(sample.weights is None for sample in samples):
+        return None
     return [torch.ones(s.length) if s.weights is None else s.weights for s in samples]
 
 
@@ -300,12 +279,12 @@ def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
 
 def _common(samples: Sequence[Sample], pinned: bool) -> dict:
     names = dict.fromkeys(name for sample in samples for name in sample.media)
-    media = {name: _joined([s.media[name] for s in samples if name in s.media], pinned) for name in names}
+    weighted = any(sample.weights is not None for sample in samples)
     return {
         "lengths": tuple(sample.length for sample in samples),
-        "media": media,
+        "media": {name: _joined([s.media[name] for s in samples if name in s.media], pinned) for name in names},
         "kinds": tuple(sample.kind for sample in samples),
         "sources": tuple(sample.source for sample in samples),
         "num_labels": sum(sample.num_labels for sample in samples),
-        "label_weight": sum(sample.label_weight for sample in samples) if _weighted(samples) else None,
+        "label_weight": sum(sample.label_weight for sample in samples) if weighted else None,
     }

@@ -74,11 +74,8 @@ class BinStream:
         shuffle: bool,
         seed: int,
     ) -> None:
-        self.lengths = lengths
-        self.source = lengths.source
-        self.micro_batch = micro_batch
-        self.shuffle = shuffle
-        self.seed = seed
+        self.lengths, self.source = lengths, lengths.source
+        self.micro_batch, self.shuffle, self.seed = micro_batch, shuffle, seed
         self.packer = BinPacker[SampleId](budget, align, lookahead) if mode == "thd" else None
         self.epochs: float | None = None  # after which the stream ends
         self.bins = 0  # taken so far
@@ -128,14 +125,17 @@ class BinStream:
     def remaining(self) -> int:
         """Samples still to come until the end, those that can't be used included."""
         held = len(self._waiting) + (0 if self.packer is None else len(self.packer))
-        return held + max(0, len(self._order) - self.cursor) + self._later
+        later = range(self.epoch + 1, self.epoch + 1 if self.epochs is None else math.ceil(self.epochs))
+        further = sum(self._count(epoch, self.source.rows.epoch_size(epoch)) for epoch in later)
+        return held + max(0, len(self._order) - self.cursor) + further
 
     def remaining_ids(self) -> Iterator[np.ndarray]:
         """Ids of the samples still to come that no bin and no packer has, epoch by epoch."""
         yield np.concatenate((np.array(self._waiting, np.int64), self._order[self.cursor :]))
         epoch = self.epoch + 1
         while self._share(epoch):
-            yield self._cut(self.source.rows.order(epoch, self.seed, self.shuffle), epoch)
+            order = self.source.rows.order(epoch, self.seed, self.shuffle)
+            yield order[: self._count(epoch, len(order))]
             epoch += 1
 
     def plan_length(self, epochs: float) -> RunLength:
@@ -189,11 +189,10 @@ class BinStream:
 
     def state_dict(self) -> JsonObject:
         """Where the stream stands, as plain values: its position, corrected lengths, and places in streams of rows."""
-        streams = self.source.rows.stream_state(self._wanted())
         return {
             **vars(self.position()),
             "corrected": self.lengths.state_dict(),
-            "streams": streams,
+            "streams": self.source.rows.stream_state(self._wanted()),
             "sizes_of": self.source.sizes_follow_from(),
         }
 
@@ -262,8 +261,7 @@ class BinStream:
 
     def rewind(self, position: Position) -> None:
         """Go back to a position; samples that it holds and that were corrected since then have their corrected sizes."""
-        self.epoch, self.cursor, self._sizes = position.epoch, position.cursor, position.sizes
-        self.bins = position.bins
+        self.epoch, self.cursor, self._sizes, self.bins = position.epoch, position.cursor, position.sizes, position.bins
         self._order = self._make_order()
         self._waiting = deque(position.waiting)
         held = position.packer or {"items": [], "seen": [0, 0]}
@@ -279,8 +277,7 @@ class BinStream:
 
     def settings_of(self, epochs: float) -> JsonObject:
         """What the bins of so many epochs follow from, as plain values."""
-        packer = self.packer
-        packing = None if packer is None else [packer.budget, packer.align, packer.lookahead]
+        packing = None if self.packer is None else [self.packer.budget, self.packer.align, self.packer.lookahead]
         rows = {"rows": self.source.rows.sizes, "seed": self.seed, "shuffle": self.shuffle}
         return {"epochs": epochs, **rows, "packing": packing, "micro_batch": self.micro_batch}
 
@@ -327,23 +324,12 @@ class BinStream:
 
     def _make_order(self) -> np.ndarray:
         order = self.source.rows.order(self.epoch, self.seed, self.shuffle, self._sizes)
-        return self._cut(order, self.epoch)
+        return order[: self._count(self.epoch, len(order))]
 
     def _share(self, epoch: int) -> float:
         """The part of an epoch that belongs to the stream."""
         return 1.0 if self.epochs is None else min(1.0, max(0.0, self.epochs - epoch))
 
-    def _cut(self, order: np.ndarray, epoch: int) -> np.ndarray:
-        """The part of an epoch's order that belongs to the stream."""
-        return order[: self._count(epoch, len(order))]
-
     def _count(self, epoch: int, samples: int) -> int:
+        """How many of an epoch's samples belong to the stream, its first ones."""
         return max(round(samples * self._share(epoch)), int(epoch == 0))
-
-    @property
-    def _later(self) -> int:
-        """Samples of the epochs behind this one."""
-        if self.epochs is None:
-            return 0
-        epochs = range(self.epoch + 1, math.ceil(self.epochs))
-        return sum(self._count(epoch, self.source.rows.epoch_size(epoch)) for epoch in epochs)

@@ -102,10 +102,8 @@ class EncodingWorkers:
                 self._done = {key: encoded for key, encoded in self._done.items() if key in wanted}
             else:
                 wanted |= {key: row for key, row in self._queue.items() if key not in wanted}
-            busy = {key for keys in self._working.values() for key in keys}
-            self._queue = OrderedDict(
-                (key, row) for key, row in wanted.items() if key not in self._done and key not in busy
-            )
+            begun = {*self._done, *(key for keys in self._working.values() for key in keys)}
+            self._queue = OrderedDict((key, row) for key, row in wanted.items() if key not in begun)
         self._wake()
 
     def take(self, key: int) -> Sample | None:
@@ -152,8 +150,8 @@ class EncodingWorkers:
         encoder = pickle.dumps(replace(self.encoder, data=data, decoder=None), protocol=5)
         self._wake_up, woken = socket.socketpair()
         self._wake_up.setblocking(False)
-        arguments = (encoder, self._started.channels[0], woken)
-        self._thread = threading.Thread(target=self._serve, args=arguments, name="zoo-encoding", daemon=True)
+        given = (encoder, self._started.channels[0], woken)
+        self._thread = threading.Thread(target=self._serve, args=given, name="zoo-encoding", daemon=True)
         self._thread.start()
 
     def _serve(self, encoder: bytes, first: MessageSocket, woken: socket.socket) -> None:
@@ -184,11 +182,9 @@ class EncodingWorkers:
             if channel in self._starting and not self._closed and not self._warned:
                 self._warned = True
                 command = shlex.join(module_command("zoo.data.loading.encoding_workers"))
-                warnings.warn(
-                    "a process that encodes rows has ended at its start, so the rank encodes them itself, which may be too slow; "
-                    f"run `{command}` to see why, or set data.encode_in_workers=false",
-                    stacklevel=2,
-                )
+                reason = "a process that encodes rows has ended at its start, so the rank encodes them itself, which may be too slow"
+                text = f"{reason}; run `{command}` to see why, or set data.encode_in_workers=false"
+                warnings.warn(text, stacklevel=2)
             self._starting.discard(channel)
             self._working.pop(channel, None)
             channel.close()

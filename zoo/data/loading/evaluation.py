@@ -24,10 +24,8 @@ class EvalBatches:
     """
 
     def __init__(self, lengths: Lengths, bins: list[list[SampleId]], mode: str, align: int, pad_to: int | None) -> None:
-        self.source = lengths.source
-        self.bins = bins
-        self._lengths = lengths
-        self._mode, self._align, self._pad_to = mode, align, pad_to
+        self.source, self.bins = lengths.source, bins
+        self._lengths, self._mode, self._align, self._pad_to = lengths, mode, align, pad_to
 
     def __len__(self) -> int:
         """Forward passes of this rank, the empty ones included: the same on every rank."""
@@ -47,7 +45,7 @@ class EvalBatches:
                         ids.remove(sample_id)
                 all_findings |= findings
                 yield batch
-        for sample_id in self._lengths.agree(all_findings):
+        for sample_id in self._lengths.exchange(all_findings, None)[0]:
             self._lengths.get(sample_id)
 
     def _prepared(self, ids: list[SampleId]) -> tuple[MicroBatch | None, Findings]:
@@ -85,16 +83,9 @@ def eval_batches(
     """Micro-batches that hold every usable row of the source once over all ranks; measures all rows to plan them.
 
     Args:
-        source: samples; the same on every rank.
-        mode: "thd" or "none".
-        budget: tokens of a packed row (thd).
-        micro_batch: rows of a batch (none).
-        align: multiple each sample, or the width, is padded to.
+        source, align, dp_rank, dp_size, cost, group: as `BatchLoader` takes them.
+        mode, budget, micro_batch, lookahead: as `BinStream` takes them.
         pad_to: static row length, or None.
-        dp_rank: this rank's place among the data-parallel ones.
-        dp_size: how many those are.
-        lookahead: rows the packer may choose from (thd).
-        cost: of a sample, as `BatchLoader` takes it; and so `group`.
         every_variant: each usable row in each way that its sample is made (data.augment_variants).
         rows: numbers of those that are wanted, all of which may be unusable; None: all rows.
 

@@ -1,7 +1,7 @@
 """`Lengths`: the size of every sample, in tokens and in cost, known alike on all ranks before anything is planned.
 
 Guarantees:
-- All ranks hold the same sizes, so they plan the same bins. `agree` passes on to all ranks what one of them finds out.
+- All ranks hold the same sizes, so they plan the same bins. `exchange` passes on to all ranks what one of them finds out.
 - A row is measured once, by one of the ranks; starting takes each of N ranks 1/N of the measuring.
 
 Costs: 12 bytes a row (and variant, under data.augment), or 250 a row that is to come where there is a stream. Measuring
@@ -11,7 +11,7 @@ tokenizes a row's texts and reads its files' headers, 0.2 to 1 ms; a row whose h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -144,14 +144,7 @@ class Lengths:
 
     def ahead(self, ids: Iterable[SampleId]) -> None:
         """Measure samples that are not known, each rank its share, and exchange the findings."""
-        unknown = [sample_id for sample_id in dict.fromkeys(ids) if not self.knows(sample_id)]
-        rank, ranks = self.group.rank, self.group.size
-        mine = self._measure(unknown[rank::ranks])
-        shrunk, self._shrunk = self._shrunk, []
-        for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
-            self.source.note_shrunk(smaller)
-            for sample_id, finding in zip(unknown[other::ranks], share, strict=True):
-                self._put(sample_id, finding)
+        self._share([sample_id for sample_id in dict.fromkeys(ids) if not self.knows(sample_id)], self._measure)
 
     def measure(self, ids: np.ndarray) -> bool:
         """Measure samples by their texts and the headers of their files; whether all are known then.
@@ -162,20 +155,25 @@ class Lengths:
         if not self._known.dense:
             return False
         keys = np.unique(np.asarray(ids) % self._known.size)
-        unknown = keys[~self._known.known_of(keys)]
-        rank, ranks = self.group.rank, self.group.size
-        for first in range(0, len(unknown), HEADERS * ranks):
-            block: list[SampleId] = unknown[first : first + HEADERS * ranks].tolist()
-            mine = [self._try(sample_id, self.source.measure) for sample_id in block[rank::ranks]]
-            shrunk, self._shrunk = self._shrunk, []
-            for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
-                self.source.note_shrunk(smaller)
-                for sample_id, finding in zip(block[other::ranks], share, strict=True):
-                    if finding is not None:
-                        self._put(sample_id, finding)
+        unknown, size = keys[~self._known.known_of(keys)], HEADERS * self.group.size
+        for first in range(0, len(unknown), size):
+            block: list[SampleId] = unknown[first : first + size].tolist()
+            self._share(block, lambda mine: [self._try(sample_id, self.source.measure) for sample_id in mine])
             if not self._known.known_of(np.asarray(block)).all():
                 return False
         return True
+
+    def _share(
+        self, ids: Sequence[SampleId], measure: Callable[[Sequence[SampleId]], Sequence[Size | RowError | None]]
+    ) -> None:
+        """Take over what all ranks find out about samples, of which each measures its share."""
+        mine = measure(ids[self.group.rank :: self.group.size])
+        shrunk, self._shrunk = self._shrunk, []
+        for rank, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
+            self.source.note_shrunk(smaller)
+            for sample_id, finding in zip(ids[rank :: self.group.size], share, strict=True):
+                if finding is not None:
+                    self._put(sample_id, finding)
 
     def usable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and costs of samples that were all measured, without those that are left out, which is counted.
@@ -188,10 +186,6 @@ class Lengths:
         for sample_id in np.asarray(ids)[bad].tolist():
             self.get(sample_id)
         return tokens[~bad], costs[~bad]
-
-    def agree(self, findings: Findings) -> Findings:
-        """Exchange findings alone; returns those of all ranks."""
-        return self.exchange(findings, None)[0]
 
     def exchange[T](self, findings: Findings, value: T) -> tuple[Findings, list[T]]:
         """Correct the sizes that encoding has shown to differ from those measured, on any rank.
@@ -213,9 +207,8 @@ class Lengths:
             known = self._known[key].tokens
             if key in self._corrected and not isinstance(finding, RowError) and finding.tokens != known:
                 name = self.source.rows.name(sample_id)
-                raise UserError(
-                    f"{name}: encoded twice, it has {known} tokens, then {finding.tokens}; does the file change?"
-                )
+                text = f"{name}: encoded twice, it has {known} tokens, then {finding.tokens}; does the file change?"
+                raise UserError(text)
             self._corrected.add(key)
             self._put(sample_id, finding)
         return everyone, [value for _, value in gathered]
@@ -235,11 +228,10 @@ class Lengths:
 
     def state_dict(self) -> list[Correction]:
         """The sizes and errors that encoding has corrected."""
-        entries: list[Correction] = []
-        for key in sorted(self._corrected):
-            error = self._errors.get(key)
-            entries.append([key, *(self._known[key] if error is None else error.args)])
-        return entries
+        return [
+            [key, *(self._errors[key].args if key in self._errors else self._known[key])]
+            for key in sorted(self._corrected)
+        ]
 
     def load_state_dict(self, state: list[Correction]) -> None:
         """Take over a saved run's corrections."""
@@ -253,19 +245,14 @@ class Lengths:
             if not self.knows(sample_id):
                 self._put(sample_id, size)
 
-    def _measure(self, ids: Sequence[SampleId]) -> list[Size | RowError]:
+    def _measure(self, ids: Sequence[SampleId]) -> list[Size | RowError | None]:
         """Sizes by the headers of files; of rows whose headers don't suffice, by encoding."""
-        sizes: dict[SampleId, Size | RowError] = {
-            key: size for key in ids if (size := self._try(key, self.source.measure)) is not None
-        }
-        left = [sample_id for sample_id in ids if sample_id not in sizes]
+        sizes = {sample_id: self._try(sample_id, self.source.measure) for sample_id in ids}
+        left = [sample_id for sample_id, size in sizes.items() if size is None]
         self.source.prefetch(left)
-        encoder = self.source.encoder
         for sample_id in left:
-            size = self._try(sample_id, lambda key: encoder.size(self.source.encode(key)))
-            assert size is not None
-            sizes[sample_id] = size
-        return [sizes[sample_id] for sample_id in ids]
+            sizes[sample_id] = self._try(sample_id, lambda key: self.source.encoder.size(self.source.encode(key)))
+        return list(sizes.values())
 
     def _try(self, sample_id: SampleId, measure: Callable[[SampleId], SampleSize | None]) -> Size | RowError | None:
         """The size, the error, or None where it is not known."""
@@ -312,10 +299,6 @@ class RunLength:
     before: int
     exact: bool
     trust: int
-
-    def corrected(self) -> RunLength:
-        """The same, after a row has turned out otherwise than it was measured."""
-        return replace(self, exact=False)
 
     def left(self, taken: int, remaining: int) -> float:
         """Bins to the end, where `taken` bins have been taken in all and `remaining` samples are to come."""

@@ -99,11 +99,9 @@ class BatchLoader:
                 f"ranks); use {-(-train.global_batch // unit) * unit}."
             )
         if packing.pad_to is not None and packing.pad_to < packing.budget:
-            raise ConfigError(
-                f"packing.pad_to is {packing.pad_to}, under packing.budget {packing.budget}; set both to the same."
-            )
-        self.source = source
-        self.lengths = Lengths(source, cost, group)
+            text = f"packing.pad_to is {packing.pad_to}, under packing.budget {packing.budget}; set both to the same."
+            raise ConfigError(text)
+        self.source, self.lengths = source, Lengths(source, cost, group)
         self.bins_per_step = train.global_batch // rows_per_bin
         self.step = 0
         self._align, self._rank, self._ranks = align, dp_rank, dp_size
@@ -248,7 +246,7 @@ class BatchLoader:
                 break
             self._stream.rewind(plan.before)
             self._planned.clear()
-            self._length = None if self._length is None else self._length.corrected()
+            self._length = None if self._length is None else replace(self._length, exact=False)
         self._planned.popleft()
         self._stream.forget()
         weights = {rank: weight for rank, weight, _ in everyone}  # ranks of one replica say the same
@@ -262,7 +260,7 @@ class BatchLoader:
         pad_id = self.source.processor.pad_id
         batches = [make_batch(samples, self._mode, self._align, self._pad_to, pad_id) for samples in bins]
         counted = len(batches) - spares
-        return [*batches[:counted], *(batch.as_spare() for batch in batches[counted:])]
+        return batches[:counted] + [replace(batch, spare=True, sources=(), kinds=()) for batch in batches[counted:]]
 
     def _plan(self) -> None:
         """Plan the next step and, where workers encode ahead, some more; begin with their rows."""

@@ -45,31 +45,19 @@ def rows_of(row: Row) -> tuple[Row, Row]:
         if not any(message.role == "assistant" for message in conversation.messages[shared:]):
             text = "chosen and rejected answer are the same, behind the same media, or one only goes on where the other ends."
             raise RowError(row.source, "pair", text)
-    other = replace(
-        other,
-        source=row.source,
-        kind=row.kind,
-        limits=row.limits,
-        trusted=row.trusted,
-        root=row.root,
-        outside=row.outside,
-    )
-    first, second = (without_shared(conversation, shared) for conversation in (row, other))
-    return first, second
+    shared_keys = ("source", "kind", "limits", "trusted", "root", "outside")
+    other = replace(other, **{key: getattr(row, key) for key in shared_keys})
+    return without_shared(row, shared), without_shared(other, shared)
 
 
 def _turns(row: Row) -> list[tuple[Message, str, list[object]]]:
     """Each message with its tool calls, and the content of its media."""
     media = {"image": iter(row.images), "video": iter(row.videos), "audio": iter(row.audios)}
-    calls = row.calls or ("",) * len(row.messages)
-    return [
-        (
-            message,
-            called,
-            [medium_content(next(media[kind]), pixels=True) for kind in PLACEHOLDER.findall(message.content)],
-        )
-        for message, called in zip(row.messages, calls, strict=True)
-    ]
+    turns = []
+    for message, called in zip(row.messages, row.calls or ("",) * len(row.messages), strict=True):
+        contents = [medium_content(next(media[kind]), pixels=True) for kind in PLACEHOLDER.findall(message.content)]
+        turns.append((message, called, contents))
+    return turns
 
 
 def without_shared(row: Row, shared: int) -> Row:
@@ -80,32 +68,25 @@ def without_shared(row: Row, shared: int) -> Row:
 
 
 def joined(chosen: Sample, rejected: Sample) -> Sample:
-    """The sample of a pair.
-
-    Raises:
-        RowError: one of the two has no label ("labels").
-    """
-    for name, sample in (("chosen", chosen), ("rejected", rejected)):
-        if not sample.num_labels:
-            raise RowError(chosen.source, "labels", f"the {name} answer has no token to compare.")
-    if same_media(chosen, rejected):
-        rejected = replace(rejected, media=chosen.media)  # kept once
-    return replace(chosen, weights=None, rejected=replace(rejected, weights=None))
+    """The sample of a pair; RowError ("labels") where one of the two has no label."""
+    return replace(chosen, weights=None, rejected=_compared(chosen, rejected, ("chosen", "rejected")))
 
 
-def same_media(sample: Sample, other: Sample) -> bool:
-    """Whether two samples have equal media."""
-    return sample.media.keys() == other.media.keys() and all(
+def _compared(sample: Sample, other: Sample, names: tuple[str, str]) -> Sample:
+    """The other of two samples to compare, equal media kept once; RowError ("labels") where one of them has no label."""
+    for name, each in zip(names, (sample, other), strict=True):
+        if not each.num_labels:
+            raise RowError(sample.source, "labels", f"the {name} answer has no token to compare.")
+    is_same = sample.media.keys() == other.media.keys() and all(
         torch.equal(tensor, other.media[name]) for name, tensor in sample.media.items()
     )
+    return replace(other, weights=None, media=sample.media if is_same else other.media)
 
 
 def joined_size(sizes: Sequence[SampleSize], align: int) -> SampleSize:
     """The size of both samples of a pair, each padded to a multiple of `align`."""
-    media = {
-        name: [item for size in sizes for item in size.media.get(name, ())]
-        for name in dict.fromkeys(name for size in sizes for name in size.media)
-    }
+    names = dict.fromkeys(name for size in sizes for name in size.media)
+    media = {name: [item for size in sizes for item in size.media.get(name, ())] for name in names}
     segments = tuple(size.length for size in sizes)
     return SampleSize(sum(-(-length // align) * align for length in segments), media, None, segments)
 
@@ -141,24 +122,14 @@ def with_other_answer(row: Row, answer: tuple[Message, str]) -> Row:
 def labelled_rows_of(row: Row) -> tuple[Row, Row]:
     """The conversation and that with the other answer, of what `with_other_answer` gave; only the last answer has labels."""
     assert isinstance(row.rejected, Row)
-    first, second = (
-        without_shared(conversation, len(conversation.messages) - 1) for conversation in (row, row.rejected)
-    )
-    return first, second
+    shared = len(row.messages) - 1
+    return without_shared(row, shared), without_shared(row.rejected, shared)
 
 
 def labelled(own: Sample, other: Sample, desirable: bool) -> Sample:
-    """The sample of an answer that brings the other one.
-
-    Raises:
-        RowError: one of the two has no label ("labels").
-    """
-    for name, sample in (("own", own), ("other", other)):
-        if not sample.num_labels:
-            raise RowError(own.source, "labels", f"the {name} answer has no token to compare.")
-    if same_media(own, other):
-        other = replace(other, media=own.media)  # kept once
-    return replace(own, weights=None, desirable=desirable, mismatched=replace(other, weights=None))
+    """The sample of an answer that brings the other one; RowError ("labels") where one of the two has no label."""
+    mismatched = _compared(own, other, ("own", "other"))
+    return replace(own, weights=None, desirable=desirable, mismatched=mismatched)
 
 
 def labelled_size(own: SampleSize, other: SampleSize) -> SampleSize:

@@ -61,25 +61,16 @@ class LengthLimit:
         raise self._error(source, f"{size.length} tokens", self._ways(size.fit, limits))
 
     def fitted(self, sample: Sample, media_ids: Collection[int], limits: MediaLimits | None = None) -> Sample:
-        """The sample, cut where it is too long.
-
-        Args:
-            sample: an encoded row.
-            media_ids: ids of tokens that are never cut.
-            limits: of the row's media, where its entry has its own.
+        """The sample, cut where it is too long; `media_ids` are never cut, and `limits` are those of `measured`.
 
         Raises:
             RowError: the sample is too long and can't be cut ("overlong").
         """
-        if sample.mismatched is not None:
-            taken = max(segment.length for segment in (sample, sample.mismatched))
-            if taken > self.tokens:
-                raise self._error(sample.source, f"{taken} tokens of a labelled or mismatched answer", WAYS)
-            return sample
-        if sample.rejected is not None:
-            taken = sum(-(-segment.length // self.align) * self.align for segment in sample.segments)
-            if taken > self.tokens:
-                raise self._error(sample.source, f"{taken} tokens of a pair", WAYS)
+        if sample.mismatched is not None or sample.rejected is not None:
+            length = sample_length(sample, self.align)
+            if length > self.tokens:
+                kind = "a pair" if sample.mismatched is None else "a labelled or mismatched answer"
+                raise self._error(sample.source, f"{length} tokens of {kind}", WAYS)
             return sample
         if sample.length <= self.tokens:
             return sample
@@ -87,36 +78,40 @@ class LengthLimit:
         tokens = f"{sample.length} tokens ({media} of media)"
         if self.overlong != "truncate_text":
             raise self._error(sample.source, tokens, self._ways(sample.fit, limits))
-        kept, cut = sample.input_ids[: self.tokens], sample.input_ids[self.tokens :]
-        if not set(media_ids).isdisjoint(cut.tolist()):
+        ids, labels = sample.input_ids[: self.tokens], sample.labels[: self.tokens]
+        if not set(media_ids).isdisjoint(sample.input_ids[self.tokens :].tolist()):
             advice = "only text is ever cut, but media stand behind that point; raise packing.budget."
             raise self._error(sample.source, tokens, advice)
-        labels = sample.labels[: self.tokens]
-        weights = None if sample.weights is None else sample.weights[: self.tokens].clone()
         if not (labels[1:] != IGNORE).any():
             advice = "cut there, no answer would be left to learn; raise packing.budget."
             raise self._error(sample.source, tokens, advice)
-        return replace(sample, input_ids=kept.clone(), labels=labels.clone(), weights=weights)
+        weights = None if sample.weights is None else sample.weights[: self.tokens].clone()
+        return replace(sample, input_ids=ids.clone(), labels=labels.clone(), weights=weights)
 
     def _ways(self, fit: Fit | None, limits: MediaLimits | None) -> str:
         """What to do about a row that is too long, with the pixels under which it would fit."""
         if self.overlong == "shrink":
-            return (
-                "no images or videos of it can be made smaller, or are small enough at data.min_pixels (by default the "
-                "processor's least); raise packing.budget, or set data.overlong to drop or truncate_text."
-            )
+            small = "no images or videos of it can be made smaller, or are small enough at data.min_pixels"
+            return f"{small} (by default the processor's least); {WAYS}"
         if fit is None:
             return WAYS
         values = {"max_pixels": fit.pixels.most, "video_max_pixels": fit.pixels.video_most}
-        keys = [limits.key(name) if limits else f"data.{name}" for name in values]
-        settings = " and ".join(
-            f"{key}={value}" for key, value in zip(keys, values.values(), strict=True) if value is not None
-        )
+        keys = {limits.key(name) if limits else f"data.{name}": value for name, value in values.items()}
+        settings = " and ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
         return f"{settings} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
 
     def _error(self, source: str, tokens: str, advice: str) -> RowError:
         aligned = f" ({self.tokens} aligned)" if self.tokens != self.budget else ""
         return RowError(source, "overlong", f"{tokens} are over packing.budget {self.budget}{aligned}; {advice}")
+
+
+def sample_length(sample: Sample, align: int) -> int:
+    """Tokens of an encoded sample: of a pair with the padding of both, of a labelled answer the longer conversation's."""
+    if sample.mismatched is not None:
+        return max(sample.length, sample.mismatched.length)
+    if sample.rejected is None:
+        return sample.length
+    return sum(-(-segment.length // align) * align for segment in sample.segments)
 
 
 @dataclass(frozen=True)
@@ -174,10 +169,7 @@ class RowEncoder:
 
     def length(self, sample: Sample) -> int:
         """Tokens that an encoded sample takes; of a pair with the padding of both."""
-        if sample.mismatched is not None:
-            return max(sample.length, sample.mismatched.length)
-        align = 1 if sample.rejected is None else self.pair_align or 1
-        return sum(-(-segment.length // align) * align for segment in sample.segments)
+        return sample_length(sample, self.pair_align or 1)
 
     def _measure(self, row: Row) -> SampleSize | None:
         return self.processor.measure(row, decoder=self._decoder(), **self._media_options(row))

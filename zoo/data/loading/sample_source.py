@@ -50,16 +50,6 @@ class SampleSource:
     """Samples by their id (see `zoo.data.sources.mixture`); `open` and `of_rows` put one together.
 
     Whatever is left out is counted by cause in `counts` and listed in the `bad_rows` file.
-
-    Args:
-        rows: what is encoded.
-        encoder: how.
-        limit: the most tokens of a sample, and what is done with longer ones.
-        bad_rows: decides about rows that can't be used.
-        augment: random changes of the samples.
-        cache_mb: most MiB of samples that are kept.
-        tick: called for each row that is measured or encoded, as a sign of progress.
-        workers: encoding workers; 0: none.
     """
 
     def __init__(
@@ -107,12 +97,10 @@ class SampleSource:
 
         Args:
             specs: entries as `zoo.config.entries.parse_entry` takes them: paths, mappings, rows as objects.
-            processor: encodes a row.
-            data: settings of rows, samples and the cache.
+            processor, data, options: as `of_rows` takes them.
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
             bad_rows: JSONL that bad rows are appended to; see `BadRows`.
-            options: budget, align, augment, blank, seed, decoder, workers, tick, pairs, media_dtype and labelled, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -173,7 +161,12 @@ class SampleSource:
             ConfigError: limits of pixels, for a model whose processor has none.
         """
         rows = rows if isinstance(rows, RowSet) else RowSet([list(rows)], ["rows"])
-        if keys := _pixel_keys(rows, data):
+        names = [name for name in MEDIA_KEYS if name.endswith("_pixels")]
+        keys = [f"data.{name}" for name in names if getattr(data, name) is not None]
+        for limits, part in zip(rows.limits, rows.names, strict=True):
+            keys += [f"{name} of {part}" for name in names if limits is not None and name in limits.own]
+        keys += ["data.overlong=shrink"] if data.overlong == "shrink" else []
+        if keys:
             processor.check_pixels(keys)
         limit = LengthLimit(budget, align, data.overlong)
         variants = (data.augment_variants or VARIANTS) if augment else 1
@@ -267,11 +260,8 @@ class SampleSource:
     def sizes_follow_from(self) -> list[list[object]]:
         """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""
         budget = self.limit.tokens if self.limit.overlong == "shrink" else None
-        settings: list[list[object]] = []
-        for own in self.rows.limits:
-            limits = own or self.encoder.limits
-            settings.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
-        return settings
+        limits = [own or self.encoder.limits for own in self.rows.limits]
+        return [[own.video_fps, own.max_frames, *astuple(own.pixels), budget] for own in limits]
 
     def prefetch(self, ids: Iterable[SampleId], *, alone: bool = False) -> None:
         """Let workers begin with samples that will be asked for next, in this order.
@@ -287,11 +277,14 @@ class SampleSource:
                     continue
                 with contextlib.suppress(RowError):  # raised again when the sample is asked for
                     row = self._row(key)
-                    if self.workers is None or not _is_for_workers(row):
+                    rejected = [row.rejected] if isinstance(row.rejected, Row) else []
+                    media = [
+                        medium for each in (row, *rejected) for medium in (*each.images, *each.videos, *each.audios)
+                    ]
+                    if self.workers is None or not media or any(map(is_url, media)):
                         rows.append(row)
-                        continue
-                    variant, number = divmod(key, len(self))
-                    begun.append(RowToEncode(key, row, self.augment.media(variant, number)))
+                    else:
+                        begun.append(RowToEncode(key, row, self.augment.media(*divmod(key, len(self)))))
             self.encoder.begin(rows)
             if self.workers is not None:
                 self.workers.begin(begun, alone=alone)
@@ -358,30 +351,8 @@ def _abandoned() -> None:
     raise RuntimeError("the run has ended, and its rows are no longer read")
 
 
-def _is_for_workers(row: Row) -> bool:
-    """Whether an encoding worker is to encode it: it has media, which need not be downloaded."""
-    rows = [conversation for conversation in (row, row.rejected) if isinstance(conversation, Row)]
-    media = [
-        medium for conversation in rows for medium in (*conversation.images, *conversation.videos, *conversation.audios)
-    ]
-    return bool(media) and not any(map(is_url, media))
-
-
-def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:
-    """The settings that need limits of pixels, as they are typed."""
-    names = [name for name in MEDIA_KEYS if name.endswith("_pixels")]
-    keys = [f"data.{name}" for name in names if getattr(data, name) is not None]
-    for limits, part in zip(rows.limits, rows.names, strict=True):
-        keys += [f"{name} of {part}" for name in names if limits is not None and name in limits.own]
-    return keys + (["data.overlong=shrink"] if data.overlong == "shrink" else [])
-
-
 class SampleCache:
-    """Samples by their key; the least recently used ones leave first.
-
-    Args:
-        megabytes: most MiB that the samples take together.
-    """
+    """Samples by their key, up to so many MiB of them; the least recently used ones leave first."""
 
     def __init__(self, megabytes: float) -> None:
         self._limit = megabytes * 2**20

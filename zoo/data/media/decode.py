@@ -100,7 +100,7 @@ def video_frames(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE
     if isinstance(source, FrameList):
         return _listed_frames(source, fps, max_frames, clip)
     file = _existing(source)
-    with _opened(file, "video") as container:
+    with _translated(file, "video"), container_of(file) as container:
         if not container.streams.video:
             raise corrupt_media(file, "video", "it has no video track")
         stream = container.streams.video[0]
@@ -152,7 +152,14 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
     source = source if isinstance(source, AudioSamples) else _existing(source)
     with _translated(source, "audio"):
         if isinstance(source, AudioSamples):
-            samples = _mono(source)
+            samples = np.asarray(source.samples)
+            if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu" or samples.dtype in (np.int64, np.uint64):
+                shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
+                wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
+                raise corrupt_media(source, "audio", f"{shape}; {wanted}")
+            samples = levels(samples)
+            if samples.ndim == 2:  # the longer axis is time
+                samples = samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
             if len(samples) > MAX_SOUND_SECONDS * source.rate:
                 raise corrupt_media(source, "audio", TOO_LONG)
             samples = _resampled(samples, source.rate, rate)
@@ -177,7 +184,7 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
 
 def _decoded_sound(file: File, rate: int) -> np.ndarray:
     """Sound through FFmpeg, resampled."""
-    with _opened(file, "audio") as container:
+    with container_of(file) as container:
         if not container.streams.audio:
             raise NoSoundTrackError(*corrupt_media(file, "audio", "it has no audio track").args)
         resampler = resampler_to(rate)
@@ -224,17 +231,6 @@ def _frame_of(samples: np.ndarray, rate: int) -> av.AudioFrame:
     return frame
 
 
-def _mono(audio: AudioSamples) -> np.ndarray:
-    samples = np.asarray(audio.samples)
-    if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu" or samples.dtype in (np.int64, np.uint64):
-        shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
-        wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
-        raise corrupt_media(audio, "audio", f"{shape}; {wanted}")
-    samples = levels(samples)
-    # The longer axis is time.
-    return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
-
-
 def _existing(source: Source) -> Blob | MediaFile:
     if isinstance(source, Blob):
         return source
@@ -254,17 +250,14 @@ def _translated(source: object, kind: str) -> Iterator[None]:
     except RowError:
         raise
     except Exception as error:  # of many kinds, by what lies in the file
-        raise corrupt_media(source, kind, _reason(error, source)) from error
-
-
-def _reason(error: Exception, source: object) -> str:
-    text = (str(error) or type(error).__name__).rstrip(".")
-    if isinstance(source, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
-        return "cannot identify image file"
-    return text
-
-
-# ---------------------------------------------------------------- videos
+        text = (str(error) or type(error).__name__).rstrip(".")
+        if isinstance(source, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
+            text = "cannot identify image file"
+        if kind != "image":
+            text = getattr(error, "strerror", None) or text
+            if getattr(error, "errno", None) == errno.EINVAL:  # of types that are not listed, too
+                text = "Invalid data, or a file of a type that is not opened"
+        raise corrupt_media(source, kind, text) from error
 
 
 @contextmanager
@@ -273,21 +266,6 @@ def container_of(file: File) -> Iterator[InputContainer]:
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}
     with open_binary(file) as data, av.open(data, "r", container_options=options, buffer_size=READ_BYTES) as container:
         yield container
-
-
-@contextmanager
-def _opened(file: File, kind: str) -> Iterator[InputContainer]:
-    """An open container; whatever FFmpeg raises becomes a RowError."""
-    try:
-        with container_of(file) as container:
-            yield container
-    except RowError:
-        raise
-    except Exception as error:  # of many kinds, by what lies in the file
-        text = getattr(error, "strerror", None) or _reason(error, file)
-        if getattr(error, "errno", None) == errno.EINVAL:  # of types that are not listed, too
-            text = "Invalid data, or a file of a type that is not opened"
-        raise corrupt_media(file, kind, text) from error
 
 
 def _check_size(source: object, count: int, width: int, height: int) -> None:

@@ -31,7 +31,7 @@ class Decoder:
 
     decodes_ahead = False
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int = 8192) -> None:
         self.megabytes = megabytes
         self.tick: Callable[[], None] = lambda: None
 
@@ -81,9 +81,6 @@ class Decoder:
 
 class InProcessDecoder(Decoder):
     """Decodes in this process, without a limit of time."""
-
-    def __init__(self, megabytes: int = 8192) -> None:
-        super().__init__(megabytes)
 
     def _result(self, row: Row, kind: str, medium: Medium, *how: Any) -> Any:
         return decoded(kind, row.opened(medium), how)

@@ -17,8 +17,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder, InProcessDecoder
@@ -61,7 +61,7 @@ class DecodingWorkers(Decoder):
         atexit.register(self.close)
 
     def start(self, row: Row) -> None:
-        """The media of a row are asked for next; they share the limit of time."""
+        """As `Decoder.start`."""
         self.tick()
         self._current.row, self._current.seconds = row, 0.0
 
@@ -139,6 +139,13 @@ class DecodingWorkers(Decoder):
         return answer
 
 
+class Answer(NamedTuple):
+    """The result of a medium, or its error, and how long it took."""
+
+    result: Any
+    seconds: float
+
+
 class CurrentRow(threading.local):
     """The row whose media a thread asks for, and the seconds that they took so far."""
 
@@ -152,30 +159,15 @@ class MediumToDecode:
 
     row: str
     kind: str
-    medium: Medium
+    medium: Medium = field(compare=False)
     how: tuple[Any, ...]
+    key: object = field(init=False)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MediumToDecode) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.medium if isinstance(self.medium, str) else id(self.medium))
 
     def __str__(self) -> str:
         return f"{self.kind} {shown(str(self.medium))}"
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        medium = self.medium if isinstance(self.medium, str) else id(self.medium)
-        return self.row, self.kind, medium, self.how
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of a medium, or its error, and how long it took."""
-
-    result: Any
-    seconds: float
 
 
 def _media_to_decode(rows: Sequence[Row], fps: float, max_frames: int) -> Iterator[tuple[MediumToDecode, Row]]:
@@ -233,10 +225,8 @@ class _Worker:
             code = self.end()
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             if not self.ready:
-                raise UserError(
-                    f"a process that decodes media has ended at its start ({reason}); run `{shlex.join(self._command)}` to see why, "
-                    "or set data.workers=0 to decode in the ranks"
-                ) from None
+                text = f"a process that decodes media has ended at its start ({reason}); run `{shlex.join(self._command)}` to see why"
+                raise UserError(f"{text}, or set data.workers=0 to decode in the ranks") from None
             text = f"{name} has ended its decoder ({reason}): it is broken, or needs over {self.megabytes} MiB (data.row_mb)."
             return Answer(RowError("", "decoder_crash", text), 0.0)
 

@@ -13,11 +13,7 @@ TWELVE = 2**12  # levels of 12 bits, as cameras and scanners of medicine have th
 
 
 def rgb_of(image: Image.Image, source: object) -> Image.Image:
-    """An open image as RGB.
-
-    Args:
-        image: as Pillow has opened it.
-        source: its name, for errors.
+    """An image as Pillow has opened it as RGB; `source` is its name, for errors.
 
     Raises:
         RowError: no pixel, more than MAX_PIXELS, or pixels of unknown range ("corrupt_media").
@@ -36,13 +32,16 @@ def rgb_of(image: Image.Image, source: object) -> Image.Image:
     if upright.mode.startswith("I;16") or upright.mode == "I":
         return _grey_of_16_bits(upright, source)
     if upright.mode == "F":
-        reason = "its pixels are 32-bit floats, of unknown range; save it with 8 bits"
-        raise corrupt_media(source, "image", reason)
+        raise corrupt_media(source, "image", "its pixels are 32-bit floats, of unknown range; save it with 8 bits")
     if ";16" in stored:
         colours = np.asarray(upright)[..., :3] if upright.mode.startswith("RGB") else np.asarray(upright)
         _check_range(int(colours.max()) * 256 + 255 if colours.any() else 0, source)
     if image.format == "PNG" and "transparency" in upright.info:
-        upright.info["transparency"] = _in_8_bits(upright.info["transparency"], stored)
+        clear = upright.info["transparency"]  # Pillow scales the pixels to 8 bits, and not this colour itself
+        if stored in ("L;2", "L;4") and isinstance(clear, int):
+            upright.info["transparency"] = clear * 255 // (2 ** int(stored[-1]) - 1)
+        elif stored.startswith("RGB;16") and isinstance(clear, tuple):
+            upright.info["transparency"] = tuple(level >> 8 for level in clear)
     if upright.has_transparency_data:
         layer = upright.convert("RGBA")
         page = Image.new("RGBA", layer.size, "white")
@@ -50,21 +49,11 @@ def rgb_of(image: Image.Image, source: object) -> Image.Image:
     return upright.convert("RGB")
 
 
-def _in_8_bits(colour: object, stored: str) -> object:
-    """The transparent colour of a PNG, of which Pillow scales the pixels to 8 bits and not the colour itself."""
-    if stored in ("L;2", "L;4") and isinstance(colour, int):
-        return colour * 255 // (2 ** int(stored[-1]) - 1)
-    if stored.startswith("RGB;16") and isinstance(colour, tuple):
-        return tuple(level >> 8 for level in colour)
-    return colour
-
-
 def _grey_of_16_bits(image: Image.Image, source: object) -> Image.Image:
     """Grey of 16 bits as RGB of 8: Pillow's own conversion cuts off what is above 255."""
     grey = np.asarray(image).astype(np.int64)
     if grey.min() < 0 or grey.max() > 65535:
-        reason = "its pixels have 32 bits, of unknown range; save it with 8 or 16"
-        raise corrupt_media(source, "image", reason)
+        raise corrupt_media(source, "image", "its pixels have 32 bits, of unknown range; save it with 8 or 16")
     _check_range(int(grey.max()), source)
     scaled = ((grey + 128) // 257).astype(np.uint8)
     clear = image.info.get("transparency")
@@ -76,8 +65,6 @@ def _grey_of_16_bits(image: Image.Image, source: object) -> Image.Image:
 def _check_range(brightest: int, source: object) -> None:
     """Refuse 16 bits of which only the lower 12 are in use: scaled as 16, nearly black."""
     if 0 < brightest < TWELVE:
-        reason = (
-            f"it has 16 bits a channel, of which 65535 is white, and its brightest pixel has {brightest}, as data of 12 bits or "
-            "fewer have: it would be nearly black. Scale it to 16 bits (12 bits: times 16), or save it with 8"
-        )
-        raise corrupt_media(source, "image", reason)
+        seen = f"it has 16 bits a channel, of which 65535 is white, and its brightest pixel has {brightest}"
+        advice = "it would be nearly black. Scale it to 16 bits (12 bits: times 16), or save it with 8"
+        raise corrupt_media(source, "image", f"{seen}, as data of 12 bits or fewer have: {advice}")

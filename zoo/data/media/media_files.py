@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,7 @@ from zoo.data.media.decode import MIN_SOUND_SECONDS
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.sampling import Pace, frames_taken, how_taken
-from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize, VideoSize
-from zoo.data.sources.formats.media_settings import MediaSettings
+from zoo.data.media.sizes import SOUND_RATE, ClipSize, Headers, ImageSize
 from zoo.data.sources.formats.tags import PLACEHOLDER
 from zoo.data.sources.references import FrameList, Medium, is_url, settings_of_medium, without_settings
 from zoo.data.sources.rows import Row
@@ -50,11 +48,8 @@ class MediaMemory:
         """`decoded`, counted; RowError ("memory") where the row uses too much with it."""
         self.used += decoded.width * decoded.height * 3 if isinstance(decoded, Image) else decoded.nbytes
         if self.used > self.megabytes * 2**20:
-            text = (
-                f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller, "
-                "or raise data.row_mb."
-            )
-            raise bad_row(text, "memory")
+            text = f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller"
+            raise bad_row(f"{text}, or raise data.row_mb.", "memory")
         return decoded
 
 
@@ -69,17 +64,13 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
     decoder = decoder or decoder_for(DataConfig())
     decoder.start(row)
     memory = MediaMemory(decoder.megabytes)
-    if row.images:
-        images = [memory.count(decoder.image(without_settings(image), row)) for image in row.images]
-        media.arguments["images"] = images
+    images = [memory.count(decoder.image(without_settings(image), row)) for image in row.images]
     clips = []
     for video in row.videos:
         own_fps, own_max_frames, clip = how_taken(settings_of_medium(video), fps, max_frames)
         frames, rate = decoder.video(without_settings(video), row, own_fps, own_max_frames, clip)
         clips.append(memory.count(frames))
         media.paces.append(Pace(rate, clip.start))
-    if clips:
-        media.arguments["videos"] = clips
     heard: list[np.ndarray] = []
     missing: NoSoundTrackError | None = None
     for medium, video_number in _sounds(row):
@@ -93,28 +84,39 @@ def load_media(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -
             continue
         part = samples[_window(medium)]
         if len(part) < MIN_SOUND_SECONDS * SOUND_RATE:
-            raise bad_row(
-                f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s, of "
-                f"{len(samples) / SOUND_RATE:.3g} s of sound."
-            )
+            text = f"the part of {medium} that is to be heard has under {MIN_SOUND_SECONDS:g} s"
+            raise bad_row(f"{text}, of {len(samples) / SOUND_RATE:.3g} s of sound.")
         heard.append(part)
     if missing is not None and len(media.silent) == len(row.videos):
         raise missing
-    if heard:
-        media.arguments["audio"] = heard
+    media.arguments = {
+        kind: items for kind, items in (("images", images), ("videos", clips), ("audio", heard)) if items
+    }
     return media
 
 
 def headers_of_media(media: LoadedMedia, row: Row) -> Headers:
     """The headers that decoded media would have."""
-    images = tuple(ImageSize(image.height, image.width) for image in media.arguments.get("images", ()))
-    videos = tuple(ClipSize(len(clip), *clip.shape[-2:]) for clip in media.arguments.get("videos", ()))
-    samples = tuple(map(len, media.arguments.get("audio", ())))
-    return Headers(images, videos, tuple(media.paces), samples, _settings(row.images), _settings(row.videos))
+    images = [ImageSize(image.height, image.width) for image in media.arguments.get("images", ())]
+    videos = [ClipSize(len(clip), *clip.shape[-2:]) for clip in media.arguments.get("videos", ())]
+    return _headers(row, images, videos, media.paces, list(map(len, media.arguments.get("audio", ()))))
+
+
+def _headers(
+    row: Row, images: list[ImageSize], videos: list[ClipSize], paces: list[Pace], sounds: list[int]
+) -> Headers:
+    """Headers with the settings of each medium, () where none has any."""
+    settings = [tuple(map(settings_of_medium, media)) for media in (row.images, row.videos)]
+    own_images, own_videos = (own if any(own) else () for own in settings)
+    return Headers(tuple(images), tuple(videos), tuple(paces), tuple(sounds), own_images, own_videos)
 
 
 def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | None) -> Headers | None:
-    """The headers of the row's media; None where a header does not tell the size that decoding will give."""
+    """The headers of the row's media; None where a header does not tell the size that decoding will give.
+
+    Raises:
+        RowError: a part of a video begins behind its end.
+    """
     sounds = [medium for medium, _ in _sounds(row)]
     if any(map(is_url, (*row.images, *row.videos, *sounds))):
         return None
@@ -123,23 +125,17 @@ def headers_of_row(row: Row, fps: float, max_frames: int, decoder: Decoder | Non
     images = [decoder.image_size(without_settings(image), row) for image in row.images]
     lengths = [decoder.video_size(without_settings(video), row) for video in row.videos]
     samples = [decoder.sound_samples(without_settings(medium), row) for medium in sounds]
-    known_images = tuple(size for size in images if size is not None)
-    known_lengths = [size for size in lengths if size is not None]
-    known_samples = [count for count in samples if count is not None]
-    if (len(known_images), len(known_lengths), len(known_samples)) != (len(images), len(lengths), len(samples)):
+    if None in (*images, *lengths, *samples):
         return None
-    clips = [_clip(video, size, fps, max_frames) for video, size in zip(row.videos, known_lengths, strict=True)]
-    videos, paces = tuple(size for size, _ in clips), tuple(pace for _, pace in clips)
-    heard = tuple(len(range(count)[_window(medium)]) for medium, count in zip(sounds, known_samples, strict=True))
-    return Headers(known_images, videos, paces, heard, _settings(row.images), _settings(row.videos))
-
-
-def _clip(video: Medium, size: VideoSize, fps: float, max_frames: int) -> tuple[ClipSize, Pace]:
-    """The frames that are taken of a video, and when they are shown; RowError where its part begins behind its end."""
-    fps, max_frames, clip = how_taken(settings_of_medium(video), fps, max_frames)
-    is_list = isinstance(without_settings(video), FrameList)
-    count, rate = frames_taken(size.seconds / fps if is_list else size.seconds, fps, max_frames, clip)
-    return ClipSize(count, size.height, size.width), Pace(rate, clip.start)
+    clips, paces = [], []
+    for video, size in zip(row.videos, filter(None, lengths), strict=True):
+        own_fps, own_max_frames, clip = how_taken(settings_of_medium(video), fps, max_frames)
+        seconds = size.seconds / own_fps if isinstance(without_settings(video), FrameList) else size.seconds
+        count, rate = frames_taken(seconds, own_fps, own_max_frames, clip)
+        clips.append(ClipSize(count, size.height, size.width))
+        paces.append(Pace(rate, clip.start))
+    heard = [len(range(count or 0)[_window(medium)]) for medium, count in zip(sounds, samples, strict=True)]
+    return _headers(row, [size for size in images if size is not None], clips, paces, heard)
 
 
 def refuse_pixel_keys(row: Row, processor: str) -> None:
@@ -151,12 +147,6 @@ def refuse_pixel_keys(row: Row, processor: str) -> None:
                 where = f"{settings.pixel_keys[0]} of {kind}[{number}]"
                 text = f"{where}: {processor} has no limits of pixels, as it sizes every image by itself; take it out."
                 raise RowError(row.source, "bad_row", text)
-
-
-def _settings(media: Sequence[Medium]) -> tuple[MediaSettings | None, ...]:
-    """The settings of each medium; () where none has any."""
-    settings = tuple(map(settings_of_medium, media))
-    return settings if any(settings) else ()
 
 
 def _window(medium: Medium) -> slice:

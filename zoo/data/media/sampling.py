@@ -29,13 +29,6 @@ class Pace(NamedTuple):
     start: float = 0.0  # seconds
 
 
-class SampledFrames(NamedTuple):
-    """The frames that are taken of a video."""
-
-    frames: int
-    fps: float  # the rate at which they stand
-
-
 def how_taken(settings: MediaSettings | None, fps: float, max_frames: int) -> tuple[float, int, Clip]:
     """Rate, most frames and clip of a video, its own settings before the recipe's."""
     if settings is None:
@@ -46,8 +39,8 @@ def how_taken(settings: MediaSettings | None, fps: float, max_frames: int) -> tu
     return settings.fps or fps, max(most, settings.min_frames or 0), clip
 
 
-def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE) -> SampledFrames:
-    """How many frames are taken of a video of so many seconds, and at which rate.
+def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[int, float]:
+    """How many frames are taken of a video of so many seconds, and the rate at which they stand.
 
     Raises:
         RowError: the clip begins behind the video's end ("bad_row").
@@ -60,5 +53,5 @@ def frames_taken(seconds: float, fps: float, max_frames: int, clip: Clip = WHOLE
     wanted = max(clip.exactly or min(max(count, clip.least), most), MIN_FRAMES)
     # A whole video that is too short is held on its last frame; a clip's frames lie within it.
     if length <= 0 or wanted == count or (clip == WHOLE and wanted == MIN_FRAMES > count):
-        return SampledFrames(wanted, fps)
-    return SampledFrames(wanted, wanted / length)
+        return wanted, fps
+    return wanted, wanted / length

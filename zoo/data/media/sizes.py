@@ -6,9 +6,10 @@ Costs: an image's header is read in 0.1 ms, that of an mp4 in 1 ms, whatever the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -116,36 +117,28 @@ def _with_settings[T](
     return [(size, own if own and own.pixel_keys else None) for size, own in zip(sizes, all_settings, strict=True)]
 
 
-def image_size(source: object) -> ImageSize | None:
-    """The size of an image; None where its header does not hold it."""
-    if isinstance(source, OpenImage):
-        return _upright(source.image)
-    if not isinstance(source, str | Path | Blob | MediaFile):
-        return None
-    try:
-        with open_binary(source) as file, Image.open(file, formats=IMAGE_TYPES) as image:
-            return _upright(image)
-    except Exception:  # of many kinds: decoding it says what is wrong
-        return None
+def image_size(source: object, *, plain: bool = False) -> ImageSize | None:
+    """The size of an image; None where its header does not hold it.
 
-
-def plain_size(source: object) -> ImageSize | None:
-    """As `image_size`, of types whose headers Pillow reads by Python alone, and no more than HEADER_MB of them.
-
-    So it needs no worker: no decoder is called, and time and memory are bounded.
+    `plain`: of types whose headers Pillow reads by Python alone, and no more than HEADER_MB of them. So it needs no worker:
+    no decoder is called, and time and memory are bounded.
     """
     if isinstance(source, OpenImage):
         return _upright(source.image)
     if not isinstance(source, str | Path | Blob | MediaFile):
         return None
     try:
-        with (
-            open_binary(source) as file,
-            Image.open(_Beginning(file), formats=PLAIN) as image,  # type: ignore[arg-type]
-        ):
-            return _upright(image)
-    except Exception:  # of many kinds: whoever decodes it says what is wrong
+        with open_binary(source) as file:
+            data: Any = _Beginning(file) if plain else file
+            with Image.open(data, formats=PLAIN if plain else IMAGE_TYPES) as image:
+                return _upright(image)
+    except Exception:  # of many kinds: decoding it says what is wrong
         return None
+
+
+def plain_size(source: object) -> ImageSize | None:
+    """`image_size` of a plain type."""
+    return image_size(source, plain=True)
 
 
 class _Beginning:
@@ -179,14 +172,11 @@ def video_size(source: object) -> VideoSize | None:
         return None if first is None else VideoSize(len(source.images), *first)
     if not isinstance(source, str | Path | Blob | MediaFile):
         return None
-    try:
-        with container_of(source) as container:
-            stream = container.streams.video[0] if container.streams.video else None
-            if stream is None or stream.duration is None or not container.format.name.startswith("mov"):
-                return None
+    with suppress(Exception), container_of(source) as container:
+        stream = container.streams.video[0]
+        if stream.duration is not None and container.format.name.startswith("mov"):
             return VideoSize(float(stream.duration * stream.time_base), stream.height, stream.width)
-    except Exception:
-        return None
+    return None
 
 
 def sound_samples(source: object) -> int | None:
@@ -195,11 +185,8 @@ def sound_samples(source: object) -> int | None:
         return round(max(np.shape(source.samples)) / source.rate * SOUND_RATE)
     if not isinstance(source, str | Path | Blob | MediaFile):
         return None
-    try:
-        with container_of(source) as container:
-            stream = container.streams.audio[0] if container.streams.audio else None
-            if stream is None or stream.duration is None or container.format.name not in EXACT_SOUND:
-                return None
+    with suppress(Exception), container_of(source) as container:
+        stream = container.streams.audio[0]
+        if stream.duration is not None and container.format.name in EXACT_SOUND:
             return round(float(stream.duration * stream.time_base) * SOUND_RATE)
-    except Exception:
-        return None
+    return None

@@ -52,7 +52,13 @@ def read_wave(file: BinaryIO, max_seconds: float, corrupt: Callable[[str], Excep
             why = f"{str(error).rstrip('.')} at {count / rate:.1f} s of the {claimed / rate:.1f} s that its header says"
             raise corrupt(why) from error
     if kind in ("WAV", "WAVEX"):
-        size = _data_bytes(file)
+        size = None  # bytes of sound that the RIFF header names
+        file.seek(12)
+        while size is None and len(head := file.read(8)) == 8:
+            chunk = int.from_bytes(head[4:], "little")
+            if head[:4] == b"data":
+                size = chunk
+            file.seek(chunk + chunk % 2, os.SEEK_CUR)
         claimed = size // width if width and size is not None and 0 < size < UNKNOWN else claimed
     if count < claimed < 2**60:
         seconds = f"its header says {claimed / rate:.1f} s of sound, but {count / rate:.1f} s are there"
@@ -84,17 +90,6 @@ def levels(samples: np.ndarray) -> np.ndarray:
     silence = 0 if samples.dtype.kind == "i" else int(np.iinfo(samples.dtype).max) // 2 + 1
     full = int(np.iinfo(samples.dtype).max) + 1 - silence
     return ((samples.astype(np.float64) - silence) / full).astype(np.float32)
-
-
-def _data_bytes(file: BinaryIO) -> int | None:
-    """Bytes of sound that a RIFF header names; None where there is no such chunk."""
-    file.seek(12)
-    while len(head := file.read(8)) == 8:
-        size = int.from_bytes(head[4:], "little")
-        if head[:4] == b"data":
-            return size
-        file.seek(size + size % 2, os.SEEK_CUR)
-    return None
 
 
 def resampler_to(rate: int) -> av.AudioResampler:

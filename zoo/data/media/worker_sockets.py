@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 HEAD = struct.Struct("<QQ")  # buffers of a message, with the pickled object as the last; bytes of all
 LENGTH = struct.Struct("<Q")  # bytes of one buffer
+ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    **{"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+}
 REST_SECONDS = 5.0  # longest pause within a message that has a deadline
 
 
@@ -109,13 +113,7 @@ class WorkerProcess(NamedTuple):
             stderr=subprocess.DEVNULL,
             pass_fds=ends,
             start_new_session=True,  # Ctrl-C is for the run, which ends its workers
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+            env={**os.environ, **ENVIRONMENT},
         )
         for _, theirs in pairs:
             theirs.close()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.processors import labels as label_spans
-from zoo.data.processors.chat import call_begins
-from zoo.data.processors.labels import Span
+from zoo.data.processors.labels import EMPTY_THOUGHT, Span
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.rows import Row
 
@@ -42,14 +41,11 @@ TURNS = ChatMarkers(header="<start_of_turn>model\n", end="<end_of_turn>")
 
 
 class AnswerFinder:
-    """Finds answers in tokens.
+    """Finds answers in tokens; `ends` is text -> id of the tokens that end one.
 
     Args:
         tokenizer: of the row's tokens.
         markers: their header, which is not empty when `spans` is called, and the text of one token that ends a turn.
-
-    Attributes:
-        ends: text -> id of the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, markers: ChatMarkers) -> None:
@@ -84,25 +80,26 @@ class AnswerFinder:
             answer in body if calls else body.endswith(answer)
         ):  # a tokenizer may normalise letters (NFC, in Qwen's)
             answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
+        missing = next((call["name"] for call in json.loads(calls or "[]") if call["name"] not in body), None)
+        thought = EMPTY_THOUGHT.match(body)
         try:
-            if calls:
-                before = call_begins(body, answer, [call["name"] for call in json.loads(calls)])
+            if missing is not None:
+                raise ValueError(f"the chat template writes no call of {missing[:40]!r}")
+            if calls and not answer.strip():
+                before = thought.end() if thought else 0
             else:
-                before = label_spans.answer_begins(body, answer)
+                before = (label_spans.text_begins if calls else label_spans.answer_begins)(body, answer)
         except ValueError as error:
             raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
         return span.start + self._tokens_of(ids[span.start : span.end - 1], before)
 
     def _tokens_of(self, ids: list[int], characters: int) -> int:
         """How many of the first tokens it takes to say so many characters."""
-
-        def said(count: int) -> int:
-            return len(self._decode(ids[:count]))
-
         enough = 1
-        while enough < len(ids) and said(enough) < characters:
+        while enough < len(ids) and len(self._decode(ids[:enough])) < characters:
             enough *= 2
-        return bisect_left(range(min(enough, len(ids))), characters, lo=enough // 2, key=said)
+        counts = range(min(enough, len(ids)))
+        return bisect_left(counts, characters, lo=enough // 2, key=lambda count: len(self._decode(ids[:count])))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -111,16 +108,8 @@ class AnswerFinder:
         """Tokens of each assistant's turn behind its header, the end-of-turn token included."""
         turns = [index for index, token in enumerate(ids) if token == self._header[0]]
         for turn, limit in itertools.pairwise([*turns, len(ids)]):
-            start = self._after_header(ids, turn)
-            if start is not None:
+            start = turn + len(self._header)
+            # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
+            if ids[turn:start] == self._header or self._decode(ids[turn:start]).startswith(self.markers.header):
                 ends = (at for at in range(start, limit) if ids[at] in self.ends.values())
                 yield from (Span(start, at + 1) for at in itertools.islice(ends, 1))
-
-    def _after_header(self, ids: list[int], turn: int) -> int | None:
-        """The token behind the header of the turn that begins at `turn`; None for another role's turn."""
-        size = len(self._header)
-        if ids[turn : turn + size] == self._header:
-            return turn + size
-        # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
-        text = self.tokenizer.decode(ids[turn : turn + size], clean_up_tokenization_spaces=False)
-        return turn + size if text.startswith(self.markers.header) else None

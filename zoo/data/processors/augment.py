@@ -93,10 +93,9 @@ class Augment:
         quiet = np.flatnonzero(level < 0.15 * level.max()) * block
         count = min(int(self.random.integers(0, 4)), len(quiet))
         inner = self.random.choice(quiet, count, replace=False).tolist() if count else []
-        ends = sorted({0, len(wave), *inner})
         pieces: list[np.ndarray] = []
         last = 0
-        for end in ends:
+        for end in sorted({0, len(wave), *inner}):
             silence = np.zeros(int(self.random.uniform(0, PAUSE) * self.strength * RATE))
             pieces += [wave[last:end], silence]
             last = end
@@ -112,6 +111,11 @@ class Augment:
         follows[-1:] = False  # an answer's last token is its end of turn, which template tokens follow
         drop = torch.from_numpy(self.random.random(len(input_ids)) < share)
         return input_ids.masked_fill(answered & follows & drop, blank_id)
+
+    def media(self, media: Mapping[str, list]) -> dict[str, list]:
+        """Images, videos (frames) and audio (waves) of a row, each changed at random."""
+        change: dict[str, Callable] = {"images": self.image, "videos": self.frames, "audio": self.audio}
+        return {kind: [change[kind](item) for item in items] for kind, items in media.items()}
 
     def _uniform(self, reach: float) -> float:
         return float(self.random.uniform(-reach, reach)) * self.strength
@@ -144,13 +148,3 @@ class AugmentPolicy:
         draw = Augment(0.0, (self.seed, repeat, row))
         ids = draw.blank(sample.input_ids, sample.labels, blank_id, self.blank)
         return replace(sample, input_ids=ids)
-
-
-def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
-    """The media changed at random."""
-    change: dict[str, Callable[..., Image.Image | Tensor | np.ndarray]] = {
-        "images": augment.image,
-        "videos": augment.frames,
-        "audio": augment.audio,
-    }
-    return {kind: [change[kind](item) for item in items] for kind, items in media.items()}

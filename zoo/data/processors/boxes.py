@@ -35,17 +35,15 @@ class Coordinates:
             resized: of the image as the model reads it; needed where `scale` says pixels.
         """
         height, width = (1.0, 1.0) if box.norm or size is None else size
-        shares = [at / (height if n % 2 else width) for n, at in enumerate(box.pixels)]
-        coordinates = [self._coordinate(share, n % 2, resized) for n, share in enumerate(shares)]
+        coordinates = []
+        for n, at in enumerate(box.pixels):
+            share = at / (height if n % 2 else width)
+            most = 1000.0 if self.scale == "thousandths" or resized is None else resized[1 - n % 2]
+            whole = str(int(min(max(round(share * most), 0), most)))
+            coordinates.append(f"{min(max(share, 0.0), 1.0):.2f}" if self.scale == "shares" else whole)
         if self.y_first:
             coordinates = [coordinates[n ^ 1] for n in range(len(coordinates))]
         return f"[{', '.join(coordinates)}]"
-
-    def _coordinate(self, share: float, axis: int, resized: Size | None) -> str:
-        if self.scale == "shares":
-            return f"{min(max(share, 0.0), 1.0):.2f}"
-        most = 1000.0 if self.scale == "thousandths" or resized is None else resized[1 - axis]
-        return str(int(min(max(round(share * most), 0), most)))
 
 
 THOUSANDTHS = Coordinates()
@@ -55,8 +53,6 @@ def with_boxes(row: Row, coordinates: Coordinates, sizes: Sequence[Size], resize
     """The row with its boxes in the place of `<bbox>`.
 
     Args:
-        row: a row.
-        coordinates: how its boxes are written.
         sizes: of its images in their files.
         resized: gives their sizes as the model reads them.
 

@@ -9,7 +9,6 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 from zoo.data.errors import RowError
-from zoo.data.processors.labels import EMPTY_THOUGHT, text_begins
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
@@ -24,11 +23,7 @@ NOT_SET = ("tools", "documents", "add_generation_prompt")  # names that chat tem
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and which of them the texts of rows may hold: none, unless a recipe says so.
-
-    Attributes:
-        ids: token -> its id.
-    """
+    """The special tokens of a tokenizer (`ids`: token -> its id); texts of rows may hold those that a recipe allows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.items()
@@ -39,26 +34,19 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))))
 
     def allow(self, tokens: Sequence[str], control: Set[int]) -> None:
-        """Let texts hold these tokens, such as `<|box_start|>`.
-
-        Args:
-            tokens: as data.special_tokens lists them.
-            control: ids that only the chat template may write: of turns and media.
+        """Let texts hold these tokens of data.special_tokens, such as `<|box_start|>`.
 
         Raises:
-            ConfigError: no special token of the tokenizer, or one that only the template may write.
+            ConfigError: no special token of the tokenizer, or one of turns and media (`control`), which only the template may write.
         """
         for token in tokens:
+            why = ""
             if token not in self.ids:
-                raise ConfigError(
-                    f"data.special_tokens: {token!r} is no special token of the tokenizer, so texts may hold it anyway; leave it "
-                    "out."
-                )
-            if self.ids[token] in control | self._control:
-                raise ConfigError(
-                    f"data.special_tokens: {token!r} opens or ends a turn, or stands for media, which only the chat template "
-                    "may write; leave it out."
-                )
+                why = "is no special token of the tokenizer, so texts may hold it anyway"
+            elif self.ids[token] in control | self._control:
+                why = "opens or ends a turn, or stands for media, which only the chat template may write"
+            if why:
+                raise ConfigError(f"data.special_tokens: {token!r} {why}; leave it out.")
         self._allowed = frozenset(tokens)
 
     def check(self, row: Row, media: Set[int]) -> None:
@@ -76,10 +64,8 @@ class SpecialTokens:
                 token = match[0]
                 is_tag = PLACEHOLDER.fullmatch(token) and self.ids[token] not in media
                 if token not in self._allowed and not is_tag:
-                    text = (
-                        f"{where} contains {token!r}, a special token of the tokenizer; take it out, or, where it is no turn's "
-                        "or medium's, name it in data.special_tokens."
-                    )
+                    advice = "take it out, or, where it is no turn's or medium's, name it in data.special_tokens."
+                    text = f"{where} contains {token!r}, a special token of the tokenizer; {advice}"
                     raise RowError(row.source, "special_token_in_text", text)
 
     def without(self, tokens: Sequence[int]) -> list[int]:
@@ -117,7 +103,13 @@ def chat_messages(row: Row) -> list[JsonObject]:
     names = (*row.names, *("",) * (len(row.messages) - len(row.names)))
     messages: list[JsonObject] = []
     for (role, content), called, name in zip(row.messages, calls, names, strict=True):
-        message: JsonObject = {"role": role, "content": _parts(content)}
+        pieces = [plain(piece) for piece in PLACEHOLDER.split(content)]  # text, mark, text, mark, ..., text
+        parts = [
+            {"type": piece} if number % 2 else {"type": "text", "text": piece}
+            for number, piece in enumerate(pieces)
+            if piece
+        ]
+        message: JsonObject = {"role": role, "content": pieces[0] if len(pieces) == 1 else parts}
         if name:
             message["name"] = name
         if called:
@@ -126,45 +118,38 @@ def chat_messages(row: Row) -> list[JsonObject]:
     return messages
 
 
-def check_tools(row: Row, text: str) -> None:
-    """That a chat template has written the row's tools, its calls and their results, which many templates don't know.
+def check_written(row: Row, text: str) -> None:
+    """That a chat template has written what system and user say, tools, calls and their results: many templates leave some out.
 
     Raises:
         RowError: it has not ("labels").
     """
+
+    def said_by(role: str) -> list[str]:
+        contents = [content for speaker, content in row.messages if speaker == role]
+        return [plain(piece) for content in contents for piece in PLACEHOLDER.split(content)[::2]]
+
+    for role in ("system", "user"):
+        missing = _not_written(said_by(role), text, f"what the {role} says", row.source)
+        if missing is not None:
+            advice = "leave it out of the row, too, or use a template that writes it."
+            error = f"the chat template leaves out what the {role} says: {missing.strip()[:40]!r}; {advice}"
+            raise RowError(row.source, "labels", error)
     tools = [tool["function"]["name"] for tool in json.loads(row.tools)] if row.tools else []
     called = [call["name"] for calls in row.calls if calls for call in json.loads(calls)]
-    results = [plain(piece) for role, said in row.messages if role == "tool" for piece in PLACEHOLDER.split(said)[::2]]
-    for kind, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
+    for kind, names in (("tools", tools), ("tool calls", called), ("tool results", said_by("tool"))):
         missing = _not_written(names, text, kind, row.source)
         if missing is not None:
-            said = f"the chat template writes no {kind}: {missing[:40]!r} is not in its text; use one that does, or leave the row out."
+            advice = "use one that does, or leave the row out."
+            said = f"the chat template writes no {kind}: {missing[:40]!r} is not in its text; {advice}"
             raise RowError(row.source, "labels", said)
-
-
-def check_said(row: Row, text: str) -> None:
-    """That a chat template has written what system and user say, which templates of speech recognition may not.
-
-    Raises:
-        RowError: it has not ("labels").
-    """
-    for role in ("system", "user"):
-        said = [content for speaker, content in row.messages if speaker == role]
-        pieces = [plain(piece) for content in said for piece in PLACEHOLDER.split(content)[::2]]
-        missing = _not_written(pieces, text, f"what the {role} says", row.source)
-        if missing is not None:
-            error = f"the chat template leaves out what the {role} says: {missing.strip()[:40]!r}; leave it out of the row, too, or use a template that writes it."
-            raise RowError(row.source, "labels", error)
 
 
 def _not_written(pieces: Iterable[str], text: str, kind: str, source: str) -> str | None:
     """The first of the pieces that is not in a template's text; None where all are.
 
     Templates keep the order of a row, so a piece is looked for behind the one before it first: that takes the time of reading
-    the text once, however many pieces there are.
-
-    Raises:
-        RowError: so many are written in another order that finding them would take long ("labels").
+    the text once. RowError ("labels") where so many are written in another order that finding them would take long.
     """
     behind, spent = 0, 0
     for piece in map(str.strip, pieces):
@@ -181,42 +166,6 @@ def _not_written(pieces: Iterable[str], text: str, kind: str, source: str) -> st
     return None
 
 
-def call_begins(body: str, content: str, names: Sequence[str]) -> int:
-    """Where an answer with tool calls begins in the turn that a template writes.
-
-    Args:
-        body: the turn, without its header and its end.
-        content: what the answer says before its calls, or "".
-        names: of the functions that it calls.
-
-    Returns:
-        Characters of `body` before the answer.
-
-    Raises:
-        ValueError: the template has written no such calls, or another text.
-    """
-    missing = next((name for name in names if name not in body), None)
-    if missing is not None:
-        raise ValueError(f"the chat template writes no call of {missing[:40]!r}")
-    if not content.strip():
-        thought = EMPTY_THOUGHT.match(body)
-        return thought.end() if thought else 0
-    return text_begins(body, content)
-
-
-def _parts(content: str) -> str | list[dict[str, str]]:
-    pieces = [plain(piece) for piece in PLACEHOLDER.split(content)]  # text, mark, text, mark, ..., text
-    if len(pieces) == 1:
-        return pieces[0]
-    parts = []
-    for number, piece in enumerate(pieces):
-        if number % 2:
-            parts.append({"type": piece})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
-
-
 def check_template_arguments(hf: ProcessorMixin, arguments: Iterable[str]) -> None:
     """Refuse names in data.template that the chat template of `hf`, a Hugging Face processor, can't be given.
 
@@ -226,7 +175,5 @@ def check_template_arguments(hf: ProcessorMixin, arguments: Iterable[str]) -> No
     own = {*signature(hf.apply_chat_template).parameters, "messages", *NOT_SET}
     for name in arguments:
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(hf.chat_template)):
-            raise ConfigError(
-                f"data.template.{name}: the chat template reads no such argument; see the names in the folder's "
-                "chat_template.jinja, or leave it out."
-            )
+            hint = "see the names in the folder's chat_template.jinja, or leave it out."
+            raise ConfigError(f"data.template.{name}: the chat template reads no such argument; {hint}")

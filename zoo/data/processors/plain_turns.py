@@ -32,7 +32,13 @@ def write(render: Callable[..., str], messages: Sequence[JsonObject], end: str) 
     Raises:
         ValueError: what the template writes of a conversation's beginning depends on what follows, or the chat is too long.
     """
-    _check_length(messages)
+    answers = sum(message["role"] == "assistant" for message in messages)
+    contents = [message["content"] or [] for message in messages]  # a text, or parts of which some are texts
+    parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
+    size = sum(TURN + sum(len(part.get("text") or "") for part in content) for content in parts)
+    if answers * size > MOST_WRITTEN:
+        reason = "are too many for a chat template whose turns begin with plain text, which is written anew for each"
+        raise ValueError(f"{answers} answers in a chat of this length {reason}; cut the chat into shorter ones")
     text, spans, seen = "", [], ""
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -45,25 +51,10 @@ def write(render: Callable[..., str], messages: Sequence[JsonObject], end: str) 
     return text + _rest(render(messages, add_generation_prompt=False), seen), spans
 
 
-def _check_length(messages: Sequence[JsonObject]) -> None:
-    """ValueError for a chat whose answers would take long to find."""
-    answers = sum(message["role"] == "assistant" for message in messages)
-    contents = [message["content"] for message in messages]  # a text, or parts of which some are texts
-    parts = [[{"text": content}] if isinstance(content, str) else content or [] for content in contents]
-    size = sum(TURN + sum(len(part.get("text") or "") for part in content) for content in parts)
-    if answers * size > MOST_WRITTEN:
-        raise ValueError(
-            f"{answers} answers in a chat of this length are too many for a chat template whose turns begin with plain text, "
-            "which is written anew for each; cut the chat into shorter ones"
-        )
-
-
 def _rest(whole: str, beginning: str) -> str:
     if not whole.startswith(beginning):
-        raise ValueError(
-            f"the chat template writes {beginning[-40:]!r} differently where more turns follow, so answers can't be "
-            "found in what it writes; wanted one that adds to the end only"
-        )
+        seen = f"the chat template writes {beginning[-40:]!r} differently where more turns follow"
+        raise ValueError(f"{seen}, so answers can't be found in what it writes; wanted one that adds to the end only")
     return whole.removeprefix(beginning)
 
 
@@ -78,11 +69,8 @@ def spans(
         ValueError: `input_ids` are not those of the text.
     """
     once = tokenizer(text, return_offsets_mapping=True)
-    kept = [
-        (token, characters)
-        for token, characters in zip(once["input_ids"], once["offset_mapping"], strict=True)
-        if token not in media
-    ]
+    pairs = zip(once["input_ids"], once["offset_mapping"], strict=True)
+    kept = [(token, characters) for token, characters in pairs if token not in media]
     ids = input_ids.tolist()
     indices = [index for index, token in enumerate(ids) if token not in media]
     if [ids[index] for index in indices] != [token for token, _ in kept]:

@@ -27,14 +27,13 @@ from zoo.data.media.sizes import Headers, SampleSize
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
 from zoo.data.processors.answers import AnswerFinder, ChatMarkers
-from zoo.data.processors.augment import Augment, augmented
+from zoo.data.processors.augment import Augment
 from zoo.data.processors.boxes import THOUSANDTHS, Coordinates, Size, with_boxes
 from zoo.data.processors.chat import (
     SpecialTokens,
     chat_messages,
-    check_said,
     check_template_arguments,
-    check_tools,
+    check_written,
     wants_thoughts,
     with_thoughts,
 )
@@ -80,10 +79,8 @@ class Processor:
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
         special = SpecialTokens(self.tokenizer)
         if len(end) != 1 or (self._header and self._header[0] not in special.ids.values()):
-            raise UserError(
-                f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
-                "it is not the tokenizer of this family."
-            )
+            text = f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}"
+            raise UserError(f"{text}; it is not the tokenizer of this family.")
         template = getattr(hf, "chat_template", None)
         if not template:
             raise UserError("The processor has no chat template; copy chat_template.jinja into its folder.")
@@ -152,7 +149,7 @@ class Processor:
             raise error.at(row.source) from error
         files = [image.size[::-1] for image in media.arguments.get("images", ())]
         if augment is not None and augment.strength:
-            media.arguments = augmented(media.arguments, augment)
+            media.arguments = augment.media(media.arguments)
         try:
             written = self._written(row, files, headers_of_media(media, row), pixels)
             fit = find_fit(self, written, pixels, overlong) if overlong and overlong.shrink else None
@@ -177,7 +174,10 @@ class Processor:
         if self._header:
             spans = self._answers.spans(row, input_ids)
         else:
-            spans = self._plain_spans(row, written.text, written.answers, input_ids)
+            try:
+                spans = plain_turns.spans(self.tokenizer, written.text, written.answers, input_ids, self.media_ids)
+            except ValueError as error:
+                raise RowError(row.source, "labels", f"{error}.") from error
         chosen = label_spans.choose(spans, row.answer_weights, labels, len(input_ids), row.weight)
         targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
         sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights, fit)
@@ -203,10 +203,9 @@ class Processor:
         pixels: PixelLimits = AS_IT_IS,
         overlong: Overlong | None = None,
     ) -> SampleSize | None:
-        """What `encode` will give, without decoding media; None where only encoding gives the size.
+        """What `encode` will give, without decoding media, by the same arguments; None where only encoding gives the size.
 
         The size of a file that is missing or broken is not known either: encoding says what is wrong with it.
-        Arguments are those of `encode`.
 
         Raises:
             RowError: a special token in the texts, or a complaint of the chat template.
@@ -256,19 +255,10 @@ class Processor:
         return str(self.tokenizer.decode(said, clean_up_tokenization_spaces=False)).strip()
 
     def check_pixels(self, keys: Sequence[str]) -> None:
-        """Refuse settings that need limits of pixels, where the Hugging Face processor has none.
-
-        Args:
-            keys: as typed, such as "data.max_pixels" or "data.overlong=shrink".
-
-        Raises:
-            ConfigError: the processor makes fixed tiles of images.
-        """
+        """Refuse settings that need limits of pixels, as typed ("data.max_pixels"); ConfigError where the HF processor has none."""
         if not self.pixels_of_token:
-            raise ConfigError(
-                f"{', '.join(keys)}: {type(self.hf).__name__} has no limits of pixels, as it makes tiles of a fixed size of "
-                "every image; leave it out."
-            )
+            reason = "has no limits of pixels, as it makes tiles of a fixed size of every image"
+            raise ConfigError(f"{', '.join(keys)}: {type(self.hf).__name__} {reason}; leave it out.")
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -385,8 +375,7 @@ class Processor:
                 text += self.markers.end
         else:
             text, answers = plain_turns.write(partial(self._render, **options), messages, self.markers.end)
-        check_said(row, text)
-        check_tools(row, text)
+        check_written(row, text)
         return text, answers
 
     def _render(self, messages: Sequence[JsonObject], **options: Any) -> str:
@@ -402,12 +391,6 @@ class Processor:
             if seen != wanted:
                 text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
                 raise RowError(row.source, "placeholder_mismatch", text)
-
-    def _plain_spans(self, row: Row, text: str, answers: list[Span], input_ids: Tensor) -> list[Span]:
-        try:
-            return plain_turns.spans(self.tokenizer, text, answers, input_ids, self.media_ids)
-        except ValueError as error:
-            raise RowError(row.source, "labels", f"{error}.") from error
 
 
 def as_tensor(value: object, dtype: torch.dtype) -> Tensor:
