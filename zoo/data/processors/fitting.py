@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Fit, Headers
 from zoo.data.processors.labels import Span
 from zoo.data.sources.rows import Row
-
-if TYPE_CHECKING:
-    from zoo.data.processors.processor import Processor
 
 
 class Overlong(NamedTuple):
@@ -39,7 +36,20 @@ class Sketch(NamedTuple):
     rows: dict[str, list[int]]  # tower -> rows of each item, as `Processor.tower_rows` gives them
 
 
-def find_fit(processor: Processor, written: Written, pixels: PixelLimits, overlong: Overlong | None) -> Fit | None:
+class SketchingProcessor(Protocol):
+    """The methods of `zoo.data.processors.processor.Processor` by which a sample's length is known without its media."""
+
+    pixels_of_token: int
+
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None: ...
+    def sketch_length(self, sketch: Sketch) -> int: ...
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]: ...
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]: ...
+
+
+def find_fit(
+    processor: SketchingProcessor, written: Written, pixels: PixelLimits, overlong: Overlong | None
+) -> Fit | None:
     """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps.
 
     Args:

@@ -44,7 +44,7 @@ def answer_begins(body: str, answer: str) -> int:
     if body.endswith(answer.strip()):
         return len(body) - len(answer.strip())
     written = [index for index, letter in enumerate(body) if not letter.isspace()]
-    seen, wanted = "".join(body[index] for index in written), "".join(answer.split())
+    seen, wanted = _squeezed(body), _squeezed(answer)
     if seen.endswith(wanted):
         return written[len(seen) - len(wanted)]
     if seen and wanted.endswith(seen):

@@ -8,7 +8,7 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.config.locate import check_side_files, side_file_fault
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder
@@ -42,7 +43,7 @@ from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.data.template_limits import check_template, limit_templates
-from zoo.errors import ConfigError, UserError
+from zoo.errors import ConfigError, UserError, printable
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ class Processor:
 
     def __init__(self, hf: ProcessorMixin, markers: ChatMarkers) -> None:
         limit_templates()
-        self.hf = hf
-        self.tokenizer = hf.tokenizer
-        self.markers = markers
+        self.hf, self.tokenizer, self.markers = hf, hf.tokenizer, markers
         self._header = self.tokenizer.encode(markers.header, add_special_tokens=False)
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
         special = SpecialTokens(self.tokenizer)
@@ -88,9 +87,8 @@ class Processor:
             check_template(template, self.tokenizer.name_or_path)
         self._end = end[0]
         self._answers = AnswerFinder(self.tokenizer, markers)
-        first = self.tokenizer("")["input_ids"]
-        self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
-        self.special = special
+        self._opening = self.tokenizer.decode(self.tokenizer("")["input_ids"])
+        self._eos, self.special = self.tokenizer.eos_token_id, special
         self._template: JsonObject = {}
 
     @property
@@ -127,16 +125,15 @@ class Processor:
             max_frames: most frames taken of one video.
             augment: changes the media, or None.
             labels: assistant (all answers), last (the last one) or all (every token of text); of a plain text all are.
-            decoder: who decodes the media; None: worker processes with the limits that data.row_seconds and data.row_mb have by default.
+            decoder: who decodes the media; None: worker processes with the default limits of data.row_seconds and data.row_mb.
             pixels: how large images and videos may be.
             overlong: what becomes of a sample over a budget. Images and videos that are made smaller get the same limit, and
                 none fewer pixels than the processor, or `pixels`, has as the least.
 
         Raises:
-            RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token of the
-                tokenizer in the texts ("special_token_in_text"), a complaint of the HF processor ("processor_error"),
-                answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
-                media give ("placeholder_mismatch").
+            RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token in the texts
+                ("special_token_in_text"), a complaint of the HF processor ("processor_error"), answers that can't be found in the
+                tokens ("labels"), or not as many placeholder tokens as the media give ("placeholder_mismatch").
         """
         self.special.check(row, self.media_ids)
         if row.text is not None:
@@ -324,16 +321,9 @@ class Processor:
         return {}
 
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
-        """The arithmetic of `measure`: a text to tokenize in which placeholders stand for less than they will.
+        """The arithmetic of `measure`: `text`, what the chat template writes, with placeholders that stand for less than they will.
 
-        Args:
-            row: a checked row.
-            text: what the chat template writes, a placeholder for each medium.
-            headers: of the row's files.
-            pixels: how large images and videos may be.
-
-        Returns:
-            None where only encoding gives the size.
+        None where only encoding gives the size.
         """
         return None if row.media else Sketch(text, 0, {})
 
@@ -391,6 +381,18 @@ class Processor:
             if seen != wanted:
                 text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
                 raise RowError(row.source, "placeholder_mismatch", text)
+
+
+def load_from_folder(folder: str | Path, kind: str, files: str, load: Callable[[], Any]) -> Any:
+    """A Hugging Face processor or tokenizer (`kind`) of a folder that should hold `files`; ConfigError where there is none."""
+    try:
+        check_side_files(folder)
+        return load()
+    except Exception as error:  # of many kinds, by what lies in the folder
+        fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
+        said = printable(fault or " ".join(str(error).split()), 400)
+        text = f"model.init: no {kind} can be loaded from {Path(folder)}: {said}; its folder should hold {files}."
+        raise ConfigError(text) from error
 
 
 def as_tensor(value: object, dtype: torch.dtype) -> Tensor:

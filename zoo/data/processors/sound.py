@@ -47,10 +47,9 @@ CHUNK_TOKENS = 13  # of a full chunk, a number in `_get_feat_extract_output_leng
 def check_window(n_window: int, tokens: int) -> None:
     """ConfigError where `tokens`, those of a chunk of 2 * n_window frames, are not what transformers counts."""
     if tokens != CHUNK_TOKENS:
-        raise ConfigError(
-            f"audio_config.n_window is {n_window}: transformers counts {CHUNK_TOKENS} tokens for each full audio "
-            f"chunk, but chunks of {2 * n_window} frames give {tokens}; use 50."
-        )
+        counted = f"transformers counts {CHUNK_TOKENS} tokens for each full audio chunk"
+        given = f"chunks of {2 * n_window} frames give {tokens}"
+        raise ConfigError(f"audio_config.n_window is {n_window}: {counted}, but {given}; use 50.")
 
 
 def sound_tensors(features: Features, mask: str) -> dict[str, Tensor]:
@@ -95,7 +94,12 @@ class OmniProcessor(vision.PatchProcessor):
         super().__init__(hf, token_ids(hf.tokenizer))
         self.audio_tokens = audio_tokens
         self.clock = dict(clock)
-        self.video_size = _video_size(hf)
+        # Pixel limits of a frame, where the folder has some meant for videos. The call puts its class's default (128 to 768
+        # tokens a frame) over what its video processor was saved with, and published folders, which have no file for videos,
+        # have the images' limits there: the default is right for them.
+        size, images = dict(hf.video_processor.size), dict(hf.image_processor.size)
+        is_own = size != images
+        self.video_size = {name: size[name] for name in ("shortest_edge", "longest_edge")} if is_own else None
         usual = hf.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
         self.frame_size = self.video_size or usual
 
@@ -150,10 +154,21 @@ class OmniProcessor(vision.PatchProcessor):
         return limits
 
     def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Features:
-        """As transformers' processor, which takes one rate for all videos of a call, and hears all of them or none."""
+        """As transformers' processor, which takes one rate for all videos of a call, and hears all of them or none.
+
+        Else it gets the text cut behind its media: each ends with a token of its own, so the pieces have the tokens of the whole.
+        """
         if not isinstance(arguments.get("videos_kwargs", {}).get("fps"), list):
             return super().call_hf(text, arguments)
-        return joined_pieces([self.hf(**piece) for piece in self._pieces(text, arguments)])
+        pieces = [self.hf(**piece) for piece in self._pieces(text, arguments)]
+        features: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for piece in pieces for name in piece):
+            parts = [torch.as_tensor(piece[name]) for piece in pieces if name in piece]
+            if name in ("input_features", "feature_attention_mask"):  # (n, mel, frames) and (n, frames)
+                longest = max(part.shape[-1] for part in parts)
+                parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
+            features[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
+        return features
 
     def _pieces(self, text: str, arguments: Mapping[str, Any]) -> Iterator[CallArguments]:
         """Arguments of a call for each piece of the text that ends with a medium, and for what is left."""
@@ -237,29 +252,3 @@ class OmniProcessor(vision.PatchProcessor):
     def mel_frames(self, samples: Sequence[int]) -> list[int]:
         """Mel frames of a row's sounds with so many samples."""
         return mel_frames(samples, self.hf.feature_extractor.hop_length)
-
-
-def joined_pieces(pieces: Sequence[Features]) -> dict[str, Tensor]:
-    """What transformers' processor makes of a text cut behind its media, put together again.
-
-    A medium ends with a token of its own, so the pieces have the tokens of the whole.
-    """
-    features: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for piece in pieces for name in piece):
-        parts = [torch.as_tensor(piece[name]) for piece in pieces if name in piece]
-        if name in ("input_features", "feature_attention_mask"):  # (n, mel, frames) and (n, frames)
-            longest = max(part.shape[-1] for part in parts)
-            parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
-        features[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
-    return features
-
-
-def _video_size(hf: ProcessorMixin) -> dict[str, int] | None:
-    """Pixel limits of a frame, where the folder has limits meant for videos; None leaves the class's own.
-
-    The processor's call puts its class's default (128 to 768 tokens a frame) over what its video processor was
-    saved with. The published checkpoints have no file for videos, so their video processor merely repeats the image
-    processor's limits, and the class's default is right for them.
-    """
-    size, images = dict(hf.video_processor.size), dict(hf.image_processor.size)
-    return None if size == images else {name: size[name] for name in ("shortest_edge", "longest_edge")}

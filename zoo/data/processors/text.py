@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from zoo.config.locate import check_side_files, side_file_fault
 from zoo.data.processors.answers import CHATML, ChatMarkers
-from zoo.data.processors.processor import ArchConfig, Features, Processor
+from zoo.data.processors.processor import ArchConfig, Features, Processor, load_from_folder
 from zoo.data.tokenizer import ROOT
-from zoo.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,16 +52,7 @@ class TextProcessor(Processor):
         """
         from transformers import AutoTokenizer
 
-        folder = ROOT if source is None else source
-        try:
-            check_side_files(folder)
-            # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # of many kinds, by what lies in the folder
-            fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
-            said = printable(fault or " ".join(str(error).split()), 400)
-            raise ConfigError(
-                f"model.init: no tokenizer can be loaded from {Path(folder)}: {said}; its folder should hold the "
-                "tokenizer's files and the chat template."
-            ) from error
-        return cls(TextOnly(tokenizer), markers)
+        folder, files = ROOT if source is None else source, "the tokenizer's files and the chat template"
+        # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
+        load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+        return cls(TextOnly(load_from_folder(folder, "tokenizer", files, load)), markers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +16,14 @@ from torch import Tensor
 
 from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.entries import PixelLimits
-from zoo.config.locate import check_side_files, side_file_fault
 from zoo.data.media.sampling import Pace
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.boxes import Size
-from zoo.data.processors.processor import ArchConfig, CallArguments, Features, Processor, as_tensor
+from zoo.data.processors.processor import ArchConfig, CallArguments, Features, Processor, as_tensor, load_from_folder
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
-from zoo.errors import ConfigError, printable
+from zoo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -48,11 +46,12 @@ def config_field(config: ArchConfig, name: str, default: object = None) -> Any:
 
 def vision_geometry(vision_config: ArchConfig) -> dict[str, int]:
     """patch_size, merge_size and temporal_patch_size of a vision tower, by the image processors' names."""
-    return {
-        "patch_size": config_field(vision_config, "patch_size"),
-        "merge_size": config_field(vision_config, "spatial_merge_size"),
-        "temporal_patch_size": config_field(vision_config, "temporal_patch_size"),
+    keys = {
+        "patch_size": "patch_size",
+        "merge_size": "spatial_merge_size",
+        "temporal_patch_size": "temporal_patch_size",
     }
+    return {name: config_field(vision_config, key) for name, key in keys.items()}
 
 
 def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str, object]) -> ProcessorMixin:
@@ -68,17 +67,11 @@ def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str
     """
     from transformers import AutoProcessor
 
-    try:
-        check_side_files(source)
-        # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
-        hf = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # of many kinds, by what lies in the folder
-        fault = None if isinstance(error, ConfigError) else side_file_fault(source)
-        said = printable(fault or " ".join(str(error).split()), 400)
-        raise ConfigError(
-            f"model.init: no processor can be loaded from {Path(source)}: {said}; its folder should hold "
-            "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
-        ) from error
+    files = "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template"
+    # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
+    hf = load_from_folder(
+        source, "processor", files, lambda: AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    )
     kinds = (kind,) if isinstance(kind, str) else kind
     if type(hf).__name__ not in kinds:
         raise ConfigError(f"model.init: {source} has a {type(hf).__name__}; a {' or '.join(kinds)} is wanted.")
@@ -121,12 +114,8 @@ def tiny_parts(geometry: Mapping[str, int]) -> CallArguments:
 
 def vision_tensors(features: Features) -> dict[str, Tensor]:
     """The vision tower's tensors out of a Hugging Face processor's result; see the module's docstring."""
-    dtypes = {
-        "pixel_values": torch.float32,
-        "pixel_values_videos": torch.float32,
-        "image_grid_thw": torch.int64,
-        "video_grid_thw": torch.int64,
-    }
+    dtypes = dict.fromkeys(("pixel_values", "pixel_values_videos"), torch.float32)
+    dtypes |= dict.fromkeys(("image_grid_thw", "video_grid_thw"), torch.int64)
     return {name: as_tensor(features[name], dtype) for name, dtype in dtypes.items() if name in features}
 
 
@@ -159,30 +148,16 @@ def pixel_limits(size: Mapping[str, int], least: int | None, most: int | None) -
     return {"shortest_edge": low, "longest_edge": high}
 
 
-def pixel_options(
-    pixels: PixelLimits, images: Mapping[str, int], videos: Mapping[str, int]
-) -> dict[str, CallArguments]:
-    """Limits of pixels as arguments of a processor's call; `images` and `videos` are its sizes."""
-    options: dict[str, CallArguments] = {}
-    if pixels.least is not None or pixels.most is not None:
-        options["images_kwargs"] = {"size": pixel_limits(images, pixels.least, pixels.most)}
-    if pixels.video_most is not None:
-        options["videos_kwargs"] = {"size": pixel_limits(videos, None, pixels.video_most)}
-    return options
-
-
 def frames_as_they_are(hf: ProcessorMixin, videos: Sequence[Tensor], paces: Sequence[Pace]) -> CallArguments:
     """`videos_kwargs` of a call whose frames are all taken; when each was shown follows from their pace."""
-    options = {
-        "do_sample_frames": False,
-        "video_metadata": [
-            {"total_num_frames": len(frames), "fps": pace.fps, "frames_indices": frame_places(len(frames), pace)}
-            for frames, pace in zip(videos, paces, strict=True)
-        ],
-    }
-    if getattr(hf.video_processor, "cap_pixels_per_frame", False) is None:
-        options["cap_pixels_per_frame"] = False  # what it does today (without a warning that it may change)
-    return options
+    shown = [
+        {"total_num_frames": len(frames), "fps": pace.fps, "frames_indices": frame_places(len(frames), pace)}
+        for frames, pace in zip(videos, paces, strict=True)
+    ]
+    # Of a processor that has no such setting yet: what it does today (without a warning that it may change).
+    unset = getattr(hf.video_processor, "cap_pixels_per_frame", False) is None
+    options = {"cap_pixels_per_frame": False} if unset else {}
+    return {"do_sample_frames": False, "video_metadata": shown, **options}
 
 
 def limits_of_each(limits: Mapping[str, int], frames: int, together: int) -> tuple[int, int]:
@@ -196,13 +171,14 @@ def frame_places(count: int, pace: Pace) -> list[float]:
     return [pace.start * pace.fps + number for number in range(count)] if pace.start else list(range(count))
 
 
-def resized(pixels: Tensor, size: Sequence[int], resample: object) -> Tensor:
-    """(..., 3, H, W) uint8 at another (height, width), as transformers' image and video processors resize."""
+def _resized(made: Any, media: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Images or clips, each (..., 3, H, W) uint8, at the pixels of their grids, as transformers' processor `made` resizes."""
     from torchvision.transforms.v2 import functional as tvf
     from transformers.image_utils import pil_torch_interpolation_mapping
 
-    mode = pil_torch_interpolation_mapping.get(resample, resample)
-    return tvf.resize(pixels, list(size), interpolation=mode, antialias=True)
+    mode, patch = pil_torch_interpolation_mapping.get(made.resample, made.resample), made.patch_size
+    sizes = [[height * patch, width * patch] for _, height, width in grids]
+    return [tvf.resize(x, size, interpolation=mode, antialias=True) for x, size in zip(media, sizes, strict=True)]
 
 
 def _capped(low: int, high: int, cap: int | None) -> tuple[int, int]:
@@ -237,7 +213,13 @@ class PatchProcessor(Processor):
 
     def pixel_options(self, pixels: PixelLimits) -> dict[str, CallArguments]:
         """Sizes of images and of videos."""
-        return pixel_options(pixels, self.hf.image_processor.size, self.frame_size)
+        options: dict[str, CallArguments] = {}
+        if pixels.least is not None or pixels.most is not None:
+            size = pixel_limits(self.hf.image_processor.size, pixels.least, pixels.most)
+            options["images_kwargs"] = {"size": size}
+        if pixels.video_most is not None:
+            options["videos_kwargs"] = {"size": pixel_limits(self.frame_size, None, pixels.video_most)}
+        return options
 
     def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
         """The fewest pixels of an image, and of a video as its limits count."""
@@ -254,14 +236,16 @@ class PatchProcessor(Processor):
 
     def image_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
         """(1, height, width) in patches of each image."""
-        sizes = [
-            self.usual_image(size, pixels)
-            if own is None
-            else self._own_size(size, own, self._limits_of_image(own, headers, pixels), headers.capped)
-            for size, own in headers.sized_images()
-        ]
-        patch = self.hf.image_processor.patch_size
-        return [(1, height // patch, width // patch) for height, width in sizes]
+        patch, grids = self.hf.image_processor.patch_size, []
+        for size, own in headers.sized_images():
+            if own is None:
+                height, width = self.usual_image(size, pixels)
+            else:
+                limits = self.image_limits(own.min_pixels or pixels.least, own.max_pixels or pixels.most)
+                limits = _capped(*limits, pixels.most if headers.capped else None)
+                height, width = self._own_size(size, own, limits, headers.capped)
+            grids.append((1, height // patch, width // patch))
+        return grids
 
     def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
         """(time, height, width) in patches of each video."""
@@ -281,18 +265,10 @@ class PatchProcessor(Processor):
         """Images and videos, all resized where some have settings of their own, which a call has no arguments for."""
         arguments: CallArguments = {}
         if any(own for _, own in headers.sized_images()):
-            made = self.hf.image_processor
             images = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in media["images"]]
-            arguments["images"] = [
-                resized(image, (height * made.patch_size, width * made.patch_size), made.resample)
-                for image, (_, height, width) in zip(images, self.image_grids(headers, pixels), strict=True)
-            ]
+            arguments["images"] = _resized(self.hf.image_processor, images, self.image_grids(headers, pixels))
         if any(own for _, own in headers.sized_videos()):
-            made = self.hf.video_processor
-            arguments["videos"] = [
-                resized(frames, (height * made.patch_size, width * made.patch_size), made.resample)
-                for frames, (_, height, width) in zip(media["videos"], self.video_grids(headers, pixels), strict=True)
-            ]
+            arguments["videos"] = _resized(self.hf.video_processor, media["videos"], self.video_grids(headers, pixels))
         return arguments
 
     def image_sizes(self, headers: Headers, pixels: PixelLimits) -> list[Size]:
@@ -312,11 +288,6 @@ class PatchProcessor(Processor):
         """Least and most pixels of an image, under those that are given."""
         low, high = pixel_limits(self.hf.image_processor.size, least, most).values()
         return low, high
-
-    def _limits_of_image(self, own: MediaSettings, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
-        """Least and most pixels of an image with settings of its own."""
-        limits = self.image_limits(own.min_pixels or pixels.least, own.max_pixels or pixels.most)
-        return _capped(*limits, pixels.most if headers.capped else None)
 
     def frame_limits(self, clip: ClipSize, most: int | None) -> tuple[int, int]:
         """Least and most pixels of a video's frame; `most` is data.video_max_pixels, counted as the family does."""
@@ -343,9 +314,8 @@ class PatchProcessor(Processor):
         if own.resized_height is None or own.resized_width is None:
             return self._fitted(size, *limits)
         least, most = LEAST_TOKENS * self.pixels_of_token, MOST_TOKENS * self.pixels_of_token
-        return self._fitted(
-            (own.resized_height, own.resized_width), *_capped(least, most, limits[1] if capped else None)
-        )
+        size = own.resized_height, own.resized_width
+        return self._fitted(size, *_capped(least, most, limits[1] if capped else None))
 
     def _fitted(self, size: Sequence[int], least: int, most: int) -> tuple[int, int]:
         """(height, width) in whole tokens, within limits of pixels."""
