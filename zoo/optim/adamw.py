@@ -8,37 +8,40 @@ this optimizer as the precision-aware one of Transformer Engine, whose calls it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
+from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, UpdateOptions, join, split, update
 from zoo.nn.kernels import has_triton
 from zoo.optim.copies import SharedRange
-from zoo.optim.host_update import PIECE, HostUpdate, Job, on_host, pieces
+from zoo.optim.host_update import PIECE, HostUpdate, on_host, pieces
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
+    from torch.optim.optimizer import ParamsT
+
     from zoo.nn.adamw.kernel import Table
 
 
-def optimizers(optimizer: Any) -> Iterator[AdamW]:
+def optimizers(optimizer: ChainedOptimizer) -> Iterator[AdamW]:
     """The inner optimizers that megatron-core chained, but for those without parameters."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield part.optimizer
 
 
-def clip(optimizer: Any, norm: float) -> None:
+def clip(optimizer: ChainedOptimizer, norm: float) -> None:
     """Have the next update scale all gradients, whose norm is given, so that it is `clip_grad` where it was more."""
     most = optimizer.config.clip_grad
     for inner in optimizers(optimizer):
         inner.clip = min(1.0, most / (norm + 1e-6)) if most > 0.0 else 1.0
 
 
-def prepare(optimizer: Any) -> None:
+def prepare(optimizer: ChainedOptimizer) -> None:
     """Find the gradients, before anything waits for the GPU: views of DDP's buffers, which stay what they are."""
     if not all(inner.is_prepared() for inner in optimizers(optimizer)):
         optimizer.prepare_grads()
@@ -47,13 +50,13 @@ def prepare(optimizer: Any) -> None:
         inner.prepare()
 
 
-def forget(optimizer: Any) -> None:
+def forget(optimizer: ChainedOptimizer) -> None:
     """Have the next `prepare` find all tensors anew. To be called where their memory was moved."""
     for inner in optimizers(optimizer):
         inner.forget()
 
 
-def norm_gradients(optimizer: Any) -> list[Tensor]:
+def norm_gradients(optimizer: ChainedOptimizer) -> list[Tensor]:
     """The gradients of this rank's share of the norm, after `prepare`: megatron-core's choice of them, made once."""
     gradients: list[Tensor] = []
     for chained in optimizer.chained_optimizers:
@@ -65,7 +68,7 @@ def norm_gradients(optimizer: Any) -> list[Tensor]:
     return gradients
 
 
-def allocate_state(optimizer: Any) -> None:
+def allocate_state(optimizer: ChainedOptimizer) -> None:
     """Give chained optimizers that have never made an update a state that can be saved: no step, moments of zero."""
     for inner in optimizers(optimizer):
         inner.allocate()
@@ -85,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -95,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         offload: float = 0.0,
         threads: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """`exp_avg_dtype`, `exp_avg_sq_dtype`: float32, bfloat16, or uint8 for 8 bits by block; `offload`: share of the
         parameters whose state and update are on the host, with so many `threads` of it; other keywords are Transformer
@@ -147,9 +150,9 @@ class AdamW(torch.optim.Optimizer):
         if not self._offload:
             return False
         if self._offloaded is None:
-            parameters = [one for group in self.param_groups for one in group["params"] if self.updates_here(one)]
-            chosen = on_host([one.numel() for one in parameters], self._offload)
-            self._offloaded = {one for one, there in zip(parameters, chosen, strict=True) if there}
+            every = [p for group in self.param_groups for p in group["params"] if self.updates_here(p)]
+            chosen = on_host([p.numel() for p in every], self._offload)
+            self._offloaded = {p for p, offloaded in zip(every, chosen, strict=True) if offloaded}
         return parameter in self._offloaded
 
     def allocate(self) -> None:
@@ -186,8 +189,7 @@ class AdamW(torch.optim.Optimizer):
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """(N,) fp32 of `master_param`, `exp_avg` or `exp_avg_sq`, perhaps the tensor itself; megatron-core's call."""
         if name == MASTER:
-            half = parameter.dtype == torch.bfloat16
-            if not half:
+            if parameter.dtype != torch.bfloat16:
                 return parameter.detach()
             return join(parameter.detach(), self.state[parameter][MASTER].to(parameter.device))
         return self.moment(parameter, name).read()
@@ -260,36 +262,41 @@ class AdamW(torch.optim.Optimizer):
                 self._addresses, self._tables = addresses, [make_tables(group) for group in parts]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
         """Make the update: weights, the bits that complete them, and moments. Gradients are left as they are."""
         if self._parts is None:
             self.prepare()
         assert self._parts is not None
         count = self.updates + 1
-        every = [self._options(group, count) for group in self.param_groups]
+        every = [
+            UpdateOptions(
+                step=count,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                clip=self.clip,
+            )
+            for group in self.param_groups
+        ]
         pairs = zip(self._host_parts, every, strict=True)
-        jobs: list[Job] = [(part, options) for parts, options in pairs for part in parts]
-        self._host.start(jobs)
+        self._host.start([(part, options) for parts, options in pairs for part in parts])
         for index, options in enumerate(every):
             if self._tables:
                 from zoo.nn.adamw.kernel import adamw
 
                 for table in self._tables[index]:
                     adamw(table, **options)
-            else:
-                for part in self._parts[index]:
-                    for piece in pieces(
-                        part, PIECE
-                    ):  # of a whole parameter, temporary values would take many times its memory
-                        update(piece, **options)
+                continue
+            for part in self._parts[
+                index
+            ]:  # in pieces: temporary values would take many times the memory of a parameter
+                for piece in pieces(part, PIECE):
+                    update(piece, **options)
         self._host.finish()
         self.send_shared()
         self.updates = count
         self.clip = 1.0
-
-    def _options(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        names = ("lr", "betas", "eps", "weight_decay")
-        return {"step": step, "clip": self.clip, **{name: group[name] for name in names}}
 
     def _part(self, parameter: Tensor, seed: int) -> Part:
         first, second = (self._moments[parameter][name] for name in MOMENTS)
@@ -304,9 +311,5 @@ def has_kernel(parts: list[list[Part]]) -> bool:
 
 
 def _tensors(part: Part) -> Iterator[Tensor]:
-    for tensor in (
-        *(part.weight, part.remainder, part.grad, part.exp_avg.values, part.exp_avg.exponents),
-        *(part.exp_avg_sq.values, part.exp_avg_sq.exponents),
-    ):
-        if tensor is not None:
-            yield tensor
+    moments = (tensor for moment in (part.exp_avg, part.exp_avg_sq) for tensor in (moment.values, moment.exponents))
+    return (tensor for tensor in (part.weight, part.remainder, part.grad, *moments) if tensor is not None)

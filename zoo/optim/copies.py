@@ -7,15 +7,17 @@ what the other updates on a GPU. A copy has no optimizer state, and what is sent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zoo.parallel.megatron.inner_optimizer import held_ranges
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class SharedRange:
     """
 
     part: Tensor
-    group: Any
+    group: dist.ProcessGroup
 
     @property
     def is_copy(self) -> bool:
@@ -41,7 +43,7 @@ class SharedRange:
         dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
 
 
-def share_copies(optimizer: Any, group: Any) -> None:
+def share_copies(optimizer: ChainedOptimizer, group: dist.ProcessGroup | None) -> None:
     """Have chained optimizers update each weight on one pipeline stage alone. Every rank calls it, before any update or state.
 
     megatron-core marks such weights with `shared_embedding`, and gives them a bucket of their own, so that all stages cut them into
@@ -52,18 +54,16 @@ def share_copies(optimizer: Any, group: Any) -> None:
     """
     if group is None or group.size() == 1:
         return
-    shared = [(chained.optimizer, held) for chained, held in _shared(optimizer)]
+    shared = [
+        (chained.optimizer, held)
+        for chained in optimizer.chained_optimizers
+        if not chained.is_stub_optimizer
+        for held in held_ranges(chained)
+        if getattr(held.parameter, "shared_embedding", False)
+    ]
     mine = [(held.start, held.part.numel(), held.part.dtype) for _, held in shared]
-    every: list[Any] = [None] * group.size()
+    every = [mine] * group.size()
     dist.all_gather_object(every, mine, group=group)
     assert all(ranges == mine for ranges in every), f"stages cut a shared weight differently: {every}"
     for inner, held in shared:
         inner.share(SharedRange(held.part, group))
-
-
-def _shared(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    for chained in optimizer.chained_optimizers:
-        if not chained.is_stub_optimizer:
-            for held in held_ranges(chained):
-                if getattr(held.parameter, "shared_embedding", False):
-                    yield chained, held

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Exchange:
     """The matrices that one process group shares."""
 
     def __init__(
-        self, group: Any, places: Sequence[tuple[int, int]], parameters: Sequence[Parameter], like: Tensor
+        self, group: dist.ProcessGroup, places: Sequence[tuple[int, int]], parameters: Sequence[Parameter], like: Tensor
     ) -> None:
         """Plan who owns what. Every rank of the group plans the same.
 
@@ -97,16 +97,18 @@ class Exchange:
             runs = [tuple((first * columns, end * columns) for first, end in rows[number]) for rows in layout.rows]
             pieces = tuple(_within(runs[cut], parameter.ranges[replica]) for cut, replica in self._places)
             parts = tuple(
-                tuple(sorted((r for r in range(self.size) if self._places[r][0] == cut), key=self._replica))
+                tuple(
+                    sorted(
+                        (r for r in range(self.size) if self._places[r][0] == cut),
+                        key=lambda rank: self._places[rank][1],
+                    )
+                )
                 for cut in range(len(runs))
             )
             holders = [rank for rank in range(self.size) if pieces[rank]]
             owner = min(holders, key=lambda rank: (self._load[rank], rank))
             self._load[owner] += newton_schulz_flops(*shape)
             yield Matrix(index, shape, layout.dim, pieces, parts, owner)
-
-    def _replica(self, rank: int) -> int:
-        return self._places[rank][1]
 
     def orthogonalize(self, batch: Sequence[Matrix], held: Mapping[int, tuple[int, Tensor]]) -> list[Values]:
         """This rank's pieces of a batch of matrices, orthogonalised. Every rank of the group calls it.
@@ -171,11 +173,13 @@ class Exchange:
             for first in range(0, len(of_shape), several):
                 some = of_shape[first : first + several]
                 orthogonal = orthogonalized(torch.stack([_joined(matrix, views) for matrix, views in some]))
-                given = [
-                    _parts(matrix, views, update) for (matrix, views), update in zip(some, orthogonal, strict=True)
+                pieces = [
+                    part
+                    for (matrix, views), update in zip(some, orthogonal, strict=True)
+                    for part in _parts(matrix, views, update)
                 ]
-                kept = [views[rank] for matrix, views in some for ranks in matrix.parts for rank in ranks]
-                torch._foreach_copy_(kept, [part for parts in given for part in parts])
+                held = [views[rank] for matrix, views in some for ranks in matrix.parts for rank in ranks]
+                torch._foreach_copy_(held, pieces)
 
 
 def _within(runs: Spans, limits: tuple[int, int]) -> Spans:

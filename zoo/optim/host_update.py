@@ -16,15 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.nn.adamw import cpu, state
-from zoo.nn.adamw.state import BLOCK, Moment, Part
+from zoo.nn.adamw.state import BLOCK, Moment, Part, UpdateOptions
 
 CHUNK = 2**25  # elements that are copied at once; a multiple of the pieces
 DEPTH = 4  # chunks under way at once
@@ -33,24 +32,29 @@ TOUCHED = 2**26  # bytes of new memory that a core makes zero at once
 PIECE = 2**17  # elements that a core updates at once in PyTorch's operations; a multiple of BLOCK
 COMPILED_PIECE = 2**21  # the same of the compiled function: a call from Python each
 
-Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
+type Job = tuple[Part, UpdateOptions]
 
 
-@dataclass
 class _Slot:
-    """Room for a chunk in bytes, pinned where there is a GPU, and when the copies to it and from it are done."""
+    """CPU memory for a chunk of any of the jobs, pinned where there is a GPU, and when the copies to it and from it are done."""
 
-    room: tuple[Tensor, Tensor]  # for weights, for gradients
-    arrived: Any
-    sent: Any
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.weights = self._bytes([part.weight for part, _ in jobs])
+        self.grads = self._bytes([part.grad for part, _ in jobs])
+        self.arrived, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
-    def of(self, chunk: Part) -> tuple[Tensor, Tensor]:
-        """Where a chunk's weights and gradients are on the host."""
-        found = [
-            room[: like.numel() * like.element_size()].view(like.dtype)
-            for room, like in zip(self.room, (chunk.weight, chunk.grad), strict=True)
-        ]
-        return found[0], found[1]
+    @staticmethod
+    def _bytes(tensors: Sequence[Tensor]) -> Tensor:
+        most = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return torch.empty(most, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
+
+    def views(self, chunk: Part) -> tuple[Tensor, Tensor]:
+        """A chunk's weights and gradients on the CPU."""
+        weight, grad = (
+            memory[: like.numel() * like.element_size()].view(like.dtype)
+            for memory, like in ((self.weights, chunk.weight), (self.grads, chunk.grad))
+        )
+        return weight, grad
 
 
 class HostUpdate:
@@ -63,7 +67,7 @@ class HostUpdate:
         self._how: tuple[Callable[..., None], int] | None = None  # the update, and elements of a piece
         self._slots: list[_Slot] = []
         self._jobs: list[Job] = []
-        self._streams: tuple[Any, Any] | None = None  # to the host, and back
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) on the host, whose pages all cores take from the system: one alone takes some 1.5 GB/s of new ones."""
@@ -83,7 +87,7 @@ class HostUpdate:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         self._streams[0].wait_stream(torch.cuda.current_stream())
         if not self._slots:
-            self._slots = [_slot(self._jobs) for _ in range(DEPTH)]
+            self._slots = [_Slot(self._jobs) for _ in range(DEPTH)]
         if self._how is None:
             self._how = _compiled() if self._jobs[0][0].weight.is_cuda else (state.update, PIECE)
         for number in range(min(DEPTH, len(self._jobs))):
@@ -101,7 +105,7 @@ class HostUpdate:
             for number, (chunk, options) in enumerate(self._jobs):
                 slot = self._slots[number % DEPTH]
                 slot.arrived.synchronize()
-                weight, grad = slot.of(chunk)
+                weight, grad = slot.views(chunk)
                 task = partial(_without_gradients, update, options)
                 parts = pieces(replace(chunk, weight=weight, grad=grad), size)
                 under_way.append([workers.submit(task, part) for part in parts])
@@ -117,12 +121,12 @@ class HostUpdate:
         assert self._streams is not None
         for update in updates:
             update.result()  # an error of one is raised here
-        (chunk, _), slot, (there, back) = self._jobs[number], self._slots[number % DEPTH], self._streams
+        (chunk, _), slot, (to_cpu, back) = self._jobs[number], self._slots[number % DEPTH], self._streams
         with torch.cuda.stream(back):
-            chunk.weight.copy_(slot.of(chunk)[0], non_blocking=True)
+            chunk.weight.copy_(slot.views(chunk)[0], non_blocking=True)
             slot.sent.record(back)
         if number + DEPTH < len(self._jobs):
-            there.wait_event(slot.sent)
+            to_cpu.wait_event(slot.sent)
             self._fetch(number + DEPTH)
 
     @contextmanager
@@ -140,7 +144,7 @@ class HostUpdate:
     def _fetch(self, number: int) -> None:
         assert self._streams is not None
         chunk, slot = self._jobs[number][0], self._slots[number % DEPTH]
-        (weight, grad), stream = slot.of(chunk), self._streams[0]
+        (weight, grad), stream = slot.views(chunk), self._streams[0]
         with torch.cuda.stream(stream):
             grad.copy_(chunk.grad, non_blocking=True)
             weight.copy_(chunk.weight, non_blocking=True)
@@ -148,7 +152,7 @@ class HostUpdate:
 
 
 @torch.no_grad()
-def _without_gradients(update: Callable[..., None], options: dict[str, Any], part: Part) -> None:
+def _without_gradients(update: Callable[..., None], options: UpdateOptions, part: Part) -> None:
     update(part, **options)
 
 
@@ -188,7 +192,7 @@ def pieces(part: Part, size: int) -> Iterator[Part]:
 def on_host(sizes: Sequence[int], share: float) -> list[bool]:
     """Which of so many parameters of these sizes are on the host, so that `share` (0 to 1) of all elements are, or a little less.
 
-    Large ones come first: each is on the host as long as there is room.
+    Large ones come first: each is on the host as long as there is memory left.
     """
     capacity = share * sum(sizes)
     chosen = [False] * len(sizes)
@@ -197,15 +201,3 @@ def on_host(sizes: Sequence[int], share: float) -> list[bool]:
             chosen[index] = True
             capacity -= sizes[index]
     return chosen
-
-
-def _slot(jobs: Sequence[Job]) -> _Slot:
-    """Room for a chunk of any of the jobs."""
-    parts = [part for part, _ in jobs]
-
-    def room(tensors: list[Tensor]) -> Tensor:
-        most = max(one.numel() * one.element_size() for one in tensors)
-        return torch.empty(most, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
-
-    rooms = room([part.weight for part in parts]), room([part.grad for part in parts])
-    return _Slot(rooms, torch.cuda.Event(), torch.cuda.Event())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,13 @@ from zoo.optim.exchange import Exchange, Matrix, Parameter
 from zoo.parallel.megatron.inner_optimizer import held_ranges, ranges_of
 from zoo.parallel.world import World
 from zoo.registry import ModelFamily
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
+    from torch.optim.optimizer import ParamsT
+
+
+type ByParameter = dict[Tensor, dict[str, Any]]  # the optimizer's group that each is in
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Muon(AdamW):
         lr_scale: factor of the learning rate for matrices.
     """
 
-    def __init__(self, params: Any, *, momentum: float, lr_scale: float = 1.0, **options: Any) -> None:
+    def __init__(self, params: ParamsT, *, momentum: float, lr_scale: float = 1.0, **options: Any) -> None:
         super().__init__(params, **options)
         self.momentum, self.lr_scale = momentum, lr_scale
         self._exchanges: list[tuple[Exchange, dict[int, Shard]]] = []
@@ -62,7 +69,7 @@ class Muon(AdamW):
         return parameter not in self._matrices
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
         """Make the update of all weights."""
         if self._parts is None:
             self.prepare()
@@ -78,7 +85,7 @@ class Muon(AdamW):
         exchange: Exchange,
         batch: Sequence[Matrix],
         shards: dict[int, Shard],
-        groups: dict[Tensor, dict[str, Any]],
+        groups: ByParameter,
         count: int,
         clip: float,
     ) -> None:
@@ -114,13 +121,15 @@ class Muon(AdamW):
                 self.state[shard.part][MASTER].copy_(remainder)
 
 
-def counts(chunks: Sequence[Any]) -> tuple[int, int]:
+def counts(chunks: Sequence[torch.nn.Module]) -> tuple[int, int]:
     """Trained weights of this rank that Muon updates, and all of them."""
     trained = [(name, p) for name, p in model_parameters(chunks) if p.requires_grad]
     return sum(p.numel() for name, p in trained if is_matrix(name, p)), sum(p.numel() for _, p in trained)
 
 
-def share_out(optimizer: Any, chunks: Sequence[Any], family: ModelFamily, dims: Dims, world: World) -> None:
+def share_out(
+    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], family: ModelFamily, dims: Dims, world: World
+) -> None:
     """Give each of the chained optimizers the matrices among its parameters. Every rank calls it, before any update."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model_parameters(chunks)}
     bridge, info = family.load("bridge"), ShardInfo.from_groups(world.groups)
@@ -138,23 +147,24 @@ def share_out(optimizer: Any, chunks: Sequence[Any], family: ModelFamily, dims: 
         held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(chained)}
         for axis in sorted(by_axis, key=str):
             group = groups[axis] if axis else chained.data_parallel_group
-            places: list[Any] = [None] * group.size()
             own = (info.on(axis)[0] if axis else 0, chained.data_parallel_group.rank())
-            dist.all_gather_object(places, own, group=group)
+            coordinates = [own] * group.size()
+            dist.all_gather_object(coordinates, own, group=group)
             shards = {index: held[p] for index, p in enumerate(by_axis[axis]) if p in held}
             narrowest = min(by_axis[axis], key=lambda chained: chained.dtype.itemsize)
-            exchange = Exchange(group, places, list(by_axis[axis].values()), narrowest)
+            exchange = Exchange(group, coordinates, list(by_axis[axis].values()), narrowest)
             chained.optimizer.take(exchange, shards)
 
 
-def _expert_group(world: World, info: ShardInfo) -> Any:
+def _expert_group(world: World, info: ShardInfo) -> dist.ProcessGroup | None:
     """The ranks that hold the same experts, cut over expert tensor parallelism and over replicas; Megatron-Core has no such group."""
-    places: list[Any] = [None] * world.size
-    dist.all_gather_object(places, (world.pp_rank, info.ep_rank))
+    own = (world.pp_rank, info.ep_rank)
+    everyone = [own] * world.size
+    dist.all_gather_object(everyone, own)
     mine = None
-    for coordinates in sorted(set(places)):
-        group = dist.new_group([rank for rank in range(world.size) if places[rank] == coordinates])
-        mine = group if coordinates == places[world.rank] else mine
+    for coordinates in sorted(set(everyone)):
+        group = dist.new_group([rank for rank in range(world.size) if everyone[rank] == coordinates])
+        mine = group if coordinates == own else mine
     return mine
 
 

@@ -17,29 +17,18 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Required, TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
 from zoo.files import cache_folder
 from zoo.nn.adamw import state
-from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part
+from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part, UpdateOptions
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 COMPILE_SECONDS = 120.0
-
-
-class UpdateOptions(TypedDict, total=False):
-    """The options of `zoo.nn.adamw.state.update`."""
-
-    step: Required[int]
-    lr: Required[float]
-    betas: Required[tuple[float, float]]
-    eps: Required[float]
-    weight_decay: Required[float]
-    clip: float
 
 
 def update(part: Part, **options: Unpack[UpdateOptions]) -> None:
@@ -48,7 +37,7 @@ def update(part: Part, **options: Unpack[UpdateOptions]) -> None:
     if function is None:
         state.update(part, **options)
     else:
-        _call(function, part, **options)
+        _call(function, part, options)
 
 
 def fallback_reason() -> str | None:
@@ -56,28 +45,25 @@ def fallback_reason() -> str | None:
     return _loaded()[1]
 
 
-def _call(
-    function: Callable[..., int],
-    part: Part,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip: float = 1.0,
-) -> None:
-    beta_1, beta_2 = betas
+def _call(function: Callable[..., int], part: Part, options: UpdateOptions) -> None:
+    step, lr, (beta_1, beta_2) = options["step"], options["lr"], options["betas"]
     first, second = part.exp_avg, part.exp_avg_sq
     held = (part.weight, part.remainder, part.grad, first.values, first.exponents, second.values, second.exponents)
     assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in held)
-    rates = (clip, 1.0 - lr * weight_decay, 1.0 - beta_1, beta_2, 1.0 - beta_2, (1.0 - beta_2**step) ** 0.5)
+    rates = (
+        options.get("clip", 1.0),
+        1.0 - lr * options["weight_decay"],
+        1.0 - beta_1,
+        beta_2,
+        1.0 - beta_2,
+        (1.0 - beta_2**step) ** 0.5,
+    )
     refused = function(
         *(None if x is None else x.data_ptr() for x in held),
         part.weight.numel(),
         part.seed & WORD,
         *((step * 0xC2B2AE35 + which) & WORD for which in (FIRST, SECOND)),
-        *(*rates, eps, -lr / (1.0 - beta_1**step)),
+        *(*rates, options["eps"], -lr / (1.0 - beta_1**step)),
         *(TYPES[x.dtype] for x in (part.grad, first.values, second.values)),
     )
     assert not refused, "a form of state that cpu.c has no case for"
@@ -94,13 +80,8 @@ def _loaded() -> tuple[Callable[..., int] | None, str | None]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return None, f"{compiler} could not compile {SOURCE.name}: {said.strip().splitlines()[-1][:200]}"
-    function.argtypes = (
-        *[ctypes.c_void_p] * 7,
-        ctypes.c_int64,
-        *[ctypes.c_uint32] * 3,
-        *[ctypes.c_float] * 8,
-        *[ctypes.c_int] * 3,
-    )
+    integers = [ctypes.c_int64, *[ctypes.c_uint32] * 3]
+    function.argtypes = [*[ctypes.c_void_p] * 7, *integers, *[ctypes.c_float] * 8, *[ctypes.c_int] * 3]
     function.restype = ctypes.c_int
     if not _right(function):
         return None, f"what {compiler} made of {SOURCE.name} differs from PyTorch's operations"
@@ -139,12 +120,10 @@ def _right(function: Callable[..., int]) -> bool:
             compiled, plain = (_example(dtype, half, generator.manual_seed(1)) for _ in range(2))
             for step in (1, 2):
                 options = UpdateOptions(step=step, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, clip=0.5)
-                _call(function, compiled, **options)
+                _call(function, compiled, options)
                 state.update(plain, **options)
             pairs = [(compiled.weight, plain.weight)]
-            pairs += [
-                (getattr(compiled, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")
-            ]
+            pairs += [(getattr(compiled, name).read(), getattr(plain, name).read()) for name in state.MOMENTS]
             loose = 1e-6 if dtype == torch.float32 else 0.02  # rarely, a last bit decides what random bits add
             for result, expected in pairs:
                 if not (result.float() - expected.float()).norm() <= loose * expected.float().norm():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.adamw.state import BLOCK, FIRST, LEAST_EXPONENT, MANTISSA, SECOND, TOP, WORD, Moment, Part
+from zoo.nn.adamw.state import BLOCK, FIRST, LEAST_EXPONENT, MANTISSA, SECOND, TOP, WORD, Moment, Part, UpdateOptions
 
 CHUNK = 16384  # elements of a program
 STEP = 2048  # that it works on at once
@@ -200,21 +201,12 @@ def _exponents(exponents: Tensor | None, first: Tensor) -> Tensor:
     return first * 0 if exponents is None else first // BLOCK + exponents.data_ptr()
 
 
-def adamw(
-    table: Table,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip: float = 1.0,
-) -> None:
-    """`adamw_state.update` of all parameters of a table, in place."""
-    beta_1, beta_2 = betas
+def adamw(table: Table, **options: Unpack[UpdateOptions]) -> None:
+    """`zoo.nn.adamw.state.update` of all parameters of a table, in place."""
+    step, lr, (beta_1, beta_2) = options["step"], options["lr"], options["betas"]
     _adamw[(len(table.rows),)](
-        table.rows, clip, 1.0 - lr * weight_decay, lr / (1.0 - beta_1**step), beta_1, 1.0 - beta_1, beta_2, 1.0 - beta_2,
-        (1.0 - beta_2**step) ** -0.5, eps, _salt(step, FIRST), _salt(step, SECOND), SPLIT=table.split,
+        table.rows, options.get("clip", 1.0), 1.0 - lr * options["weight_decay"], lr / (1.0 - beta_1**step), beta_1, 1.0 - beta_1, beta_2, 1.0 - beta_2,
+        (1.0 - beta_2**step) ** -0.5, options["eps"], _salt(step, FIRST), _salt(step, SECOND), SPLIT=table.split,
         GRAD=TYPES[table.grad], MEAN=TYPES[table.mean], SQUARE=TYPES[table.square], SIGNED_TOP=TOP[True],
         UNSIGNED_TOP=TOP[False], MANTISSA=MANTISSA, LEAST=LEAST_EXPONENT, ALIGNMENT=table.alignment, BLOCK=BLOCK,
         COLUMNS=COLUMNS, CHUNK=CHUNK, STEP=STEP, num_warps=4,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -186,24 +187,34 @@ class Part:
     seed: int  # of the random bits that round its moments
 
 
-def update(
-    part: Part, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float = 1.0
-) -> None:
+class UpdateOptions(TypedDict, total=False):
+    """The options of `update`."""
+
+    step: Required[int]
+    lr: Required[float]
+    betas: Required[tuple[float, float]]
+    eps: Required[float]
+    weight_decay: Required[float]
+    clip: float
+
+
+def update(part: Part, **options: Unpack[UpdateOptions]) -> None:
     """One parameter's update number `step` (from 1 on), in place; its gradient counts `clip` times.
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
     w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)
     """
-    beta_1, beta_2 = betas
+    step, lr, clip = options["step"], options["lr"], options.get("clip", 1.0)
+    beta_1, beta_2 = options["betas"]
     grad = part.grad.float()
     if clip != 1.0:
         grad = grad * clip
     weight = part.weight if part.remainder is None else join(part.weight, part.remainder)
     mean, square = part.exp_avg.read(), part.exp_avg_sq.read()
-    weight.mul_(1.0 - lr * weight_decay)
+    weight.mul_(1.0 - lr * options["weight_decay"])
     mean.lerp_(grad, 1.0 - beta_1)
     square.mul_(beta_2).addcmul_(grad, grad, value=1.0 - beta_2)
-    root = (square.sqrt() / (1.0 - beta_2**step) ** 0.5).add_(eps)
+    root = (square.sqrt() / (1.0 - beta_2**step) ** 0.5).add_(options["eps"])
     weight.addcdiv_(mean, root, value=-lr / (1.0 - beta_1**step))
     for which, moment, values in ((FIRST, part.exp_avg, mean), (SECOND, part.exp_avg_sq, square)):
         narrow = moment.values.dtype != torch.float32
