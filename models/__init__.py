@@ -7,10 +7,10 @@ def family(
     package: str,
     prefix: str,
     title: str,
-    *,
     modalities: str,
     parts: str,
-    proved: str,
+    *,
+    experts: bool = False,
     model: str = "",
     step: str = "",
     processor: str = "",
@@ -25,18 +25,21 @@ def family(
         title: the name people know.
         modalities: of text, image, video, audio.
         parts: what `model.freeze` accepts.
-        proved: kinds of parallelism that tests/distributed/test_matrix.py holds to one rank's gradients.
-        model, step, processor: `module:attribute` of a part that is not the family's own.
+        experts: whether tests/distributed/test_matrix.py holds expert parallelism to one rank's gradients, beside the other kinds.
+        model, step, processor: `module:attribute` of a part that is not the family's own; those of a family of text have defaults.
         mtp: where the number of MTP layers stands (`ModelFamily.mtp`).
         inner: parts within others by name (`ModelFamily.inner`): prefixes of their parameters' names.
     """
     name = package.rpartition(".")[2]
+    if modalities == "text":
+        model, step = "zoo.nn.vision_language:LanguageModel", "zoo.steps:PackedStep"
+        processor = processor or "zoo.data.processors.text:TextProcessor.build"
     return ModelFamily(
         name=name,
         title=title,
         modalities=tuple(modalities.split()),
         parts=tuple(parts.split()),
-        proved=tuple(proved.split()),
+        proved=("tp", "sp", "pp", "vpp", "cp", *(("ep", "etp") if experts else ()), "dp"),
         inner={part: tuple(prefixes.split()) for part, prefixes in inner.items()},
         config=f"{package}.config:{prefix}Config",
         model=model or f"{package}.model:{prefix}Model",

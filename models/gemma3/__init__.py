@@ -2,11 +2,4 @@
 
 from zoo.models import family
 
-FAMILY = family(
-    __name__,
-    "Gemma3",
-    "Gemma 3",
-    modalities="text image",
-    parts="vision projector language",
-    proved="tp sp pp vpp cp dp",
-)
+FAMILY = family(__name__, "Gemma3", "Gemma 3", "text image", "vision projector language")

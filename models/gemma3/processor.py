@@ -126,15 +126,7 @@ def crops_of(
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Gemma3Processor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
-
-    Raises:
-        ConfigError: no processor in `source`, or one of other images than the architecture's.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     arch = arch_config if isinstance(arch_config, dict) else arch_config.to_dict()
     config = Gemma3Config.from_arch(arch)
     side, tokens = config.vision.image_size, config.hf.mm_tokens_per_image

@@ -6,10 +6,7 @@ FAMILY = family(
     __name__,
     "Gemma3Text",
     "Gemma 3, text",
-    modalities="text",
-    parts="language",
-    proved="tp sp pp vpp cp dp",
-    model="zoo.nn.vision_language:LanguageModel",
-    step="zoo.steps:PackedStep",
+    "text",
+    "language",
     processor="zoo.models.gemma3_text.processor:Gemma3TextProcessor.build",
 )

@@ -100,15 +100,7 @@ class Gemma4Processor(Processor):
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Gemma4Processor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
-
-    Raises:
-        ConfigError: no processor in `source`, or one of other images than the architecture's.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     arch = arch_config if isinstance(arch_config, dict) else arch_config.to_dict()
     vision = Gemma4Config.from_arch(arch).vision
     if source is None:

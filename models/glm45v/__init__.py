@@ -3,11 +3,5 @@
 from zoo.models import family
 
 FAMILY = family(
-    __name__,
-    "GLM45V",
-    "GLM-4.5V",
-    modalities="text image video",
-    parts="vision language",
-    merger="vision.merger.",
-    proved="tp sp pp vpp cp ep etp dp",
+    __name__, "GLM45V", "GLM-4.5V", "text image video", "vision language", experts=True, merger="vision.merger."
 )

@@ -60,16 +60,7 @@ TINY_TEMPLATE = """\
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> GLM45VProcessor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer and GLM's
-            tokens, whose smallest picture is one token.
-
-    Raises:
-        ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     geometry = vision.vision_geometry(vision.config_field(arch_config, "vision_config"))
     if source is None:
         return GLM45VProcessor(_make(geometry))

@@ -3,10 +3,5 @@
 from zoo.models import family
 
 FAMILY = family(
-    __name__,
-    "InternVL",
-    "InternVL (3, 3.5)",
-    modalities="text image video",
-    parts="vision projector language",
-    proved="tp sp pp vpp cp ep etp dp",
+    __name__, "InternVL", "InternVL (3, 3.5)", "text image video", "vision projector language", experts=True
 )

@@ -121,15 +121,7 @@ def one_by_one(hf: ProcessorMixin, text: str, arguments: JsonMapping) -> dict[st
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> InternVLProcessor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
-
-    Raises:
-        ConfigError: no processor in `source`, one of another family, or one of other tiles than the architecture's.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     arch = arch_config if isinstance(arch_config, dict) else arch_config.to_dict()
     config = InternVLConfig.from_arch(arch)
     if source is None:

@@ -2,11 +2,4 @@
 
 from zoo.models import family
 
-FAMILY = family(
-    __name__,
-    "Llava",
-    "LLaVA (1.5, NeXT, OneVision)",
-    modalities="text image video",
-    parts="vision projector language",
-    proved="tp sp pp vpp cp dp",
-)
+FAMILY = family(__name__, "Llava", "LLaVA (1.5, NeXT, OneVision)", "text image video", "vision projector language")

@@ -140,15 +140,7 @@ class LlavaProcessor(Processor):
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> LlavaProcessor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
-
-    Raises:
-        ConfigError: no processor in `source`, one of another variant, or one of other tiles than the architecture's.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     arch = arch_config if isinstance(arch_config, dict) else arch_config.to_dict()
     config = LlavaConfig.from_arch(arch)
     hf = _make(config) if source is None else load_processor(source, KINDS[config.hf.model_type], {})

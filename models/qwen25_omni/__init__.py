@@ -6,9 +6,8 @@ FAMILY = family(
     __name__,
     "Qwen25Omni",
     "Qwen2.5-Omni (thinker)",
-    modalities="text image video audio",
-    parts="vision audio language",
+    "text image video audio",
+    "vision audio language",
     merger="vision.merger.",
     audio_projector="audio.proj.",
-    proved="tp sp pp vpp cp dp",
 )

@@ -18,16 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen25OmniProcessor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it (a dict or a config object), whole or its thinker_config.
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer, whose
-            smallest picture is one token.
-
-    Raises:
-        ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     thinker = vision.config_field(arch_config, "thinker_config", arch_config)
     clock = {
         "position_id_per_seconds": vision.config_field(thinker, "position_id_per_seconds", 25),

@@ -2,12 +2,4 @@
 
 from zoo.models import family
 
-FAMILY = family(
-    __name__,
-    "Qwen25VL",
-    "Qwen2.5-VL",
-    modalities="text image video",
-    parts="vision language",
-    merger="vision.merger.",
-    proved="tp sp pp vpp cp dp",
-)
+FAMILY = family(__name__, "Qwen25VL", "Qwen2.5-VL", "text image video", "vision language", merger="vision.merger.")

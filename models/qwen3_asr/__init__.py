@@ -2,11 +2,4 @@
 
 from zoo.models import family
 
-FAMILY = family(
-    __name__,
-    "Qwen3ASR",
-    "Qwen3-ASR",
-    modalities="text audio",
-    parts="audio projector language",
-    proved="tp sp pp vpp cp dp",
-)
+FAMILY = family(__name__, "Qwen3ASR", "Qwen3-ASR", "text audio", "audio projector language")

@@ -26,15 +26,7 @@ if TYPE_CHECKING:
 
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen3ASRProcessor:
-    """The processor of a run.
-
-    Args:
-        arch_config: the architecture as Hugging Face writes it (a dict or a config object).
-        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
-
-    Raises:
-        ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
-    """
+    """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     audio = config_field(arch_config, "audio_config")
     n_window, mel_bins = config_field(audio, "n_window"), config_field(audio, "num_mel_bins")
     sound.check_window(n_window, tokens_of_chunk(2 * n_window))

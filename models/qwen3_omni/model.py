@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as hf
 
 from zoo.nn.family import FamilyConfig, tower_config
+from zoo.nn.towers.audio import encode_clips
 from zoo.nn.vision_language import OmniModel
+
+
+class AudioTower(hf.Qwen3OmniMoeAudioEncoder):
+    """transformers' encoder, with parameters under the same names, run on a flat batch of clips and independent of it."""
+
+    def forward(self, features: Tensor, frames: list[int]) -> Tensor:
+        """features (F, mel) of all clips end to end, `frames` of each clip -> (tokens, output_dim)."""
+        out: Tensor = self.proj2(self.act(self.proj1(encode_clips(self, features, frames))))
+        return out
 
 
 class Qwen3OmniModel(OmniModel):
@@ -13,11 +25,5 @@ class Qwen3OmniModel(OmniModel):
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision and the audio tower with weights as transformers initialises them."""
-        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
-
-        from zoo.models.qwen3_omni.audio import AudioTower
-
-        return {
-            "vision": Qwen3OmniMoeVisionEncoder._from_config(config.vision),
-            "audio": AudioTower._from_config(tower_config(config.root.audio_config)),
-        }
+        audio = AudioTower._from_config(tower_config(config.root.audio_config))
+        return {"vision": hf.Qwen3OmniMoeVisionEncoder._from_config(config.vision), "audio": audio}

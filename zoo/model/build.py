@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +22,10 @@ from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 from zoo.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.model.served_processor import ServedProcessor
-from zoo.model.vocabulary import with_rows_for_all
+from zoo.nn.family import FamilyConfig, vocabulary_rows
 from zoo.nn.flops import model_cost
 from zoo.nn.fp32 import hold_in_fp32
 from zoo.nn.inputs import Stage
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
     from zoo.data.processors.processor import Processor
-    from zoo.nn.family import FamilyConfig
     from zoo.steps.packed_step import PackedStep
     from zoo.types import JsonMapping
 
@@ -144,17 +143,9 @@ class _Draws(TorchFunctionMode):
     """Has `draw` give tensors their random values while a model is built; on a CPU that takes minutes for billions of weights."""
 
     # By name: PyTorch has each of them as a function and as a method, transformers wraps the functions.
-    names = frozenset(
-        [
-            "normal_",
-            "trunc_normal_",
-            "uniform_",
-            "kaiming_normal_",
-            "kaiming_uniform_",
-            "xavier_normal_",
-            "xavier_uniform_",
-        ]
-    )
+    names = frozenset(f"{name}_" for name in (
+        "normal", "trunc_normal", "uniform", "kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform"
+    ))  # fmt: skip
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
@@ -249,15 +240,15 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
 
 def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
     """The recipe for another model of its family, with that one's weights: a reference, or a teacher."""
-    model = {
+    changes = {
         "model.init": init,
         "model.arch": {},
         "model.resize_embeddings": False,
         "lora.rank": 0,
         "lora.init": None,
-        "parallel.stage_layers": [],
     }
-    return validate(recipe.replace({**model, "train.reference": "start", "distill.teacher": None}), world.size)
+    changes |= {"parallel.stage_layers": [], "train.reference": "start", "distill.teacher": None}
+    return validate(recipe.replace(changes), world.size)
 
 
 def distillation_loss(recipe: Recipe) -> DistillationLoss | None:
@@ -287,3 +278,51 @@ def freeze(chunks: Sequence[MegatronModule], recipe: Recipe, family: ModelFamily
     for name, parameter in model_parameters(chunks):
         if family.part_of(name, recipe.named_parts) in recipe.model.freeze:
             parameter.requires_grad_(False)
+
+
+def with_rows_for_all(
+    config: FamilyConfig, processor: Processor, source: Place, recipe: Recipe
+) -> tuple[FamilyConfig, Place]:
+    """The config and the source of weights, with a row for every token that a sample may hold.
+
+    Raises:
+        UserError: the embedding lacks some, and `model.resize_embeddings` is false, or the source is a run's checkpoint.
+    """
+    rows = config.text.vocab_size
+    beyond = ids_beyond(processor, rows, recipe.data.special_tokens)
+    if not beyond:
+        return config, source
+    needed = vocabulary_rows(processor.tokenizer)
+    if recipe.model.resize_embeddings and source.kind != "run":
+        return config.with_vocabulary(needed), replace(source, grown_from=rows)
+    names = ", ".join(printable(repr(text), 60) for text in list(beyond)[:3])
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    fix = "give the tokenizer that belongs to the weights, or model.resize_embeddings=true, which adds rows that a run trains"
+    if source.kind == "run":
+        fix = "put its own tokenizer back; for another one, start from the folder that `zoo convert` makes of the run"
+    raise UserError(
+        f"{source.files}: the tokenizer has ids up to {needed - 1} ({names}{more}), the embedding has {rows} rows "
+        f"({config.text_prefix}vocab_size); {fix}"
+    )
+
+
+def ids_beyond(processor: Processor, rows: int, allowed: Collection[str] = ()) -> dict[str, int]:
+    """Tokens that a sample may hold and whose ids are `rows` or more, by id.
+
+    A special token that neither the chat template nor the family writes, and that is not among those `allowed` in rows, is in no
+    sample: rows that hold one are refused. Gemma 3 of text alone has the images' one, without a row.
+    """
+    tokenizer = processor.tokenizer
+    beyond = {text: number for text, number in tokenizer.get_vocab().items() if number >= rows}
+    if not beyond:
+        return {}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    template = str(getattr(processor.hf, "chat_template", None) or "")
+    written = {processor.pad_id, *processor.ends.values(), tokenizer.eos_token_id, tokenizer.bos_token_id}
+    written |= {*getattr(processor, "token_ids", {}).values(), *processor.media_ids}
+    possible = {
+        text: number
+        for text, number in beyond.items()
+        if text not in special or text in template or text in allowed or number in written
+    }
+    return dict(sorted(possible.items(), key=lambda pair: pair[1]))

@@ -38,40 +38,32 @@ from zoo.nn.kernels.widths import te_attention_takes, te_linears_take
 
 
 class TorchBackend(BackendSpecProvider):
-    """Plain PyTorch: nothing to compile at install."""
+    """Plain PyTorch: nothing to compile at install. Norms stay apart from the linears that follow."""
 
     def column_parallel_linear(self) -> type:
-        """mcore's column-parallel linear."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """mcore's row-parallel linear."""
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Never: see the module's docstring."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        """None: norms are modules of their own."""
         return None
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """RMSNorm that knows sequence parallelism."""
         if not rms_norm:
             raise ValueError("the decoders of zoo use RMSNorm")
         return ResidualRMSNorm if has_residual else RMSNorm
 
     def core_attention(self) -> type:
-        """Varlen attention of PyTorch."""
         return VarlenCoreAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> type:
-        """Stacked experts, multiplied by grouped products."""
         return GroupedExperts
 
     def activation_func(self) -> None:
-        """None: the config's activation function."""
         return None
 
 
@@ -79,11 +71,9 @@ class FP8Backend(TorchBackend):
     """The torch backend with the linears of attention and dense MLPs in FP8, scaled by blocks."""
 
     def column_parallel_linear(self) -> type:
-        """zoo's, around mcore's."""
         return FP8ColumnLinear
 
     def row_parallel_linear(self) -> type:
-        """zoo's, around mcore's."""
         return FP8RowLinear
 
 
@@ -91,19 +81,16 @@ class TEBackend(TorchBackend):
     """Transformer Engine's linears and attention (FP8, context-parallel ring); norms are the torch backend's."""
 
     def column_parallel_linear(self) -> type:
-        """TE's column-parallel linear."""
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         return TEColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """TE's row-parallel linear."""
         from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
         return TERowParallelLinear
 
     def core_attention(self) -> type:
-        """TE's fused or flash attention with real and padded offsets."""
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return TEDotProductAttention

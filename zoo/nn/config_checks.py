@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from zoo.errors import UserError, printable
 from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
+from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from zoo.nn.family import FamilyConfig
+
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 
 
-def check_decoder(config: Any) -> None:
-    """UserError for a decoder's settings that would change the arithmetic and are not built, or that don't go together.
-
-    `config` is a zoo.nn.family.FamilyConfig.
-    """
+def check_decoder(config: FamilyConfig) -> None:
+    """UserError for a decoder's settings that would change the arithmetic and are not built, or that don't go together."""
     text, where = config.text, config.text_prefix
     _refuse_unbuilt(config)
     heads, full = text.num_attention_heads, full_heads(text)
@@ -35,7 +36,7 @@ def check_decoder(config: Any) -> None:
     _check_rotary(config)
 
 
-def _refuse_unbuilt(config: Any) -> None:
+def _refuse_unbuilt(config: FamilyConfig) -> None:
     text, where = config.text, config.text_prefix
     biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in config.traits
     if activation(text) not in ACTIVATIONS:
@@ -66,7 +67,7 @@ def _refuse_dropout(where: str, part: PretrainedConfig) -> None:
             )
 
 
-def _check_layers(config: Any) -> None:
+def _check_layers(config: FamilyConfig) -> None:
     text, where = config.text, config.text_prefix
     kinds = list(getattr(text, "layer_types", None) or [])
     built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
@@ -133,7 +134,7 @@ def _check_sigmoid_routing(text: PretrainedConfig, where: str) -> None:
         )
 
 
-def _check_rotary(config: Any) -> None:
+def _check_rotary(config: FamilyConfig) -> None:
     text, rope, where = config.text, config.text.rope_parameters, config.text_prefix
     if config.sliding:
         for kind in ("full_attention", "sliding_attention"):
@@ -166,7 +167,7 @@ def _check_rotary(config: Any) -> None:
             _check_sections(where, shape.sections, rotated // 2, shape.interleaved)
 
 
-def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
+def _check_angles(where: str, rope: JsonMapping, built: tuple[str, ...]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in built:
         raise UserError(f"{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only")
@@ -191,7 +192,7 @@ def _check_sections(where: str, sections: list[int], frequencies: int, interleav
         )
 
 
-def check_sides(config: Any) -> None:
+def check_sides(config: FamilyConfig) -> None:
     """UserError for a pair (height, width) in the place of a number that a tower of transformers computes with."""
     for key in ("image_size", "patch_size"):
         value = getattr(config.vision, key, None)
@@ -199,7 +200,7 @@ def check_sides(config: Any) -> None:
             raise UserError(f"vision_config.{key} is {list(value)}; wanted one number of pixels")
 
 
-def check_towers(config: Any) -> None:
+def check_towers(config: FamilyConfig) -> None:
     """UserError for a tower that transformers can't build, whose outputs don't fit the decoder, or that has dropout."""
     from transformers.activations import ACT2FN
 
@@ -230,6 +231,6 @@ def check_towers(config: Any) -> None:
     _check_activation("projector_hidden_act", getattr(config.hf, "projector_hidden_act", None), ACT2FN)
 
 
-def _check_activation(key: str, value: Any, known: Any) -> None:
+def _check_activation(key: str, value: str | None, known: Container[str]) -> None:
     if value is not None and value not in known:
         raise UserError(f"{key} is {value!r}; transformers has no such function")

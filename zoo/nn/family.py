@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -245,7 +246,7 @@ def refusal(kind: str, lack: str) -> str:
     return f"model_type {kind!r} can't be trained here: {lack}"
 
 
-class OmniConfig(FamilyConfig):
+class OmniConfig(FamilyConfig, ABC):
     """A transformers config of a whole model, read for training the thinker; `kinds` are the whole model's and the thinker's."""
 
     inner = "thinker_config"
@@ -264,9 +265,9 @@ class OmniConfig(FamilyConfig):
         """The thinker's config: token ids, time scale, and the three parts'."""
         return self.root
 
+    @abstractmethod
     def audio_tokens(self, frames: int) -> int:
         """Embeddings that the audio tower makes of a clip of so many mel frames."""
-        raise NotImplementedError
 
 
 class WindowedConfig(FamilyConfig):

@@ -68,7 +68,7 @@ from zoo.nn.towers.gather import GatherEncoded
 
 
 class MultimodalModel(LanguageModule):
-    """Embedding, towers, decoder and head of one pipeline stage. Subclass it and give `encode`."""
+    """Embedding, towers, decoder and head of one pipeline stage. A subclass with towers gives `encode`."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class MultimodalModel(LanguageModule):
             self.multi_token = MultiTokenPrediction(config, provider, layer, groups)
 
     def encode(self, media: Media) -> dict[str, Encoded]:
-        """Tower outputs by tower name; towers without media in this batch are left out."""
-        raise NotImplementedError
+        """Tower outputs by tower name, without towers that have no media in this batch: none of a decoder alone."""
+        return {}
 
     @as_held()
     def sharded_state_dict(

@@ -39,10 +39,6 @@ class LanguageModel(MultimodalModel):
         """Towers by their names, with weights as transformers initialises them."""
         return {}
 
-    def encode(self, media: Media) -> dict[str, Encoded]:
-        """Embeddings of a batch's media by tower."""
-        return {}
-
 
 class VisionLanguageModel(LanguageModel):
     """Decoder with a `vision` tower."""

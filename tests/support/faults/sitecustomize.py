@@ -51,7 +51,7 @@ FAULTS = {
     "kill": Fault(PRODUCE, kill),
     "freeze": Fault(PRODUCE, freeze),
     "slow-data": Fault(PRODUCE, sleep(1.0)),
-    "slow-tower": Fault("zoo.models.qwen3_omni.audio:AudioTower.forward", sleep(1.0)),
+    "slow-tower": Fault("zoo.models.qwen3_omni.model:AudioTower.forward", sleep(1.0)),
     "slow-network": Fault("megatron.core.distributed.finalize_model_grads:finalize_model_grads", sleep(1.0)),
     "slow-rows": Fault("zoo.data.loading.sample_source:SampleSource._read", sleep(0.5), calls=12),
     "slow-eval": Fault("zoo.data.loading.evaluation:encode_all", sleep(2.0), calls=4),

@@ -29,29 +29,17 @@ SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
     (9, 0): {
         "fla.modules.norm.l2norm.l2norm_bwd_kernel": {"BT": 8, "num_warps": 4, "num_stages": 3},
         "fla.modules.norm.l2norm.l2norm_fwd_kernel": {"BT": 8, "num_warps": 1, "num_stages": 3},
-        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {
-            "BV": 32,
-            "num_warps": 4,
-            "num_stages": 3,
-        },
-        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {
-            "BV": 32,
-            "num_warps": 4,
-            "num_stages": 3,
-        },
+        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {"BV": 32, "num_warps": 4, "num_stages": 3},
+        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {"BV": 32, "num_warps": 4, "num_stages": 3},
         "fla.ops.common.chunk_o.chunk_bwd_kernel_dqkwg": {"num_warps": 4, "num_stages": 3},
         "fla.ops.common.chunk_o.chunk_bwd_kernel_dv_local": {"num_warps": 2, "num_stages": 3},
         "fla.ops.common.chunk_o.chunk_fwd_kernel_o": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3},
-        "fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": {
-            "BK": 64,
-            "num_warps": 1,
-            "num_stages": 3,
-        },
+        "fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": {"BK": 64, "num_warps": 1, "num_stages": 3},
         "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": {"num_warps": 4, "num_stages": 4},
         "fla.ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": {"num_warps": 4, "num_stages": 3},
         "fla.ops.utils.cumsum.chunk_local_cumsum_scalar_kernel": {"num_warps": 4, "num_stages": 3},
     }
-}
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
