@@ -28,73 +28,53 @@ from zoo.registry import get_family
 
 # Keys that change neither zoo's model nor transformers' logits, and why. Where part and case are named, elsewhere they do.
 IGNORED = {
-    "transformers_version": "says who wrote the file",
-    "architectures": "says which class wrote it; model_type decides",
-    "dtype": "of the file; engine.precision says in what a run computes",
-    "id2label": "of classifiers",
-    "label2id": "of classifiers",
-    "problem_type": "of classifiers",
-    "is_encoder_decoder": "of other models",
-    "chunk_size_feed_forward": "of models of transformers that cut their MLP; the result is the same",
-    "return_dict": "in what transformers hands results back",
-    "output_hidden_states": "what else transformers hands back",
-    "use_cache": "of generation",
-    "pad_token_id": "of generation, and no gradient for padding, which no sample holds",
-    "bos_token_id": "of generation",
-    "eos_token_id": "of generation",
-    "vision_end_token_id": "of processors",
-    "image_start_token_id": "of processors",
-    "image_end_token_id": "of processors",
-    "user_token_id": "of the talker",
-    "seconds_per_chunk": "of processors, whose order of sound among frames the positions follow",
-    "audio_end_token_id": "of processors",
-    "boi_token_index": "of processors",
-    "eoi_token_index": "of processors",
-    "attn_logit_softcapping": "Gemma 3's attention in transformers does not read it",
-    "final_logit_softcapping": "transformers' class with images does not read it",
-    "max_position_embeddings": "of rotary embeddings that are stretched beyond it: refused",
-    "pretraining_tp": "of an older Llama; the model of today has none",
-    "image_seq_length": "of processors",
-    "router_aux_loss_coef": "train.aux_loss takes its place",
-    "output_router_logits": "what else transformers hands back, and its auxiliary loss: train.aux_loss",
-    "max_window_layers": "of sliding windows, which qwen2 has with use_sliding_window alone: refused",
-    "audio_config.conv_chunksize": "how many chunks a call takes; the result is the same",
-    "vision_config.projection_dim": "of CLIP's other half",
-    "text_config.tie_word_embeddings": "the level above says it, which LLaVA 1.5 and OneVision take from here",
-    "initializer_range": "the whole's: initial weights have the parts' own",
-    "vision_start_token_id": "of generation with several beams",
-    "text_config.sliding_window": "of qwen2, with use_sliding_window alone: refused",
-    "timestamp_token_id": "of the forced aligner",
-    "token_classification_bias": "of the forced aligner",
-    **dict.fromkeys(("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"), "of processors"),
-    **dict.fromkeys(("vocab_size_per_layer_input", "use_double_wide_mlp"), "of smaller Gemma 4: refused"),
-    "top_k_experts": "of Gemma 4 with experts: refused",
-    **dict.fromkeys(("text_config.num_experts", "text_config.moe_intermediate_size"), "of the same"),
-    "vision_config.attention_bias": "Gemma 4's tower in transformers does not read it",
-    **dict.fromkeys(("video_token_id", "audio_token_id"), "of rows that Gemma 4's processor here does not take"),
+    key: reason
+    for keys, reason in {
+        "transformers_version": "says who wrote the file",
+        "architectures": "says which class wrote it; model_type decides",
+        "dtype": "of the file; engine.precision says in what a run computes",
+        "id2label label2id problem_type": "of classifiers",
+        "is_encoder_decoder": "of other models",
+        "chunk_size_feed_forward": "of models of transformers that cut their MLP; the result is the same",
+        "return_dict output_hidden_states output_router_logits": "what transformers hands back; train.aux_loss is ours",
+        "use_cache bos_token_id eos_token_id vision_start_token_id": "of generation",
+        "pad_token_id": "of generation, and no gradient for padding, which no sample holds",
+        "vision_end_token_id image_start_token_id image_end_token_id audio_end_token_id": "of processors",
+        "boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_index": "of processors",
+        "image_seq_length": "of processors",
+        "user_token_id": "of the talker",
+        "seconds_per_chunk": "of processors, whose order of sound among frames the positions follow",
+        "attn_logit_softcapping": "Gemma 3's attention in transformers does not read it",
+        "final_logit_softcapping": "transformers' class with images does not read it",
+        "max_position_embeddings": "of rotary embeddings that are stretched beyond it: refused",
+        "pretraining_tp": "of an older Llama; the model of today has none",
+        "router_aux_loss_coef": "train.aux_loss takes its place",
+        "max_window_layers text_config.sliding_window": "of qwen2's windows, with use_sliding_window alone: refused",
+        "audio_config.conv_chunksize": "how many chunks a call takes; the result is the same",
+        "vision_config.projection_dim": "of CLIP's other half",
+        "text_config.tie_word_embeddings": "the level above says it, which LLaVA 1.5 and OneVision take from here",
+        "initializer_range": "the whole's: initial weights have the parts' own",
+        "timestamp_token_id token_classification_bias": "of the forced aligner",
+        "vocab_size_per_layer_input use_double_wide_mlp": "of smaller Gemma 4: refused",
+        "top_k_experts text_config.num_experts text_config.moe_intermediate_size": "of Gemma 4 with experts: refused",
+        "vision_config.attention_bias": "Gemma 4's tower in transformers does not read it",
+        "video_token_id audio_token_id": "of rows that Gemma 4's processor here does not take",
+    }.items()
+    for key in keys.split()
 }
 USED_IN = {  # of the above, where they are used all the same
     "text_config.tie_word_embeddings": {
-        "llava",
-        "llava_onevision",
-        "glm4v_moe",
-        "gemma3_text",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
+        "llava", "llava_onevision", "glm4v_moe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next"
     },
     "final_logit_softcapping": {"gemma3_text", "gemma4"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
-    **dict.fromkeys(
-        (
-            *("video_token_id", "audio_token_id", "vision_config.attention_bias"),
-            *("text_config.num_experts", "text_config.moe_intermediate_size"),
-        ),
-        CASES.keys() - {"gemma4"},
-    ),
     "audio_config.max_position_embeddings": {"qwen3_asr"},
     "text_config.sliding_window": {"gemma3", "gemma3_text", "gemma4", "llava_next", "qwen3_omni_moe_thinker"},
-}
+    **dict.fromkeys(
+        ("video_token_id", "audio_token_id", "vision_config.attention_bias", "text_config.num_experts",
+         "text_config.moe_intermediate_size"), CASES.keys() - {"gemma4"},
+    ),
+}  # fmt: skip
 OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "transformers_version": ["4.0.0"],
     "architectures": [["SomethingElse"]],
@@ -218,33 +198,14 @@ def test_transformers_ignores_what_is_in_the_list(case: str) -> None:
 
 # Keys of other families' decoders, and of published files, which transformers keeps and its models never look at.
 STRAYS: dict[str, Any] = {
-    "num_experts": 3,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 11,
-    "shared_expert_intermediate_size": 13,
-    "norm_topk_prob": False,
-    "mlp_only_layers": [0, 1],
-    "decoder_sparse_step": 2,
-    "mlp_bias": True,
-    "use_sliding_window": True,
-    "sliding_window": 5,
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 7,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 3,
-    "full_attention_interval": 2,
-    "attn_output_gate": False,
-    "mamba_ssm_dtype": "float16",
-    "partial_rotary_factor": 0.5,
-    "qk_norm": False,
-    "deepstack_visual_indexes": [0],
-    "tie_word_embeddings": True,
-    "zero_centered": False,
-    "mtp_num_hidden_layers": 2,
-    "residual_multiplier": 3.0,
-    "router_jitter_noise": 0.5,
-}
+    "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 11, "shared_expert_intermediate_size": 13,
+    "norm_topk_prob": False, "mlp_only_layers": [0, 1], "decoder_sparse_step": 2, "mlp_bias": True,
+    "use_sliding_window": True, "sliding_window": 5, "linear_num_key_heads": 3, "linear_num_value_heads": 7,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
+    "attn_output_gate": False, "mamba_ssm_dtype": "float16", "partial_rotary_factor": 0.5, "qk_norm": False,
+    "deepstack_visual_indexes": [0], "tie_word_embeddings": True, "zero_centered": False, "mtp_num_hidden_layers": 2,
+    "residual_multiplier": 3.0, "router_jitter_noise": 0.5,
+}  # fmt: skip
 
 
 @pytest.mark.sampled(5)
@@ -351,14 +312,9 @@ def numbers(case: str, part: str) -> Iterator[str]:
 
 
 LISTED = (
-    "eos_token_id",
-    "vision_feature_layer",
-    "image_size",
-    "patch_size",
-    "mlp_only_layers",
-    "deepstack_visual_indexes",
+    "eos_token_id", "vision_feature_layer", "image_size", "patch_size", "mlp_only_layers", "deepstack_visual_indexes",
     "fullatt_block_indexes",
-)
+)  # fmt: skip
 HOSTILE = [10**9, 10**12, 10**400, -(10**12), 1e308, float("nan"), float("inf"), "64", True, {}, {"a": 1}]
 
 

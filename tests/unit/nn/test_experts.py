@@ -51,14 +51,6 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
     torch.testing.assert_close(sum_rows(there * factors, permutation.places), plain)
 
 
-def test_no_token_here() -> None:
-    permutation = Permutation.from_choices(torch.full((4, 2), 3), 3, 0)
-    assert permutation.bounds.tolist() == [0, 0, 0, 0] and (permutation.places == -1).all()
-    there = gather_rows(torch.randn(4, 5), permutation.tokens)
-    assert there.shape == (0, 5)
-    torch.testing.assert_close(sum_rows(there, permutation.places), torch.zeros(4, 5), rtol=0, atol=0)
-
-
 def by_expert(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """x by each expert's own weight, one after the other."""
     parts = zip(pairwise(bounds.tolist()), weight, strict=True)
@@ -94,15 +86,21 @@ def test_a_weight_gradient_that_is_worked_out_later(in_place: bool) -> None:
         torch.testing.assert_close(total, 1 + wanted[1])
 
 
-def test_adapted_products_and_their_gradients() -> None:
-    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 2, 4), (3, 6, 2)))
-    weight = torch.randn(3, 6, 4)
-    plain = by_expert(x, weight, BOUNDS) + 0.5 * by_expert(by_expert(x, a, BOUNDS), b, BOUNDS)
-    wanted = gradients(plain, x, a, b)
-    out = lora_product(x, weight, a, b, 0.5, GroupedRows(BOUNDS))
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_adapted_products_and_their_gradients(of_tokens: bool) -> None:
+    """Of rows sorted by expert, and of tokens' rows and sums of them."""
+    permutation = Permutation.from_choices(torch.rand(9, 3).topk(2, dim=1).indices, 3, None) if of_tokens else None
+    bounds = BOUNDS if permutation is None else permutation.bounds
+    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((7 + 2 * of_tokens, 4), (3, 2, 4), (3, 4, 2)))
+    weight, rows = torch.randn(3, 4, 4), x if permutation is None else x[permutation.tokens]
+    plain = by_expert(rows, weight, bounds) + 0.5 * by_expert(by_expert(rows, a, bounds), b, bounds)
+    if permutation is not None:
+        plain = torch.zeros(9, 4).index_add(0, permutation.tokens, plain)
+    wanted, both = gradients(plain, x, a, b), GroupedRows(bounds, taken=permutation, summed=permutation)
+    out = lora_product(x, weight, a, b, 0.5, both)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, a, b), wanted)
-    gradient_only = lora_product(x, weight, a, b, 0.5, GroupedRows(BOUNDS), gradient_only=True)
+    gradient_only = lora_product(x, weight, a, b, 0.5, both, gradient_only=True)
     torch.testing.assert_close(gradients(gradient_only, x, a, b), wanted)
 
 
@@ -133,11 +131,8 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
 
         for gradient_only in (False, True):
             sums = [torch.ones_like(weight) if in_place else None for weight in (first, second)]
-            there, back = (
-                GroupedRows(permutation.bounds, taken=permutation),
-                GroupedRows(permutation.bounds, summed=permutation),
-            )
-            inner = grouped_product(x, first, there, total=sums[0]).tanh()
+            inner = grouped_product(x, first, GroupedRows(permutation.bounds, taken=permutation), total=sums[0]).tanh()
+            back = GroupedRows(permutation.bounds, summed=permutation)
             out = grouped_product(inner, second, back, gradient_only, sums[1])
             assert out.shape == plain.shape
             if not gradient_only:
@@ -179,14 +174,19 @@ def test_a_product_leaves_the_requested_sms_free(kernels: str) -> None:
         assert sorted(clusters for clusters, _ in launched) == [66 - 24 // 2, 66 - 8 // 2]
 
 
-def test_experts_delay_both_weight_gradients() -> None:
-    """The caller sends the gradients of tokens before it computes those of the weights."""
+def made_experts(count: int, hidden: int, width: int) -> Any:
     experts: Any = GroupedExperts.__new__(GroupedExperts)
     torch.nn.Module.__init__(experts)
-    experts.config, experts.accumulates = SimpleNamespace(activation_func=torch.nn.functional.silu), False
-    experts.weight1 = torch.nn.Parameter(torch.randn(3, 10, 4))
-    experts.weight2 = torch.nn.Parameter(torch.randn(3, 4, 5))
-    experts.lora = torch.nn.ModuleDict()
+    experts.config, experts.num_local_experts = SimpleNamespace(activation_func=torch.nn.functional.silu), count
+    experts.accumulates, experts.lora = False, torch.nn.ModuleDict()
+    experts.weight1 = torch.nn.Parameter(torch.randn(count, 2 * width, hidden))
+    experts.weight2 = torch.nn.Parameter(torch.randn(count, hidden, width))
+    return experts
+
+
+def test_experts_delay_both_weight_gradients() -> None:
+    """The caller sends the gradients of tokens before it computes those of the weights."""
+    experts = made_experts(3, 4, 5)
     x, probs = torch.randn(7, 4, requires_grad=True), torch.rand(7)
     weights = experts.weight1, experts.weight2
     wanted = gradients(experts(x, BOUNDS, probs)[0], x, *weights)
@@ -248,13 +248,7 @@ def test_the_host_does_not_wait_where_kernels_end_with_the_rows(
         monkeypatch.setitem(sys.modules, name, quack_gemm)
     monkeypatch.setattr(hopper, "_plans", {})
     tokens, topk, here, hidden, width = 11, 3, 4, 8, 6
-    config = SimpleNamespace(activation_func=torch.nn.functional.silu)
-    experts: Any = GroupedExperts.__new__(GroupedExperts)
-    torch.nn.Module.__init__(experts)
-    experts.config, experts.num_local_experts, experts.accumulates = config, here, False
-    experts.weight1 = torch.nn.Parameter(torch.randn(here, 2 * width, hidden))
-    experts.weight2 = torch.nn.Parameter(torch.randn(here, hidden, width))
-    experts.lora = torch.nn.ModuleDict()
+    experts = made_experts(here, hidden, width)
     waits = []
     monkeypatch.setattr(exchange, "_read", lambda number: waits.append(0) or (lambda: int(number)))
     x, weights = torch.randn(tokens, hidden, requires_grad=True), torch.rand(tokens, topk, requires_grad=True)
@@ -273,27 +267,13 @@ def test_the_host_does_not_wait_where_kernels_end_with_the_rows(
     assert len(waits) == (1 if recompute else 2)
 
 
-def test_no_rows_for_the_experts_here(kernels: str) -> None:
-    permutation = Permutation.from_choices(torch.full((4, 2), 3), 3, None)
+@pytest.mark.parametrize("count", [None, 0])
+def test_no_rows_for_the_experts_here(kernels: str, count: int | None) -> None:
+    permutation = Permutation.from_choices(torch.full((4, 2), 3), 3, count)
+    assert permutation.bounds.tolist() == [0, 0, 0, 0] and (permutation.places == -1).all()
     x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(3, 5, 5, requires_grad=True)
     there = grouped_product(x, weight, GroupedRows(permutation.bounds, taken=permutation))
     assert there.shape == (0, 5)
     out = grouped_product(there, weight, GroupedRows(permutation.bounds, summed=permutation))
     for one in (out, *gradients(out, x, weight)):
         torch.testing.assert_close(one, torch.zeros_like(one), rtol=0, atol=0)
-
-
-def test_adapted_products_of_tokens_rows_and_sums_of_them() -> None:
-    permutation = Permutation.from_choices(torch.rand(9, 3).topk(2, dim=1).indices, 3, None)
-    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((9, 4), (3, 2, 4), (3, 4, 2)))
-    weight, bounds = torch.randn(3, 4, 4), permutation.bounds
-    rows = x[permutation.tokens]
-    given = by_expert(rows, weight, bounds) + 0.5 * by_expert(by_expert(rows, a, bounds), b, bounds)
-    plain = torch.zeros(9, 4).index_add(0, permutation.tokens, given)
-    both = GroupedRows(bounds, taken=permutation, summed=permutation)
-    out = lora_product(x, weight, a, b, 0.5, both)
-    torch.testing.assert_close(out, plain)
-    wanted = gradients(plain, x, a, b)
-    torch.testing.assert_close(gradients(out, x, a, b), wanted)
-    left_out = lora_product(x, weight, a, b, 0.5, both, gradient_only=True)
-    torch.testing.assert_close(gradients(left_out, x, a, b), wanted)
