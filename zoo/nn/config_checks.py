@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError, printable
 from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
@@ -13,13 +13,14 @@ from zoo.types import JsonMapping
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from zoo.nn.family import FamilyConfig
-
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 
 
-def check_decoder(config: FamilyConfig) -> None:
-    """UserError for a decoder's settings that would change the arithmetic and are not built, or that don't go together."""
+def check_decoder(config: Any) -> None:
+    """UserError for a decoder's settings that would change the arithmetic and are not built, or that don't go together.
+
+    `config` is a zoo.nn.family.FamilyConfig.
+    """
     text, where = config.text, config.text_prefix
     _refuse_unbuilt(config)
     heads, full = text.num_attention_heads, full_heads(text)
@@ -36,7 +37,7 @@ def check_decoder(config: FamilyConfig) -> None:
     _check_rotary(config)
 
 
-def _refuse_unbuilt(config: FamilyConfig) -> None:
+def _refuse_unbuilt(config: Any) -> None:
     text, where = config.text, config.text_prefix
     biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in config.traits
     if activation(text) not in ACTIVATIONS:
@@ -67,7 +68,7 @@ def _refuse_dropout(where: str, part: PretrainedConfig) -> None:
             )
 
 
-def _check_layers(config: FamilyConfig) -> None:
+def _check_layers(config: Any) -> None:
     text, where = config.text, config.text_prefix
     kinds = list(getattr(text, "layer_types", None) or [])
     built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
@@ -134,7 +135,7 @@ def _check_sigmoid_routing(text: PretrainedConfig, where: str) -> None:
         )
 
 
-def _check_rotary(config: FamilyConfig) -> None:
+def _check_rotary(config: Any) -> None:
     text, rope, where = config.text, config.text.rope_parameters, config.text_prefix
     if config.sliding:
         for kind in ("full_attention", "sliding_attention"):
@@ -192,7 +193,7 @@ def _check_sections(where: str, sections: list[int], frequencies: int, interleav
         )
 
 
-def check_sides(config: FamilyConfig) -> None:
+def check_sides(config: Any) -> None:
     """UserError for a pair (height, width) in the place of a number that a tower of transformers computes with."""
     for key in ("image_size", "patch_size"):
         value = getattr(config.vision, key, None)
@@ -200,7 +201,7 @@ def check_sides(config: FamilyConfig) -> None:
             raise UserError(f"vision_config.{key} is {list(value)}; wanted one number of pixels")
 
 
-def check_towers(config: FamilyConfig) -> None:
+def check_towers(config: Any) -> None:
     """UserError for a tower that transformers can't build, whose outputs don't fit the decoder, or that has dropout."""
     from transformers.activations import ACT2FN
 
