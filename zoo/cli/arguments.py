@@ -21,8 +21,7 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
     Raises:
         UserError: an option that is neither one of `flags` nor has a value.
     """
-    given_flags, rest = set(), []
-    pending = list(arguments)
+    given_flags, rest, pending = set(), [], list(arguments)
     foreign = any(_OPTION.fullmatch(argument) and _is_foreign(argument) for argument in arguments)
     while pending:
         argument = pending.pop(0)
@@ -32,11 +31,10 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
             rest.append(argument)
         elif pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags):
             values = [pending.pop(0)]
-            while pending and _is_foreign(argument) and _is_further(pending[0]):
+            while pending and _is_foreign(argument) and _is_value(pending[0]) and not _is_recipe(pending[0]):
                 values.append(pending.pop(0))
-            rest.append(
-                f"{argument.removeprefix('--')}={values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}"
-            )
+            value = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+            rest.append(f"{argument.removeprefix('--')}={value}")
         elif foreign and _OPTION.fullmatch(argument):  # told with all other unknown keys
             rest.append(f"{argument.removeprefix('--')}=true")
         else:
@@ -44,21 +42,15 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
     return given_flags, rest
 
 
-def is_entry(text: str) -> bool:
-    """Whether an argument is an entry of rows that is written out, or a list of these: {path: rows.parquet, format: alpaca}."""
-    return text.startswith(("{", "[")) and not Path(text).exists()
-
-
 def _is_value(text: str) -> bool:
     """Whether an argument can be the value of the option before it, and is neither an option nor an override."""
     return not text.startswith("--") and _OVERRIDE.match(text) is None
 
 
-def _is_further(text: str) -> bool:
-    """Whether an argument is one more value of another trainer's option, and no recipe that stands by itself."""
+def _is_recipe(text: str) -> bool:
     from zoo.config.recipes.matrix import recipe_names
 
-    return _is_value(text) and not text.endswith((".yaml", ".yml")) and text not in recipe_names()
+    return text.endswith((".yaml", ".yml")) or text in recipe_names()
 
 
 def _meant(argument: str, flags: Sequence[str]) -> list[str]:
@@ -83,18 +75,16 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
         ConfigError: no recipe is named, or an argument is no override.
     """
     _refuse_spaces(arguments)
-    recipes, overrides = [], []
-    for argument in arguments:
-        if argument.removeprefix("--").startswith("recipe="):
-            recipes.append(argument.partition("=")[2])
-        else:
-            overrides.append(argument)
+    named = [argument for argument in arguments if argument.removeprefix("--").startswith("recipe=")]
+    recipes = [argument.partition("=")[2] for argument in named]
+    overrides = [argument for argument in arguments if argument not in named]
     if len(recipes) > 1:
         raise ConfigError(f"recipe is given {len(recipes)} times ({', '.join(recipes)}); give one")
     if recipes and recipes[0]:
         return recipes[0], overrides
     from zoo.config.files import root_recipes
-    from zoo.config.layers.keys import keys
+    from zoo.config.layers.keys import keys, nearest
+    from zoo.config.recipes.matrix import RecipeParts, names_in
     from zoo.config.schema import Recipe
 
     places = [argument for argument in overrides if "=" not in argument and argument not in keys(Recipe)]
@@ -102,22 +92,14 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
         overrides.remove(places[0])
         return places[0], overrides
     for argument in overrides:
-        if argument.removeprefix("--").startswith("family="):
-            return _recipe_of(argument.partition("=")[2]), [text for text in overrides if text != argument]
+        if argument.removeprefix("--").startswith("family="):  # whose task and adapter are overrides
+            family, names = argument.partition("=")[2], names_in("families")
+            if family not in names:
+                hint = ", ".join(nearest(family[:100], names) or names)
+                raise ConfigError(f"family={family[:100]}: no recipes of such a family; nearest: {hint}")
+            return RecipeParts(family).name, [text for text in overrides if text != argument]
     refuse_foreign(overrides)
     raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all")
-
-
-def _recipe_of(family: str) -> str:
-    """The recipe of a family, whose task and adapter are overrides."""
-    from zoo.config.layers.keys import nearest
-    from zoo.config.recipes.matrix import RecipeParts, names_in
-
-    names = names_in("families")
-    if family not in names:
-        hint = ", ".join(nearest(family[:100], names) or names)
-        raise ConfigError(f"family={family[:100]}: no recipes of such a family; nearest: {hint}")
-    return RecipeParts(family).name
 
 
 def refuse_foreign(arguments: Sequence[str]) -> None:
@@ -160,7 +142,8 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
         if key in known and equals and not value and after and "=" not in after[0]:
             raise ConfigError(f"{key}= {after[0]}: write it without spaces: {key}={after[0]}")
         if value[:1] in ("{", "[") and _is_open(value):
-            whole = _closed(argument, after)
+            wholes = (" ".join([argument, *after[:count]]) for count in range(1, len(after) + 1))
+            whole = next((text for text in wholes if not _is_open(text)), None)
             if whole is not None:
                 raise ConfigError(f"{argument}: the shell has cut it at its spaces; quote it: '{whole}'")
         several = argument.split()
@@ -170,15 +153,6 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
 
 def _is_open(text: str) -> bool:
     return sum(map(text.count, "{[")) > sum(map(text.count, "}]"))
-
-
-def _closed(begun: str, after: Sequence[str]) -> str | None:
-    """An argument with those behind it that close its brackets; None where none do."""
-    for count in range(1, len(after) + 1):
-        whole = " ".join([begun, *after[:count]])
-        if not _is_open(whole):
-            return whole
-    return None
 
 
 def split_values(
@@ -209,15 +183,23 @@ def split_values(
 
 def split_own_keys(arguments: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The values of a subcommand's own keys (`key=value`, `--key=value`), and the other arguments."""
-    values: dict[str, str] = {}
-    others = []
-    for argument in arguments:
-        key, _, value = argument.removeprefix("--").partition("=")
-        if key in keys:
-            values[key] = value
-        else:
-            others.append(argument)
-    return values, others
+    pairs = [(argument, *argument.removeprefix("--").partition("=")[::2]) for argument in arguments]
+    own = {key: value for _, key, value in pairs if key in keys}
+    return own, [argument for argument, key, _ in pairs if key not in keys]
+
+
+def split_places(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """The arguments in their places and rows=, the values of a subcommand's own keys, and overrides of the recipe.
+
+    What is a file, or an entry of rows that is written out ({path: rows.parquet, format: alpaca}, or a list of these),
+    stands in a place whatever signs are in it.
+    """
+    texts = [argument.removeprefix("--") for argument in arguments]
+    places = [text for text in texts if "=" not in text or Path(text).exists() or text.startswith(("{", "["))]
+    own, overrides = split_own_keys([text for text in texts if text not in places], (*keys, "rows"))
+    if "rows" in own:
+        places.append(own.pop("rows"))
+    return places, own, overrides
 
 
 def whole_number(key: str, text: str) -> int:

@@ -107,7 +107,7 @@ def _failed(error: Exception) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
+        print(_HELP.format(subcommands="\n".join(f"  {name:<10} {doc}" for name, (_, doc) in SUBCOMMANDS.items())))
         return 0
     subcommand, *rest = arguments
     if subcommand in ("-V", "--version", "version"):
@@ -135,14 +135,12 @@ def _run(arguments: list[str]) -> int:
     return module.run(rest)
 
 
-def _help() -> str:
-    listed = "\n".join(f"  {name:<10} {doc}" for name, (_, doc) in SUBCOMMANDS.items())
-    return f"""\
+_HELP = """\
 usage: zoo VERB [key=value ...]
 
 Trains vision-language and omni models on Megatron-Core, from a recipe of a few lines.
 
-{listed}
+{subcommands}
 
   zoo VERB --help    what a verb takes
   zoo --version

@@ -19,67 +19,53 @@ TOKEN = (-1, 2**31 - 1)  # ids of tokens; -1 stands for none in some
 KINDS = {dict: "an object", list: "a list", tuple: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 WHOLE: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), (1, LAYERS)),
-    **dict.fromkeys(("hidden_size", "d_model", "out_hidden_size", "output_dim", "decoder_dim"), (1, WIDTH)),
-    **dict.fromkeys(("downsample_hidden_size", "projection_dim", "thinker_hidden_size"), (1, WIDTH)),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "encoder_ffn_dim"), (1, 8 * WIDTH)),
-    "shared_expert_intermediate_size": (0, 8 * WIDTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), (1, HEADS)),
-    **dict.fromkeys(("encoder_attention_heads", "linear_num_key_heads"), (1, HEADS)),
-    **dict.fromkeys(("linear_num_value_heads", "head_dim", "global_head_dim"), (1, HEADS)),
-    "num_global_key_value_heads": (1, HEADS),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, HEADS)),
-    "linear_conv_kernel_dim": (1, 64),
-    "vocab_size": (1, 2**24),
-    "codebook_size": (1, 2**24),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 2**13)),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), (1, 2**10)),
-    **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers"), (0, LAYERS)),
-    "hidden_size_per_layer_input": (0, WIDTH),
-    "vocab_size_per_layer_input": (0, 2**24),
-    "top_k_experts": (0, 2**13),
-    "position_embedding_size": (1, 2**20),
-    "pooling_kernel_size": (1, 2**8),
-    "num_experts_per_tok": (1, 2**13),
-    "decoder_sparse_step": (1, LAYERS),
-    "full_attention_interval": (1, LAYERS),
-    **dict.fromkeys(("mtp_num_hidden_layers", "num_nextn_predict_layers"), (0, 16)),
-    "max_window_layers": (0, LAYERS),
-    "accept_hidden_layer": (-LAYERS, LAYERS),
-    "max_position_embeddings": (1, 2**31),
-    "original_max_position_embeddings": (1, 2**31),
-    "sliding_window": (0, 2**31),
-    "max_source_positions": (1, 2**16),
-    "num_position_embeddings": (1, 2**20),
-    **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), (1, 2**10)),
-    **dict.fromkeys(("in_channels", "num_channels"), (1, 2**6)),
-    **dict.fromkeys(("image_seq_length", "mm_tokens_per_image"), (0, 2**20)),
-    "query_pre_attn_scalar": (1, WIDTH),
-    "num_mel_bins": (1, 2**10),
-    **dict.fromkeys(("n_window", "n_window_infer"), (1, 2**16)),
-    "conv_chunksize": (1, 2**31),
-    "position_id_per_seconds": (1, 2**16),
-    "seconds_per_chunk": (1, 2**16),
-    "tokens_per_second": (1, 2**16),
-    "window_size": (1, SIDE),
-    **dict.fromkeys(("num_code_groups", "num_quantizers"), (1, 2**10)),
-    "pretraining_tp": (0, 2**16),
-    "chunk_size_feed_forward": (0, 2**31),
-    "num_labels": (0, 2**16),
+    name: bounds
+    for bounds, names in (
+        ((1, LAYERS), "num_hidden_layers depth encoder_layers decoder_sparse_step full_attention_interval"),
+        ((0, LAYERS), "first_k_dense_replace num_kv_shared_layers max_window_layers"),
+        ((-LAYERS, LAYERS), "accept_hidden_layer"),
+        ((1, WIDTH), "hidden_size d_model out_hidden_size output_dim decoder_dim query_pre_attn_scalar"),
+        ((1, WIDTH), "downsample_hidden_size projection_dim thinker_hidden_size"),
+        ((0, WIDTH), "hidden_size_per_layer_input"),
+        ((1, 8 * WIDTH), "intermediate_size moe_intermediate_size encoder_ffn_dim"),
+        ((0, 8 * WIDTH), "shared_expert_intermediate_size"),
+        ((1, HEADS), "num_attention_heads num_key_value_heads num_heads encoder_attention_heads head_dim"),
+        ((1, HEADS), "num_global_key_value_heads global_head_dim linear_num_key_heads linear_num_value_heads"),
+        ((1, HEADS), "linear_key_head_dim linear_value_head_dim"),
+        ((1, 2**24), "vocab_size codebook_size"),
+        ((0, 2**24), "vocab_size_per_layer_input"),
+        ((0, 2**13), "num_experts num_local_experts n_routed_experts top_k_experts"),
+        ((1, 2**13), "num_experts_per_tok"),
+        ((1, 2**10), "n_group topk_group n_shared_experts num_mel_bins num_code_groups num_quantizers"),
+        ((1, 2**10), "spatial_merge_size temporal_patch_size"),
+        ((1, 2**6), "in_channels num_channels linear_conv_kernel_dim"),
+        ((1, 2**8), "pooling_kernel_size"),
+        ((0, 16), "mtp_num_hidden_layers num_nextn_predict_layers"),
+        ((1, 2**31), "max_position_embeddings original_max_position_embeddings conv_chunksize"),
+        ((0, 2**31), "sliding_window chunk_size_feed_forward"),
+        ((1, 2**20), "position_embedding_size num_position_embeddings"),
+        ((0, 2**20), "image_seq_length mm_tokens_per_image"),
+        ((1, 2**16), "max_source_positions n_window n_window_infer position_id_per_seconds seconds_per_chunk"),
+        ((1, 2**16), "tokens_per_second"),
+        ((0, 2**16), "pretraining_tp num_labels"),
+        ((1, SIDE), "window_size"),
+    )
+    for name in names.split()
 }
 REAL: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
-    **dict.fromkeys(("initializer_range", "initializer_factor", "layer_scale_initial_scale"), (0.0, 1e4)),
-    **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout"), (0.0, 1.0)),
-    **dict.fromkeys(("hidden_dropout_prob", "projection_dropout"), (0.0, 1.0)),
-    "downsample_ratio": (2**-10, 1.0),
-    "layer_scale_init_value": (-1e4, 1e4),
-    "router_aux_loss_coef": (0.0, 1e6),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-6, 1e6)),
-    "routed_scaling_factor": (1e-6, 1e6),
-    "rope_theta": (1e-6, 1e15),
-    "partial_rotary_factor": (1e-6, 1.0),
-    "factor": (1e-6, 1e6),
+    name: bounds
+    for bounds, names in (
+        ((0.0, 1.0), "rms_norm_eps layer_norm_eps attention_dropout dropout activation_dropout hidden_dropout_prob"),
+        ((0.0, 1.0), "projection_dropout"),
+        ((0.0, 1e4), "initializer_range initializer_factor layer_scale_initial_scale"),
+        ((-1e4, 1e4), "layer_scale_init_value"),
+        ((2**-10, 1.0), "downsample_ratio"),
+        ((1e-6, 1.0), "partial_rotary_factor"),
+        ((1e-6, 1e6), "attn_logit_softcapping final_logit_softcapping routed_scaling_factor factor"),
+        ((0.0, 1e6), "router_aux_loss_coef"),
+        ((1e-6, 1e15), "rope_theta"),
+    )
+    for name in names.split()
 }
 FLAGS = {
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_cache"),
@@ -94,8 +80,8 @@ TEXTS = {
 }
 OBJECTS = {"text_config", "vision_config", "thinker_config"}  # parts that zoo builds
 OTHER_OBJECTS = {
-    "audio_config", "talker_config", "code2wav_config", "code_predictor_config", "rope_parameters", "rope_scaling",
-}  # fmt: skip
+    *("audio_config", "talker_config", "code2wav_config", "code_predictor_config", "rope_parameters", "rope_scaling")
+}
 # Lists, and what their entries are.
 WHOLES: dict[str, tuple[int, int]] = {
     "mrope_section": (0, HEADS),
@@ -180,10 +166,8 @@ def _wrong(key: str, value: object) -> str | None:
         return f"at most {LONGEST_LIST:,} entries"
     if key in OTHER_OBJECTS:
         return None if isinstance(value, Mapping) else "an object or null"
-    if key in WHOLES:
-        return _wrong_list(key, value)
     if key in LISTS:
-        return _wrong_entries(key, value)
+        return _wrong_list(key, value)
     if key in REAL:
         return _wrong_number(value, REAL[key], whole=False)
     if key in FLAGS:
@@ -195,20 +179,14 @@ def _wrong(key: str, value: object) -> str | None:
 
 
 def _wrong_list(key: str, value: object) -> str | None:
+    """As `_wrong`, for a key of LISTS."""
     if not isinstance(value, list | tuple):
-        return (
-            _wrong_number(value, WHOLES[key], whole=True)
-            if key in EITHER
-            else "a list, each of its entries whole numbers"
-        )
-    text = next(filter(None, (_wrong_number(entry, WHOLES[key], whole=True) for entry in value)), None)
-    return text and f"a list, each of its entries {text}"
-
-
-def _wrong_entries(key: str, value: object) -> str | None:
-    """What is wanted in the place of layer_types, image_grid_pinpoints or another list of no numbers; None where it is right."""
-    if not isinstance(value, list | tuple):
-        return "a list"
+        if key in EITHER:
+            return _wrong_number(value, WHOLES[key], whole=True)
+        return "a list, each of its entries whole numbers" if key in WHOLES else "a list"
+    if key in WHOLES:
+        text = next(filter(None, (_wrong_number(entry, WHOLES[key], whole=True) for entry in value)), None)
+        return text and f"a list, each of its entries {text}"
     if key != "image_grid_pinpoints":
         return None if all(isinstance(entry, str) for entry in value) else "a list of texts"
     pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
@@ -261,9 +239,8 @@ def num_experts(arch: JsonMapping) -> int:
     kind = str(text.get("model_type") or arch.get("model_type") or "moe")
     if "moe" not in kind and not kind.endswith("_next"):
         return 0
-    return (
-        text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts") or 0
-    )  # the last as transformers saves some
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # the last as transformers saves some
+    return next((text[name] for name in names if text.get(name)), 0)
 
 
 _OF_ONE_PART = {key for key in (*WHOLE, *WHOLES) if not key.endswith("_token_id")} | {"layer_types"}
@@ -290,18 +267,16 @@ def refuse_misplaced(arch: object, changes: object, origin: str) -> None:
         known = next((depth for depth in range(len(path)) if path[: depth + 1] not in there), len(path))
         if known >= len(path) or not isinstance(_at(arch, path[:known]), Mapping):
             continue
-        if known == len(path) - 1:
-            near = _below(there, path[:known], path[known:]) if path[-1] in _OF_ONE_PART else []
-        elif path[known].endswith("_config"):
-            near = _below(there, (), path[known:])
-            near += [short for short in (path[:known] + path[known + 1 :],) if short in there]
-        else:
-            near = []
+        above, end, near = path[:known], path[known:], list[tuple[str, ...]]()
+        if len(end) == 1 and path[-1] in _OF_ONE_PART:
+            near = [other for other in there if other[:known] == above and other[-1:] == end]
+        elif len(end) > 1 and end[0].endswith("_config"):
+            short = above + end[1:]
+            near = [other for other in there if other[-len(end) :] == end] + ([short] if short in there else [])
         if near:
             where = f"{origin}: " if origin else ""
             hints = ", ".join(f"model.arch.{'.'.join(hint)}" for hint in sorted(near)[:_SHOWN])
-            name = printable(f"model.arch.{'.'.join(path)}", 200)
-            raise ConfigError(f"{where}{name}: no such key; nearest: {hints}")
+            raise ConfigError(f"{where}{printable(f'model.arch.{".".join(path)}', 200)}: no such key; nearest: {hints}")
 
 
 def _paths(values: Mapping[object, object]) -> Iterator[tuple[str, ...]]:
@@ -310,15 +285,9 @@ def _paths(values: Mapping[object, object]) -> Iterator[tuple[str, ...]]:
     while waiting:
         prefix, part = waiting.pop()
         for key, value in part.items():
-            path = (*prefix, str(key))
-            yield path
+            yield (*prefix, str(key))
             if isinstance(value, Mapping):
-                waiting.append((path, value))
-
-
-def _below(there: set[tuple[str, ...]], above: tuple[str, ...], end: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The paths within a part that end so."""
-    return [path for path in there if path[: len(above)] == above and path[-len(end) :] == end]
+                waiting.append(((*prefix, str(key)), value))
 
 
 def _at(values: object, path: tuple[str, ...]) -> object:

@@ -38,7 +38,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import write_atomically
 from zoo.registry import get_family
-from zoo.types import JsonMapping, JsonObject
+from zoo.types import JsonObject
 
 __all__ = ["ConfigError", "Resolved", "about", "load_recipe", "recipe_for_weights", "resolve", "save_recipe"]
 
@@ -98,7 +98,7 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         return Resolved(changed, "as given", recipe, recipe.recipe)
     if isinstance(recipe, Recipe):
         chain, held = hand_built_chain(recipe, typed)
-        objects = {key: rows for key, rows in held.items() if key not in _keys_of([typed])} | objects
+        objects = {key: rows for key, rows in held.items() if key not in _set_by([typed])} | objects
     elif isinstance(recipe, str | Path):
         refuse_foreign_file(str(recipe), load_recipe, typed)
         chain = base_chain(str(recipe), typed)
@@ -117,14 +117,14 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         why = f"as resolved in {root.origin}"
     else:
         weights = _weights(init)
-        choice = _choose_overlays(root, own, weights)
-        layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
-        stamps = {"recipe": chain.name, "size": choice.size, "hardware": choice.hardware}
-        why, sized = choice.why, choice.size is not None
+        family, size, hardware, why = _choose_overlays([root, *own], weights)
+        layers += _overlays(family, size, hardware, adapters=bool(_last([root, *own], "lora.rank")))
+        stamps, sized = {"recipe": chain.name, "size": size, "hardware": hardware}, size is not None
     tree = schema_tree(Recipe)
     for layer in layers:
         apply(tree, layer)
-    _take_arch(tree, weights)
+    if weights is not None:
+        tree.model.arch = escaped(weights.arch or {})  # a text of somebody's config.json is no reference
     taken = _take_sizes_of_run(tree, root, own, sized)
     base = deepcopy(tree)
     for layer in own:
@@ -133,8 +133,12 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
         refuse_misplaced(arch, changes, layer.origin)
         _refuse_misspelt_arch(arch, changes, layer.origin)
         apply(tree, without_file_keys(layer))
-    if "parallel.plan" not in _keys_of(own):
-        _unplan_set_keys(tree, own)
+    set_keys = _set_by(own).keys()
+    for key in ("plan", "planned") if "parallel.plan" not in set_keys else ():  # what the user has set is not planned
+        names = [
+            name for name in tree.parallel[key] if set_keys.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))
+        ]
+        set_key(tree, f"parallel.{key}", names)
     for key, value in stamps.items():
         set_key(tree, key, value)
         set_key(base, key, value)
@@ -146,16 +150,11 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     return Resolved(composed, why, to_values(base), named, taken)
 
 
-def _keys_of(layers: Sequence[Layer]) -> set[str]:
-    """The keys that some layers set."""
-    return {key for layer in layers for key, _ in leaves_of(Recipe, _tree_of(layer))}
-
-
 def _set_by(layers: Sequence[Layer]) -> dict[str, str]:
     """The keys that some layers set, each with the file of the last one that does; "" for overrides."""
     origins: dict[str, str] = {}
     for layer in layers:
-        origins |= {key: layer.origin for key, _ in leaves_of(Recipe, _tree_of(layer))}
+        origins |= {key: layer.origin for key in leaves_of(Recipe, without_file_keys(layer).tree)}
         origins |= {edit.key: layer.origin for edit in layer.edits}
     return origins
 
@@ -181,7 +180,8 @@ def recipe_for_weights(init: str, family: str, overrides: Overrides = (), settin
     typed, objects = split_overrides(overrides)
     if settings is not None:
         apply(tree, settings)
-    _take_arch(tree, _weights(_last([typed], "model.init") or init))
+    if (weights := _weights(_last([typed], "model.init") or init)) is not None:
+        tree.model.arch = escaped(weights.arch or {})
     apply(tree, typed)
     return with_objects(to_values(tree), objects)
 
@@ -207,18 +207,8 @@ def _refuse_overlays(own: Sequence[Layer], origin: str) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The overlays to apply, and why that size."""
-
-    family: str
-    size: str | None
-    hardware: str | None
-    why: str
-
-
-def _choose_overlays(root: Layer, own: Sequence[Layer], weights: KnownArch | None) -> _Choice:
-    layers = [root, *own]
+def _choose_overlays(layers: Sequence[Layer], weights: KnownArch | None) -> tuple[str, str | None, str | None, str]:
+    """Family, size and hardware, and why that size."""
     family = str(_last(layers, "model.family") or Recipe().model.family)
     hardware, size = _last(layers, "hardware") or ("auto" if gpu_count() else None), _last(layers, "size")
     published = _last(layers, "published_size")
@@ -236,13 +226,13 @@ def _choose_overlays(root: Layer, own: Sequence[Layer], weights: KnownArch | Non
     if size is not None and not family:
         _refuse_no_family(layers)
     size, hardware = (None if name is None else str(name) for name in (size, hardware))
-    return _Choice(family, size, hardware, why)
+    return family, size, hardware, why
 
 
 def _refuse_no_family(layers: Sequence[Layer]) -> None:
     """A file that says nothing of a model: a misspelt key in it is named first."""
     for layer in layers:
-        dict(leaves_of(Recipe, _tree_of(layer), f"{layer.origin}: " if layer.origin else ""))
+        leaves_of(Recipe, without_file_keys(layer).tree, f"{layer.origin}: " if layer.origin else "")
     if layers[0].origin == BY_HAND:
         raise ConfigError(
             f"{BY_HAND}: model.family is not set; give model=zoo.ModelConfig(family=...), or recipe={root_recipes()[0]!r} (or another)"
@@ -264,38 +254,22 @@ def _last(layers: Sequence[Layer], key: str) -> Any:
     return None
 
 
-def _overlays(choice: _Choice, *, adapters: bool) -> list[Layer]:
+def _overlays(family: str, size: str | None, hardware: str | None, *, adapters: bool) -> list[Layer]:
     """The layers of size and hardware; for `adapters`, a size's optimizer of whole weights is left out."""
     layers: list[Layer] = []
-    if choice.size is not None:
-        if not size_names(choice.family):
-            get_family(choice.family)  # a misspelt family is named as such
-        size = _overlay(read_size(choice.family, choice.size))
-        if adapters and "train" in size.tree:
-            kept = {k: v for k, v in size.tree["train"].items() if k not in ("optimizer", "matrix_lr_scale")}
-            size = replace(size, tree={**size.tree, "train": kept})
-        layers.append(size)
-    if choice.hardware is not None:
-        layers += map(_overlay, hardware_layers(choice.hardware))
-    return layers
-
-
-def _overlay(layer: Layer) -> Layer:
-    refuse_file_keys(layer, allowed=("description",))
-    return without_file_keys(layer)
-
-
-def _unplan_set_keys(tree: DictConfig, own: Sequence[Layer]) -> None:
-    """Take keys that the user has set out of those to be planned."""
-    set_keys = _keys_of(own)
-    for key in ("plan", "planned"):
-        names = tree.parallel[key]
-        left = [name for name in names if set_keys.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))]
-        set_key(tree, f"parallel.{key}", left)
-
-
-def _tree_of(layer: Layer) -> JsonMapping:
-    return without_file_keys(layer).tree
+    if size is not None:
+        if not size_names(family):
+            get_family(family)  # a misspelt family is named as such
+        layer = read_size(family, size)
+        if adapters and "train" in layer.tree:
+            kept = {k: v for k, v in layer.tree["train"].items() if k not in ("optimizer", "matrix_lr_scale")}
+            layer = replace(layer, tree={**layer.tree, "train": kept})
+        layers.append(layer)
+    if hardware is not None:
+        layers += hardware_layers(hardware)
+    for layer in layers:
+        refuse_file_keys(layer, allowed=("description",))
+    return [without_file_keys(layer) for layer in layers]
 
 
 def _weights(init: object) -> KnownArch | None:
@@ -311,20 +285,8 @@ def _weights(init: object) -> KnownArch | None:
     return hub._replace(source=f"architecture of model.init: {hub.source}")
 
 
-def _take_arch(tree: DictConfig, weights: KnownArch | None) -> None:
-    """Put the config of weights in the place of the size's architecture; nothing where it is read with the weights."""
-    if weights is not None:
-        tree.model.arch = escaped(weights.arch or {})  # a text of somebody's config.json is no reference
-
-
 def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], sized: bool) -> str:
-    """Set `OF_A_RUN` as the run of `model.init` had them; returns what was taken, in a sentence.
-
-    A key that the user has set stays, and so do those that a `sized` recipe sets.
-
-    Raises:
-        ConfigError: the run is of another family.
-    """
+    """Set `OF_A_RUN`, but for keys that the user or a `sized` recipe has set, as the run of `model.init` had them; says so."""
     init = _last(own, "model.init") or tree.model.init
     source = look(init) if isinstance(init, str) else None
     if source is None or source.kind != "run":
@@ -334,8 +296,7 @@ def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], size
     if sized or not (config.is_file() and is_saved_recipe(config)):
         return ""
     run = read_recipe(str(config))
-    users = own if is_shipped(root) else [root, *own]
-    set_keys = _keys_of(users)
+    set_keys = set(_set_by(own if is_shipped(root) else [root, *own]))
     if "batch" in tree.parallel.plan:
         set_keys.add("train.global_batch")
     if (_last([run], "machine.gpus") is None) != (tree.machine.gpus is None):
@@ -366,10 +327,7 @@ def _refuse_other_family(run: Place, init: str, family: str) -> None:
 
 
 def _refuse_misspelt_arch(arch: object, changes: object, origin: str, prefix: str = "model.arch.") -> None:
-    """Refuse a changed key that is not in the architecture and looks like one that is.
-
-    Others pass: what may stand in a Hugging Face config is not known here.
-    """
+    """Refuse a changed key that is not in the architecture and looks like one that is; others may be right."""
     if not arch or not isinstance(arch, dict) or not isinstance(changes, dict):
         return
     for name, value in changes.items():
@@ -380,4 +338,5 @@ def _refuse_misspelt_arch(arch: object, changes: object, origin: str, prefix: st
         if near:
             where = f"{origin}: " if origin else ""
             hints = ", ".join(f"{prefix}{key}" for key in near)
-            raise ConfigError(f"{where}{deepest(f'{prefix}{name}', value)}: no such key; nearest: {hints}")
+            key, _ = next(deepest(f"{prefix}{name}", value))
+            raise ConfigError(f"{where}{key}: no such key; nearest: {hints}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
@@ -86,19 +86,16 @@ class DataEntry:
     revision: str | None = None  # branch, tag or commit of the hub's set
     split: str | None = None  # which split; not needed where there is one
     format: str | None = None  # of the rows, or module:function for one of your own; default: recognised by their keys
-    columns: dict[str, str | None] | None = (
-        None  # zoo's name of a column -> its name in the source, such as {messages: chat}; null: nothing is read as it
-    )
+    # zoo's name of a column -> its name in the source, such as {messages: chat}; null: nothing is read as it
+    columns: dict[str, str | None] | None = None
     prompt: str | None = None  # the question of rows that have none: formats captions, transcripts, classes
     classes: list[str] | None = None  # names of the classes that rows of the format classes give by numbers, from 0
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
-    weight: float | None = number(
-        None, above=0, most=1e9
-    )  # share of the rows drawn, against the other entries' weights
+    # share of the rows drawn, against the other entries' weights
+    weight: float | None = number(None, above=0, most=1e9)
     epochs: float | None = number(None, above=0, most=1e6)  # passes over these rows in one epoch of the run
-    held_out: float | None = number(
-        None, above=0, below=1
-    )  # share of the rows kept for evaluation: training gets the others
+    # share of the rows kept for evaluation: training gets the others
+    held_out: float | None = number(None, above=0, below=1)
     seed: int = number(0, 0, 2**32 - 1)  # which rows those are
     kinds: list[str] | None = None  # rows of these kinds alone, by their key `kind`
     literal_tags: bool | None = None  # as data.literal_tags, for these rows
@@ -119,6 +116,9 @@ class DataEntry:
     def selected(self) -> str:
         """The same with the kinds of rows that are taken."""
         return f"{self} ({', '.join(self.kinds)})" if self.kinds else str(self)
+
+
+_NAMES = {item.name: str(item.type) for item in fields(DataEntry)}  # its keys and their types
 
 
 def parse_entry(value: object, key: str) -> DataEntry:
@@ -143,12 +143,10 @@ def parse_entry(value: object, key: str) -> DataEntry:
         return DataEntry(rows=value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {shown_value(value)} is no entry; a path or {{path: ..., format: ...}} is wanted")
-    known = {item.name: item for item in fields(DataEntry)}
-    unknown = unknown_keys(value)
-    if unknown:
+    if unknown := unknown_keys(value):
         raise ConfigError(f"{key}: {'; '.join(unknown[:10])}")
     for name, held in value.items():
-        _check_type(name, held, str(known[name].type), key)
+        _check_type(name, held, key)
     entry = DataEntry(**value)
     _check(entry, key)
     return entry
@@ -156,21 +154,14 @@ def parse_entry(value: object, key: str) -> DataEntry:
 
 def unknown_keys(names: Iterable[object]) -> list[str]:
     """What is said of each of these names that is no key of an entry."""
-    known = {item.name for item in fields(DataEntry)}
-    return [
-        f"{printable(str(name), 200)}: no such key of an entry; {_key_hint(str(name))}"
-        for name in names
-        if name not in known
-    ]
-
-
-def _key_hint(name: str) -> str:
-    """What an entry has for a key that there is not."""
-    if (key := foreign_entry_key(name)) is not None:
-        return f"zoo's is {key}"
-    known = [item.name for item in fields(DataEntry)]
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"
+    said = []
+    for name in map(str, (name for name in names if name not in _NAMES)):
+        near = get_close_matches(name, _NAMES, n=1, cutoff=0.5)
+        hint = f"nearest: {near[0]}" if near else f"known: {', '.join(_NAMES)}"
+        if (key := foreign_entry_key(name)) is not None:
+            hint = f"zoo's is {key}"
+        said.append(f"{printable(name, 200)}: no such key of an entry; {hint}")
+    return said
 
 
 def is_bundled(entry: str | DataEntry) -> bool:
@@ -227,8 +218,7 @@ def entries_of(data: object, key: str) -> list[object]:
 
 def is_row(value: object) -> bool:
     """Whether a mapping is a row, rather than an entry."""
-    names = {item.name for item in fields(DataEntry)}
-    return isinstance(value, Mapping) and not set(value) <= names
+    return isinstance(value, Mapping) and not set(value) <= _NAMES.keys()
 
 
 def has_objects(entries: Iterable[object]) -> bool:
@@ -240,21 +230,18 @@ def split_objects(changes: JsonMapping) -> tuple[JsonObject, dict[str, list[obje
     """Changes of a recipe without those of data.train and data.eval that are objects, and these as entries by name."""
     plain, objects = dict(changes), {}
     for name in ("train", "eval"):
-        places: list[tuple[JsonObject, str]] = [(plain, f"data.{name}")]
-        if isinstance(plain.get("data"), Mapping):
-            plain["data"] = dict(plain["data"])
-            places.append((plain["data"], name))
-        for held, key in places:
-            entries = object_entries(held.get(key), f"data.{name}")
-            if entries:
-                objects[name] = entries
+        section: Any = plain.get("data")
+        if isinstance(section, Mapping):
+            plain["data"] = section = dict(section)
+        for held, key in ((plain, f"data.{name}"), (section, name)):
+            value = held.get(key) if isinstance(held, dict) else getattr(held, key, None)
+            if not (entries := object_entries(value, f"data.{name}")):
+                continue
+            objects[name] = entries
+            if isinstance(held, dict):
                 del held[key]
-        if is_dataclass(plain.get("data")):
-            section: Any = plain["data"]
-            entries = object_entries(getattr(section, name), f"data.{name}")
-            if entries:
-                objects[name] = entries
-                plain["data"] = replace(section, **{name: []})
+            else:  # a DataConfig
+                plain["data"] = replace(held, **{name: []})
     return plain, objects
 
 
@@ -266,20 +253,23 @@ def object_entries(value: object, key: str) -> list[object]:
     return entries if has_objects(entries) else []
 
 
-def _check_type(name: str, value: object, wanted: str, key: str) -> None:
-    if value is None and "None" in wanted:
+_WANTED: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "a text"),
+    "float": ((int, float), "a number"),
+    "int": (int, "a whole number"),
+    "bool": (bool, "true or false"),
+    "dict[str, str | None]": (Mapping, "a mapping of zoo's names to the source's"),
+    "list[str]": ((list, tuple), "a list of texts"),
+    "Any": (object, ""),
+}
+
+
+def _check_type(name: str, value: object, key: str) -> None:
+    plain = _NAMES[name].removesuffix(" | None")
+    kind, said = _WANTED[plain]
+    if value is None and "None" in _NAMES[name]:
         return
-    kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,), "dict[str, str | None]": (Mapping,),
-        "list[str]": (list, tuple),
-    }  # fmt: skip
-    plain = wanted.removesuffix(" | None")
-    wrong = not isinstance(value, kinds[plain]) or (isinstance(value, bool) and plain in ("float", "int"))
-    if wrong:
-        said = {
-            "str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false",
-            "dict[str, str | None]": "a mapping of zoo's names to the source's", "list[str]": "a list of texts",
-        }[plain]  # fmt: skip
+    if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("float", "int")):
         raise ConfigError(f"{key}: {name}={shown_value(value)}: wanted {said}")
 
 
@@ -288,27 +278,22 @@ def _check(entry: DataEntry, key: str) -> None:
     if len(sources) != 1:
         seen = " and ".join(sources) or "neither"
         raise ConfigError(f"{key}: an entry has {seen}; exactly one of path and hub is wanted")
-    _check_columns(entry, key)
-    form = entry.format
-    own = (
-        form is None or OWN_FORM.fullmatch(form) or form in {point.name for point in entry_points(group="zoo.formats")}
-    )
-    if form is not None and form not in FORMS and not own:
-        raise ConfigError(
-            f"{key}: format={form}: no such format; {_format_hint(form)}there are {', '.join(FORMS)}, and module:function "
-            "for one of your own"
-        )
+    for name, column in (entry.columns or {}).items():
+        if not isinstance(name, str) or not (column is None or (isinstance(column, str) and column)):
+            raise ConfigError(
+                f"{key}: columns of {entry}: {shown_value(name)}: {shown_value(column)}: wanted two names, or null for a column that is not read"
+            )
+    _check_format(entry.format, key)
     for name, value, bounds in outside(entry):
         raise ConfigError(f"{key}: {name}={shown_value(value)} of {entry}: wanted a number {bounds}")
     if entry.min_pixels is not None and entry.max_pixels is not None and entry.min_pixels > entry.max_pixels:
         raise ConfigError(
             f"{key}: min_pixels={entry.min_pixels} of {entry} is above max_pixels={entry.max_pixels}; give a lower min_pixels"
         )
-    if entry.kinds is not None and not (entry.kinds and all(isinstance(kind, str) for kind in entry.kinds)):
-        raise ConfigError(
-            f"{key}: kinds={list(entry.kinds)} of {entry}: wanted a list of kinds, such as [image, audio]"
-        )
-    if entry.kinds is not None and entry.stream:
+    kinds = entry.kinds
+    if kinds is not None and not (kinds and all(isinstance(kind, str) for kind in kinds)):
+        raise ConfigError(f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]")
+    if kinds is not None and entry.stream:
         raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
     if entry.prompt is not None and entry.format not in ASKED:
         raise ConfigError(
@@ -320,20 +305,18 @@ def _check(entry: DataEntry, key: str) -> None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
 
 
-def _format_hint(name: str) -> str:
-    if (form := foreign_format(name)) is not None:
-        return f"zoo's is {form} (without format: it is recognised by the rows' keys); "
+def _check_format(name: str | None, key: str) -> None:
+    if name is None or name in FORMS or OWN_FORM.fullmatch(name):
+        return
+    if name in {point.name for point in entry_points(group="zoo.formats")}:
+        return
     near = get_close_matches(name, FORMS, n=1, cutoff=0.4)
-    return f"nearest: {near[0]}; " if near else ""
-
-
-def _check_columns(entry: DataEntry, key: str) -> None:
-    for name, column in (entry.columns or {}).items():
-        plain = column is None or (isinstance(column, str) and column)
-        if not isinstance(name, str) or not plain:
-            raise ConfigError(
-                f"{key}: columns of {entry}: {shown_value(name)}: {shown_value(column)}: wanted two names, or null for a column that is not read"
-            )
+    hint = f"nearest: {near[0]}; " if near else ""
+    if (form := foreign_format(name)) is not None:
+        hint = f"zoo's is {form} (without format: it is recognised by the rows' keys); "
+    raise ConfigError(
+        f"{key}: format={name}: no such format; {hint}there are {', '.join(FORMS)}, and module:function for one of your own"
+    )
 
 
 def check_entries(train: Sequence[object], evals: Sequence[object]) -> None:

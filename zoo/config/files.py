@@ -89,23 +89,17 @@ def read_hardware(name: str) -> Layer:
         if counted and kind == CPU:
             raise ConfigError(f"hardware={name}: {kind} is no GPU to have several of; write hardware={kind}")
         if kind != CPU and as_path(name) is None:
-            raise ConfigError(f"hardware={name}: {_no_such_hardware(name, kind)}")
+            before = name.removesuffix(kind)  # the numbers that were typed
+            near = [f"{before}{gpu}" for gpu in near_gpus(kind)] if before else nearest(kind, [CPU, AUTO, *GPUS])
+            known = f"nearest: {', '.join(near)}" if near else "`zoo list` shows the names"
+            other = "; any other GPU by its memory: 8x80gb" if before else ""
+            raise ConfigError(f"hardware={name}: no such hardware; {known}{other}")
         return _read_overlay("hardware", name, [CPU], folder)
     if not int(gpus) or not int(nodes or 1):
         raise ConfigError(f"hardware={name}: wanted at least one of them")
     machine = {"gpu": gpu.name, "gpus": int(gpus), "nodes": int(nodes or 1), "memory_gb": gpu.memory_gb}
     layer = _read(folder / f"{_GPU}.yaml")
     return Layer(layer.origin, {**layer.tree, "machine": machine})
-
-
-def _no_such_hardware(name: str, kind: str) -> str:
-    """A message with the nearest names, each behind the numbers that were typed."""
-    before = name.removesuffix(kind)
-    near = [f"{before}{gpu}" for gpu in near_gpus(kind)]
-    if not before:
-        near = nearest(kind, [CPU, AUTO, *GPUS])
-    known = f"nearest: {', '.join(near)}" if near else "`zoo list` shows the names"
-    return f"no such hardware; {known}" + ("; any other GPU by its memory: 8x80gb" if before else "")
 
 
 def hardware_layers(name: str) -> list[Layer]:
@@ -115,13 +109,9 @@ def hardware_layers(name: str) -> list[Layer]:
     gpus = gpu_count()
     if not gpus:
         return [read_hardware(CPU)]
-    known = gpu_of_device(gpu_name())
-    machine = {
-        "gpu": known.name if known else None,
-        "gpus": gpus,
-        "nodes": nodes(),
-        "memory_gb": round(gpu_memory() / 1e9, 1),
-    }
+    kind = gpu_of_device(gpu_name())
+    memory = round(gpu_memory() / 1e9, 1)
+    machine = {"gpu": kind.name if kind else None, "gpus": gpus, "nodes": nodes(), "memory_gb": memory}
     return [_read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"), Layer("the GPUs here", {"machine": machine})]
 
 

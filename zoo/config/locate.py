@@ -59,9 +59,8 @@ class Place:
     kind: Literal["hf", "zoo", "run"]
     folder: Path
     files: Path  # folder with config.json and the files of tokenizer and processor
-    hold: Hold | None = field(
-        default=None, compare=False, repr=False
-    )  # of a run's checkpoint: it stays while this value lives
+    # of a run's checkpoint: it stays while this value lives
+    hold: Hold | None = field(default=None, compare=False, repr=False)
     grown_from: int = 0  # rows of the embedding there, where the model's has more (model.resize_embeddings)
 
     @property
@@ -106,16 +105,15 @@ def unquantised(arch: JsonObject) -> JsonObject:
     """The config.json of the same weights in bf16; the given one where it says nothing of being quantised."""
     if not quantisation(arch):
         return arch
-    plain = _without_statements(arch)
-    return plain if "torch_dtype" in plain else {"dtype": "bfloat16", **plain}
 
+    def plain(part: Any) -> Any:
+        if isinstance(part, list):
+            return [plain(value) for value in part]
+        if isinstance(part, dict):
+            return {key: plain(value) for key, value in part.items() if key not in _QUANTISED}
+        return part
 
-def _without_statements(part: object) -> Any:
-    if isinstance(part, list):
-        return [_without_statements(value) for value in part]
-    if isinstance(part, dict):
-        return {key: _without_statements(value) for key, value in part.items() if key not in _QUANTISED}
-    return part
+    return plain(arch) if "torch_dtype" in arch else {"dtype": "bfloat16", **plain(arch)}
 
 
 def check_side_files(folder: str | Path) -> None:
@@ -154,10 +152,8 @@ def refuse_links_outside(folder: Path) -> None:
 
     What a link names would be read, and be copied into exports: a stranger's folder could ask for any file of whoever reads it.
     """
-    root = folder.resolve()
-    allowed = root
-    if root.parent.name == "snapshots":  # models--NAME/snapshots/COMMIT, whose files are links into models--NAME/blobs
-        allowed = root.parent.parent
+    root = folder.resolve()  # models--NAME/snapshots/COMMIT has links into models--NAME/blobs
+    allowed = root.parent.parent if root.parent.name == "snapshots" else root
     for part in (root, root / HF_PART, root / WEIGHTS_PART, root / TEMPLATES, root / HF_PART / TEMPLATES):
         for path in [part, *(sorted(part.iterdir()) if part.is_dir() else ())]:
             if path.is_symlink() and not (target := path.resolve()).is_relative_to(allowed):
@@ -242,10 +238,8 @@ def look(text: str) -> Place | None:
         for checkpoint in reversed(listed):
             if (source := _held(checkpoint)) is not None:
                 if gone:
-                    print(
-                        f"zoo: {folder}: {gone[0]} has just been removed by its run; {checkpoint.name} is read",
-                        file=sys.stderr,
-                    )
+                    note = f"zoo: {folder}: {gone[0]} has just been removed by its run; {checkpoint.name} is read"
+                    print(note, file=sys.stderr)
                 return source
             gone.append(checkpoint.name)
         if not listed:
@@ -292,17 +286,12 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         )
     if not is_hub_id(text):
         raise UserError(f"{named}: no such folder; wanted a checkpoint folder or a hub id")
-    folder = _downloaded(text, revision, named)
-    return Place("hf", folder, folder)
-
-
-def _downloaded(text: str, revision: str | None, named: str) -> Path:
-    """The folder of a hub id's files; UserError where the hub does not give them out."""
     from huggingface_hub import snapshot_download
 
     with asking_the_hub() as unreachable:
         try:
-            return Path(snapshot_download(text, revision=revision))
+            folder = Path(snapshot_download(text, revision=revision))
+            return Place("hf", folder, folder)
         except Exception as error:
             why = (
                 f"the hub is out of reach ({unreachable}), and no copy of it is in the cache; give a folder, or a connection"

@@ -88,10 +88,14 @@ class Change:
     def __str__(self) -> str:
         return f"{self.key}: {shown_value(self.old)} there, {shown_value(self.new)} here"
 
+    @property
+    def plain_key(self) -> str:
+        """The key of the recipe: that of the whole list, where an entry of it differs."""
+        return self.key.partition("[")[0]
+
     def accepted(self, recipe: Recipe) -> bool:
         """Whether the recipe allows it, by its key or a section of it."""
-        key = self.key.partition("[")[0]
-        return self.free or any(key == name or key.startswith(f"{name}.") for name in recipe.run.accept_changes)
+        return self.free or any(f"{self.plain_key}.".startswith(f"{name}.") for name in recipe.run.accept_changes)
 
 
 def changes(saved: JsonMapping, recipe: Recipe) -> list[Change]:
@@ -151,29 +155,23 @@ def refuse(where: str, changed: Sequence[Change], recipe: Recipe, saved_recipe: 
     wrong = [change for change in changed if not change.accepted(recipe)]
     if not wrong:
         return
-    keys_changed = list(dict.fromkeys(change.key.partition("[")[0] for change in wrong))
-    telling = [change for change in wrong if change.key.partition("[")[0] in _TELLING]
+    keys_changed = list(dict.fromkeys(change.plain_key for change in wrong))
     if len(keys_changed) > _SHOWN:
-        telling = (
-            sorted(telling, key=lambda change: _TELLING.index(change.key.partition("[")[0]))[:_FEW] or wrong[:_FEW]
-        )
-        others = len(wrong) - len(telling)
+        telling = [change for change in wrong if change.plain_key in _TELLING]
+        telling = sorted(telling, key=lambda change: _TELLING.index(change.plain_key))[:_FEW] or wrong[:_FEW]
+        others = f"; and {len(wrong) - len(telling)} more keys differ" if len(wrong) > len(telling) else ""
+        names = ""
+        if saved_recipe not in (None, recipe.recipe):
+            names = f" (recipe {printable(str(saved_recipe), 100)} there, {recipe.recipe} here)"
         raise ConfigError(
-            f"{where} belongs to another experiment{_named(saved_recipe, recipe)}: {'; '.join(map(str, telling))}"
-            f"{f'; and {others} more keys differ' if others else ''}; give this one a folder of its own: run.dir=FOLDER"
+            f"{where} belongs to another experiment{names}: {'; '.join(map(str, telling))}{others}; give this one a "
+            "folder of its own: run.dir=FOLDER"
         )
     shown = "; ".join(map(str, wrong[:_SHOWN]))
     more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""  # entries of one list
     raise ConfigError(
         f"{where} was saved under another recipe ({shown}{more}); take the old values, allow the new ones with "
         f"run.accept_changes=[{','.join(keys_changed)}], or use another run.dir"
-    )
-
-
-def _named(saved: str | None, recipe: Recipe) -> str:
-    """The two recipes' names, where they differ."""
-    return (
-        "" if saved in (None, recipe.recipe) else f" (recipe {printable(str(saved), 100)} there, {recipe.recipe} here)"
     )
 
 

@@ -43,18 +43,33 @@ def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
     check_lora(recipe)
     check_optimizer(recipe)
     check_preference(recipe)
-    _check_length(recipe)
-    check_schedule(recipe.train, recipe.train.steps)
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        raise ConfigError("train.steps and train.epochs are both null: give one of them, such as train.epochs=1")
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"train.steps={steps} and train.epochs={epochs:g} are both given: set one of them to null")
+    check_schedule(recipe.train, steps)
     recipe = recipe.replace(_derived(recipe))
     check_layout(recipe, world_size)
     check_packing(recipe)
     if here:
         check_packages(recipe)
-        _check_trackers(recipe)
+        for key, name in (("wandb", "Weights & Biases"), ("mlflow", "MLflow"), ("trackio", "Trackio")):
+            if (value := getattr(recipe.log, key)) and importlib.util.find_spec(key) is None:
+                hint = f"pip install 'zoo-train[{key}]', or leave log.{key} out"
+                raise ConfigError(f"log.{key}={value}: {name} is not installed; {hint}")
     check_gpus(recipe, here=here)
     check_engine(recipe)
     _check_run(recipe)
-    _check_metrics(recipe)
+    train = recipe.train
+    for key in ("keep_best", "early_stop"):
+        if (metric := getattr(train, key)) is not None:
+            parse_metric(metric, f"train.{key}")
+    if train.early_stop is not None and not train.eval_every:
+        raise ConfigError(
+            f"train.early_stop={train.early_stop}: train.eval_every=0 evaluates at the end alone; give the steps between "
+            "evaluations, train.eval_every=100 say"
+        )
     return recipe
 
 
@@ -72,28 +87,6 @@ def _check_run(recipe: Recipe) -> None:
         raise ConfigError(
             f"run.stage={recipe.run.stage}: it is in run.dir={recipe.run.dir}, or the other way round; give a folder of its own "
             "on a local disk"
-        )
-
-
-def _check_trackers(recipe: Recipe) -> None:
-    named = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
-    for key, name in named.items():
-        value = getattr(recipe.log, key)
-        if value and importlib.util.find_spec(key) is None:
-            raise ConfigError(
-                f"log.{key}={value}: {name} is not installed; pip install 'zoo-train[{key}]', or leave log.{key} out"
-            )
-
-
-def _check_metrics(recipe: Recipe) -> None:
-    train = recipe.train
-    for key in ("keep_best", "early_stop"):
-        if (metric := getattr(train, key)) is not None:
-            parse_metric(metric, f"train.{key}")
-    if train.early_stop is not None and not train.eval_every:
-        raise ConfigError(
-            f"train.early_stop={train.early_stop}: train.eval_every=0 evaluates at the end alone; give the steps between "
-            "evaluations, train.eval_every=100 say"
         )
 
 
@@ -136,26 +129,13 @@ def _check_values(recipe: Recipe) -> None:
         raise ConfigError(
             f"data.min_pixels={least} is above data.max_pixels={most}: no image fits both; give a lower data.min_pixels"
         )
-    _check_bundled(recipe)
-    check_entries(recipe.data.train, recipe.data.eval)
-
-
-def _check_bundled(recipe: Recipe) -> None:
-    """Defaults for the bundled set are within the bounds of the keys that they stand for."""
-    known = ("augment", "augment_variants", "blank_answers")
-    for name, value in recipe.data.bundled.items():
+    known = ["augment", "augment_variants", "blank_answers"]
+    for name, value in recipe.data.bundled.items():  # defaults for the bundled set
         if name not in known:
-            near = ", ".join(nearest(name, list(known)))
+            near = ", ".join(nearest(name, known))
             raise ConfigError(f"data.bundled.{name}: no such key; nearest: {near}")
         key = keys(Recipe)[f"data.{name}"]
         whole = name != "augment_variants" or float(value).is_integer()
         if key.bounds is not None and not (key.bounds.hold(value) and whole):
             raise ConfigError(f"data.bundled.{name}={value:g}: wanted {key.wanted}")
-
-
-def _check_length(recipe: Recipe) -> None:
-    steps, epochs = recipe.train.steps, recipe.train.epochs
-    if steps is None and epochs is None:
-        raise ConfigError("train.steps and train.epochs are both null: give one of them, such as train.epochs=1")
-    if steps is not None and epochs is not None:
-        raise ConfigError(f"train.steps={steps} and train.epochs={epochs:g} are both given: set one of them to null")
+    check_entries(recipe.data.train, recipe.data.eval)

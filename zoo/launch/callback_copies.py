@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zoo.errors import UserError, printable
 from zoo.user_code import calling
 
 
-def copied(callbacks: Sequence[Any]) -> bytes:
+def copied(callbacks: Sequence[object]) -> bytes:
     """The callbacks as bytes. What `__main__` defines goes with them; other modules are imported by rank 0.
 
     Raises:
@@ -31,7 +30,7 @@ def copied(callbacks: Sequence[Any]) -> bytes:
     return data
 
 
-def read_copies(path: str | Path) -> list[Any]:
+def read_copies(path: str | Path) -> list[object]:
     """The callbacks that `copied` wrote.
 
     Raises:
@@ -41,7 +40,7 @@ def read_copies(path: str | Path) -> list[Any]:
 
     try:
         with calling("callbacks"):
-            copies: list[Any] = dill.loads(Path(path).read_bytes())
+            copies: list[object] = dill.loads(Path(path).read_bytes())
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 300)
         raise UserError(

@@ -6,8 +6,8 @@ import importlib
 import json
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
 from zoo.errors import UserError
+from zoo.launch.callback_copies import copied
 from zoo.launch.kernel_cache import keep_kernels
 from zoo.launch.objects import with_files
 from zoo.launch.prepare import prepare, under_torchrun
-from zoo.launch.rank_group import MISTAKE, run_ranks
-from zoo.launch.waiting_ranks import WaitingRanks, waiting_ranks
+from zoo.launch.rank_group import MISTAKE, RankGroup, received_signals, run_ranks
 from zoo.logging import terminal
 from zoo.logging.result import TrainResult
 from zoo.parallel.megatron.core_import import import_core, importing
@@ -51,9 +51,9 @@ def launch(
     recipe: Recipe | str | Path,
     overrides: Overrides = (),
     *,
-    data: Any = None,
-    eval_data: Any = None,
-    callbacks: Sequence[Any] = (),
+    data: object = None,
+    eval_data: object = None,
+    callbacks: Sequence[object] = (),
     here: bool = False,
     announce: Callable[[Recipe, int], object] | None = None,
 ) -> TrainResult:
@@ -81,9 +81,11 @@ def launch(
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
     recipe = with_files(load_recipe(recipe, overrides), data, eval_data)
-    here = here and not (callbacks or _calls_users(recipe))  # whose functions may end a process
+    specs = [*(("data.train", spec) for spec in recipe.data.train), *(("data.eval", spec) for spec in recipe.data.eval)]
+    own_formats = any(":" in (parse_entry(spec, key).format or "") for key, spec in specs)
+    here = here and not (callbacks or recipe.run.callbacks or own_formats)  # users' functions may end a process
     with ExitStack() as stack:
-        children: list[WaitingRanks] = []
+        children: list[Callable[[Recipe, list[str]], int]] = []
 
         def start(ranks: int) -> None:
             """Import what a rank needs, if this process plans while another one could; or start those that do so."""
@@ -110,7 +112,7 @@ def launch(
 
 
 @preserve_process_state()
-def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh: bool = False) -> Any:
+def run_task(task: str, recipe: Recipe, ranks: int, argument: object = None, fresh: bool = False) -> Any:
     """Call the function `task` ("module:name") with a recipe on every rank; return what rank 0 returned.
 
     The call is in this process for a single rank and for a rank of torchrun, else in child processes as in `launch`.
@@ -145,24 +147,52 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         return pickle.loads(result.read_bytes())
 
 
-def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> TrainResult:
+@contextmanager
+def waiting_ranks(
+    recipe: Recipe, ranks: int, callbacks: Sequence[object] = ()
+) -> Iterator[Callable[[Recipe, list[str]], int]]:
+    """Start `ranks` ranks, which import what they need while their recipe is planned; those that run at the end of the block are killed.
+
+    Args:
+        recipe: as asked for. Its backend says what the ranks import.
+        callbacks: of zoo.train.
+
+    Yields:
+        a function that has them train the planned recipe; it returns the exit code, and takes `messages` as `run_ranks`.
+
+    Raises:
+        UserError: a callback can't be copied.
+    """
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder, RankGroup() as group:
+        asked, config, copies = (Path(folder) / name for name in ("asked.yaml", "config.yaml", "callbacks"))
+        save_recipe(recipe, asked)
+        command = module_command("zoo.launch.rank_main", str(config), "--asked", str(asked))
+        if callbacks:
+            copies.write_bytes(copied(callbacks))
+            command += ["--callbacks", str(copies)]
+
+        def train(planned: Recipe, messages: list[str]) -> int:
+            save_recipe(planned, config)
+            with received_signals() as received:
+                return group.supervise(received, messages)
+
+        group.start_all(command, ranks, recipe.engine.threads)
+        yield train
+
+
+def _train_in_children(train: Callable[[Recipe, list[str]], int], recipe: Recipe, ranks: int) -> TrainResult:
     messages: list[str] = []
     terminal.set_status(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
     terminal.hand_over()
-    code = children.train(recipe, messages)
+    code = train(recipe, messages)
     if code not in (INTERRUPTED, PREEMPTED):
         _raise_failed(code, messages)
-    assert recipe.run.dir is not None  # derived by validate
-    if code and not _was_saved(recipe.run.dir):
+    run_dir = recipe.run.dir
+    assert run_dir is not None  # derived by validate
+    saved = (Path(run_dir) / "summary.json").is_file() and TrainResult.from_run_dir(run_dir).interrupted
+    if code and not saved:
         _raise_stopped(code)
-    return TrainResult.from_run_dir(recipe.run.dir)
-
-
-def _calls_users(recipe: Recipe) -> bool:
-    """Whether a run calls functions that the recipe names: callbacks, or formats of rows."""
-    specs = [("data.train", recipe.data.train), ("data.eval", recipe.data.eval)]
-    entries = [parse_entry(spec, key) for key, entry_specs in specs for spec in entry_specs]
-    return bool(recipe.run.callbacks) or any(":" in (entry.format or "") for entry in entries)
+    return TrainResult.from_run_dir(run_dir)
 
 
 def _raise_stopped(code: int) -> None:
@@ -177,8 +207,3 @@ def _raise_failed(code: int, messages: Sequence[str]) -> None:
         raise UserError(messages[0].removeprefix(MISTAKE))
     if code:
         raise WorkerError(code, messages)
-
-
-def _was_saved(run_dir: str) -> bool:
-    """Whether the summary in the run folder is that of an interrupted run."""
-    return (Path(run_dir) / "summary.json").is_file() and TrainResult.from_run_dir(run_dir).interrupted

@@ -15,10 +15,11 @@ from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
 from zoo.launch.prepare import under_torchrun
 from zoo.launch.slurm import join_slurm
+from zoo.types import JsonObject
 from zoo.watchdog.run_lock import refuse_second
 
 
-def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recipe:
+def with_files(recipe: Recipe, data: object = None, eval_data: object = None) -> Recipe:
     """The recipe with files in the place of objects in data.train and data.eval.
 
     A list or an iterable of dicts becomes one file (`zoo.data.sources.objects`), a datasets.Dataset a folder of its own
@@ -31,13 +32,13 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     Raises:
         UserError: objects under torchrun or SLURM, rows that can't be written, a stream, or a run folder in use.
     """
-    by_key = {"train": data, "eval": eval_data}
-    entries = {
-        name: getattr(recipe.data, name) if value is None else entries_of(value, f"data.{name}")
-        for name, value in by_key.items()
+    changed = {
+        key: entries_of(value, key)
+        for key, value in (("data.train", data), ("data.eval", eval_data))
+        if value is not None
     }
+    entries: dict[str, list[object]] = {"data.train": recipe.data.train, "data.eval": recipe.data.eval, **changed}
     if not any(map(has_objects, entries.values())):
-        changed = {f"data.{name}": entries[name] for name, value in by_key.items() if value is not None}
         return recipe.replace(changed) if changed else recipe
     join_slurm()
     if under_torchrun():
@@ -48,16 +49,16 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     folder = expanded(run_folder(recipe))
     refuse_second(folder)
     plain = {
-        f"data.{name}": [
-            write_entry(entry, folder / "data" / f"{name}-{number}", recipe.data.root, f"data.{name}")
+        key: [
+            write_entry(entry, folder / "data" / f"{key.removeprefix('data.')}-{number}", recipe.data.root, key)
             for number, entry in enumerate(some)
         ]
-        for name, some in entries.items()
+        for key, some in entries.items()
     }
     return recipe.replace({"data.train": [], "data.eval": []}).replace(plain)
 
 
-def write_entry(entry: Any, folder: Path, root: str | None, key: str) -> Any:
+def write_entry(entry: object, folder: Path, root: str | None, key: str) -> object:
     """An entry with a path, `place` with an ending, in the place of its rows; another entry as it is.
 
     Media that rows name lie in the entry's root, else in `root`, else in the current folder.
@@ -71,7 +72,7 @@ def write_entry(entry: Any, folder: Path, root: str | None, key: str) -> Any:
     return plain_entry(entry)
 
 
-def plain_entry(entry: DataEntry) -> dict[str, Any]:
+def plain_entry(entry: DataEntry) -> JsonObject:
     """An entry as a mapping of what it says."""
     default = DataEntry()
     names = [item.name for item in fields(DataEntry)]
@@ -82,7 +83,15 @@ def _write(rows: Any, folder: Path, key: str) -> Path:
     if isinstance(rows, dict):
         raise ConfigError(f"{key}: a {type(rows).__name__} of splits; give one, {key}=data['train']")
     if hasattr(rows, "save_to_disk"):
-        return _write_dataset(rows, folder, key)
+        if rows.format.get("type") == "custom":
+            raise ConfigError(f"{key}: the data set has a transform, which no file keeps; apply it with map() first")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        rows.save_to_disk(str(partial))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return folder
     if hasattr(rows, "load_state_dict") and not hasattr(rows, "__len__"):
         raise ConfigError(
             f"{key}: a {type(rows).__name__} may have no end, and can't be handed to ranks; give {{hub: ..., stream: true}}, "
@@ -91,16 +100,3 @@ def _write(rows: Any, folder: Path, key: str) -> Path:
     path = folder.with_name(f"{folder.name}{SUFFIX}")
     write_objects(rows, path, key)
     return path
-
-
-def _write_dataset(rows: Any, folder: Path, key: str) -> Path:
-    """A folder of `save_to_disk`, in the place of an earlier one."""
-    if rows.format.get("type") == "custom":
-        raise ConfigError(f"{key}: the data set has a transform, which no file keeps; apply it with map() first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    rows.save_to_disk(str(partial))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return folder

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -47,97 +47,74 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None, me
     Returns:
         as `RankGroup.supervise`.
     """
-    with rank_group() as group, _signals() as received:
+    with RankGroup() as group, received_signals() as received:
         group.start_all(command, ranks, threads, received)
-        return _supervise(group, received, messages)
-
-
-@contextmanager
-def rank_group() -> Iterator[RankGroup]:
-    """A group without ranks yet. Those that run at the end of the block are killed."""
-    with Launcher() as launcher, RankGroup(launcher) as group:
-        yield group
-
-
-def _supervise(group: RankGroup, received: Sequence[int], messages: list[str] | None) -> int:
-    """`RankGroup.supervise`, with the signals that come in."""
-    seen = 0
-    while group.running():
-        if len(received) > seen:
-            seen += 1
-            if seen == 1:
-                group.signal(received[0])
-            else:
-                group.kill()
-        elif group.failed() and seen < 2:
-            group.wait_for_the_others()
-            break
-        time.sleep(_POLL_SECONDS)
-    failed = [] if seen > 1 else group.failed()
-    if failed:
-        group.kill()
-        return group.report(failed, messages)
-    if seen > 1:
-        return INTERRUPTED if received[1] == signal.SIGINT else PREEMPTED
-    return group.stopped(received)
+        return group.supervise(received, messages)
 
 
 class RankGroup:
-    """The processes of all ranks, in order of rank."""
+    """The processes of all ranks, in order of rank; those that run at the end of the block are killed."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._kills = kernel_kills()
-        self._folder = tempfile.TemporaryDirectory(prefix="zoo-ranks-")
 
     def __enter__(self) -> RankGroup:
+        with ExitStack() as stack:
+            self._launcher = stack.enter_context(Launcher())
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zoo-ranks-")))
+            stack.callback(self.kill)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._folder.cleanup()
+        self._stack.close()
 
-    def start_all(
-        self, command: Sequence[str], ranks: int, threads: int | None = None, received: Sequence[int] = ()
-    ) -> None:
-        """Start `command` as `ranks` processes of one group, until a signal is in `received`."""
+    def start_all(self, command: Sequence[str], ranks: int, threads: int | None, received: Sequence[int] = ()) -> None:
+        """Start `command` as `ranks` processes of one group, until a signal is in `received`; rank 0 keeps stdout and stderr."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         shared[STARTED] = os.environ.get(STARTED, str(time.time()))
         shared["OMP_NUM_THREADS"] = str(cpu_threads(threads, ranks))
         for rank in range(ranks):
-            if not received:
-                self.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            if received:
+                return
+            env = {**os.environ, **shared, **self._launcher.environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env[FAILURE_LOG] = str(self._log(rank))
+            null, descriptors = subprocess.DEVNULL, self._launcher.files
+            with self._log(rank).open("ab") if rank else contextlib.nullcontext() as log:
+                process = subprocess.Popen(
+                    command, env=env, stdin=null, stdout=null if rank else None, stderr=log, start_new_session=True, pass_fds=descriptors
+                )  # fmt: skip
+            self.processes.append(process)
 
-    def supervise(self, messages: list[str] | None = None) -> int:
-        """Wait for the ranks, acting on failures and on the signals that come in; see `run_ranks`.
+    def supervise(self, received: Sequence[int], messages: list[str] | None = None) -> int:
+        """Wait for the ranks, acting on failures and on the signals that are `received`; see `run_ranks`.
 
         Returns:
             0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on one of REQUESTS; 76 when
             they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
             killed it).
         """
-        with _signals() as received:
-            return _supervise(self, received, messages)
-
-    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the next rank; rank 0 keeps this process's stdout and stderr."""
-        rank = len(self.processes)
-        with ExitStack() as stack:
-            out, err = None, None
-            if rank > 0:
-                out, err = subprocess.DEVNULL, stack.enter_context(self._log(rank).open("ab"))
-            env = {**env, **self._launcher.environment, FAILURE_LOG: str(self._log(rank))}
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                pass_fds=self._launcher.files,
-            )
-        self.processes.append(process)
+        seen = 0
+        while running := self.running():
+            if len(received) > seen:
+                seen += 1
+                if seen > 1:
+                    self.kill()
+                else:
+                    for process in running:
+                        process.send_signal(received[0])
+            elif self.failed() and seen < 2:
+                self.wait_for_the_others()
+                break
+            time.sleep(_POLL_SECONDS)
+        failed = [] if seen > 1 else self.failed()
+        if failed:
+            self.kill()
+            return self.report(failed, messages)
+        if seen > 1:
+            return INTERRUPTED if received[1] == signal.SIGINT else PREEMPTED
+        return self.stopped(received)
 
     def running(self) -> list[subprocess.Popen[bytes]]:
         """The ranks that have not ended."""
@@ -145,12 +122,9 @@ class RankGroup:
 
     def failed(self) -> list[int]:
         """The ranks that ended badly; to end on a signal that asks for it is not to fail."""
-        codes = [process.poll() for process in self.processes]
-        return [
-            rank
-            for rank, code in enumerate(codes)
-            if code not in (None, 0, *_STOPPED) or (code == 0 and self._called(rank) is not None)
-        ]
+        codes = dict(enumerate(process.poll() for process in self.processes))
+        ended_early = [rank for rank, code in codes.items() if code == 0 and self._called(rank) is not None]
+        return [rank for rank, code in codes.items() if code not in (None, 0, *_STOPPED) or rank in ended_early]
 
     def _called(self, rank: int) -> str | None:
         """The user's function that a rank was calling when it ended, "" for none; None where it came to its own end."""
@@ -173,11 +147,6 @@ class RankGroup:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to every rank that runs."""
-        for process in self.running():
-            process.send_signal(number)
-
     def kill(self) -> None:
         """SIGKILL to every rank that runs and to what it has started."""
         for process in self.running():
@@ -190,7 +159,7 @@ class RankGroup:
         mistakes = [rank for rank in failed if codes[rank] == 2]
         causes = mistakes[:1] or [rank for rank in failed if codes[rank] != LOST]
         found = [self._message(rank, codes[rank]) for rank in causes]
-        for file in sorted(Path(self._folder.name).glob(f"*{DIAGNOSIS_SUFFIX}"))[:1]:
+        for file in sorted(self._folder.glob(f"*{DIAGNOSIS_SUFFIX}"))[:1]:
             found.append(f"zoo: {file.read_text(encoding='utf-8').strip()}")
         if messages is None or not (len(found) == 1 and found[0].startswith(MISTAKE)):
             print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
@@ -213,11 +182,11 @@ class RankGroup:
         return f"zoo: rank {rank} {_ending(code, self._kills)}{during}" + (f"; its last lines:\n{tail}" if tail else "")
 
     def _log(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank{rank}.stderr"
+        return self._folder / f"rank{rank}.stderr"
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def received_signals() -> Iterator[list[int]]:
     """A list of the signals that arrive inside the block; they have no other effect there."""
     received: list[int] = []
     first = 0.0

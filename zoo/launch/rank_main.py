@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zoo import user_code
 from zoo.data.loading import worker_processes
@@ -58,16 +58,17 @@ def _ended(work: Callable[[], int]) -> int:
             code = work()
         user_code.forget()
         return code
-    except UserError as error:
-        return _refuse(error)
     except KeyboardInterrupt as error:
         return PREEMPTED if isinstance(error, Preempted) else INTERRUPTED
     except Exception as error:
-        mistake = file_error(error) if isinstance(error, OSError) else None
-        if mistake is not None:
-            return _refuse(mistake)
-        _leave(traceback.format_exc())
-        return 1
+        mistake = file_error(error) if isinstance(error, OSError) else error if isinstance(error, UserError) else None
+        text = traceback.format_exc() if mistake is None else f"zoo: error: {mistake}\n"
+        if (log := os.environ.get(FAILURE_LOG)) is None:
+            sys.stderr.write(text)
+        else:
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(text)
+        return 1 if mistake is None else 2
 
 
 @worker_processes.ended()
@@ -76,9 +77,13 @@ def _train(path: str, files: Mapping[str, str]) -> int:
     with importing(own=True):
         _import_for(files.get("--asked", path), encodes=True)
         from zoo.training.trainer import run_rank
-    recipe = _planned(Path(path))
+    recipe, callbacks = _planned(Path(path)), list[object]()
+    if "--callbacks" in files and os.environ.get("RANK", "0") == "0":  # which has them alone
+        from zoo.launch.callback_copies import read_copies
+
+        callbacks = read_copies(files["--callbacks"])
     with live_terminal():
-        return run_rank(recipe, _callbacks(files.get("--callbacks"))).code
+        return run_rank(recipe, callbacks).code
 
 
 def _import_for(path: str, *, encodes: bool = False) -> Recipe:
@@ -102,15 +107,6 @@ def _planned(path: Path) -> Recipe:
     return load_recipe(path)
 
 
-def _callbacks(path: str | None) -> list[Any]:
-    """The callbacks in a file; rank 0 alone has them."""
-    if path is None or os.environ.get("RANK", "0") != "0":
-        return []
-    from zoo.launch.callback_copies import read_copies
-
-    return read_copies(path)
-
-
 def _do(path: str, task: str, result: str, *argument: str) -> int:
     """Call the function `module:name`, with a further argument if there is one; rank 0 leaves its result in the file."""
     with importing(own=True):
@@ -120,20 +116,6 @@ def _do(path: str, task: str, result: str, *argument: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         Path(result).write_bytes(pickle.dumps(value))
     return 0
-
-
-def _refuse(mistake: UserError) -> int:
-    _leave(f"zoo: error: {mistake}\n")
-    return 2
-
-
-def _leave(text: str) -> None:
-    path = os.environ.get(FAILURE_LOG)
-    if path is None:
-        sys.stderr.write(text)
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
 
 
 if __name__ == "__main__":

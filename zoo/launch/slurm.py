@@ -14,6 +14,7 @@ from zoo.files import write_atomically
 from zoo.parallel.signals import LOST, PREEMPTED
 
 _PORTS = 20000  # a job's port is one of so many, from as many on
+_PLAIN = re.compile(r"[\w./:=@%+,-]+")  # a word of a shell that needs no quotes
 _NAMES = {"SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
 
 
@@ -75,16 +76,12 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     each = ranks // nodes
     gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
     threads = "" if gpus else 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"\n'
-    command = " ".join(_quoted(argument) for argument in arguments)
+    quoted = (text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "'\\''") + "'" for text in arguments)
     text = _TEMPLATE.format(
-        name=name, nodes=nodes, each=each, gpus=gpus, threads=threads, command=command, preempted=PREEMPTED, lost=LOST
-    )
+        name=name, nodes=nodes, each=each, gpus=gpus, threads=threads, command=" ".join(quoted), preempted=PREEMPTED, lost=LOST
+    )  # fmt: skip
     write_atomically(path, text)
     return path
-
-
-def _quoted(argument: str) -> str:
-    return argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
 
 
 _TEMPLATE = """\

@@ -92,7 +92,7 @@ def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[R
     source = language_model(path)
     settings = settings_of(source)
     recipe = recipe_of(source, overrides)
-    overridden = {key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)}
+    overridden = set(leaves_of(Recipe, split_overrides(overrides)[0].tree))
     if "data.eval" in overridden:
         if rows is not None:
             raise UserError(f"rows and data.eval say both which rows are asked about; leave out one of them: {rows}")
@@ -119,7 +119,7 @@ def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[R
 
 def _refuse_training_keys(overrides: Overrides) -> None:
     """ConfigError for overrides of keys that have no effect where a model is asked: all of them at once."""
-    keys = [key for key, _ in leaves_of(Recipe, split_overrides(overrides)[0].tree)]
+    keys = list(leaves_of(Recipe, split_overrides(overrides)[0].tree))
     idle = [key for key in keys if key in _TRAINED or key not in _ASKED.get(key.partition(".")[0], (key,))]
     if idle:
         kept = ", ".join(key for keys in _ASKED.values() for key in keys)

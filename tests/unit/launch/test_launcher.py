@@ -17,7 +17,7 @@ import pytest
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError
-from zoo.launch import launcher, prepare, rank_group, rank_main, waiting_ranks
+from zoo.launch import launcher, prepare, rank_group, rank_main
 from zoo.launch.launcher import WorkerError
 from zoo.launch.prepare import world_size
 from zoo.launch.rank_group import run_ranks
@@ -194,18 +194,17 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, summary: dict[str, object], code: int) -> None:
     """Ranks that only leave `summary` in the run folder."""
 
-    class RanksEnd:
-        def train(self, recipe: Recipe, messages: list[str]) -> int:
-            assert recipe.run.dir == str(folder)
-            if summary:
-                (folder / "summary.json").write_text(json.dumps(summary))
-                (folder / "train.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
-            return code
+    def train(recipe: Recipe, messages: list[str]) -> int:
+        assert recipe.run.dir == str(folder)
+        if summary:
+            (folder / "summary.json").write_text(json.dumps(summary))
+            (folder / "train.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+        return code
 
     @contextmanager
-    def start(recipe: Recipe, ranks: int, callbacks: Sequence[object]) -> Iterator[RanksEnd]:
+    def start(recipe: Recipe, ranks: int, callbacks: Sequence[object]) -> Iterator[object]:
         assert ranks == 2
-        yield RanksEnd()
+        yield train
 
     monkeypatch.setattr(launcher, "waiting_ranks", start)
 
@@ -245,7 +244,7 @@ recipe = _planned(config)
 @pytest.fixture
 def began(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[int]]:
     """Ranks that wait for their recipe and leave what it says; the process ids of two that have begun."""
-    start = waiting_ranks.module_command
+    start = launcher.module_command
 
     def command(module: str, *arguments: str) -> list[str]:
         assert start(module)[-1] == "zoo.launch.rank_main"
@@ -256,7 +255,7 @@ def began(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[
             time.sleep(0.01)
         return [int(path.read_text()) for path in files]
 
-    monkeypatch.setattr(waiting_ranks, "module_command", command)
+    monkeypatch.setattr(launcher, "module_command", command)
     return pids
 
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.cli.arguments import is_entry, split_flags
+from zoo.cli.arguments import split_flags, split_places
 from zoo.errors import UserError
 from zoo.types import JsonObject
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from zoo.tools.evaluate import Evaluation
 
 USAGE = "zoo eval CHECKPOINT [ROWS] [metrics=...] [out=FILE] [key=value ...]"
-WHOLE = ("max_new_tokens", "batch", "max_rows")
+WHOLE = {"max_new_tokens", "batch", "max_rows"}
 NAMES = {"exact_match": "exact match", "anls": "ANLS", "wer": "WER (lower is better)", "cer": "CER (lower is better)"}
 _WRONG = 5  # rows that are shown
 
@@ -45,17 +44,9 @@ def run(arguments: Sequence[str]) -> int:
 
     evaluation = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
     if as_json:
-        plain = {
-            "rows": evaluation.rows,
-            "loss": evaluation.loss,
-            "scores": evaluation.scores,
-            "by_kind": evaluation.by_kind,
-        }
-        print(json.dumps(plain))
+        print(json.dumps({name: getattr(evaluation, name) for name in ("rows", "loss", "scores", "by_kind")}))
         return 0
-    print(table(evaluation))
-    for line in wrong(evaluation):
-        print(line)
+    print("\n".join([table(evaluation), *wrong(evaluation)]))
     if out is not None:
         print(f"{evaluation.rows} rows written to {out}")
     return 0
@@ -64,26 +55,14 @@ def run(arguments: Sequence[str]) -> int:
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str], JsonObject, bool]:
     """Arguments in their places, overrides of the recipe, options by name, and whether JSON is wanted."""
     flags, rest = split_flags(arguments, ("--json",))
-    places: list[str] = []
-    overrides: list[str] = []
-    values: JsonObject = {}
-    for text in rest:
-        argument = text.removeprefix("--")
-        key, equal, value = argument.partition("=")
-        if not equal or is_entry(text) or Path(text).exists():
-            places.append(text)
-        elif key == "rows":
-            places.append(value)
-        elif key in WHOLE:
-            if not value.isdecimal() or int(value) < 1:
-                raise UserError(f"{argument}: wanted a whole number from 1")
-            values[key] = int(value)
-        elif key == "metrics":
-            values[key] = [name for name in value.strip("[]").replace(" ", "").split(",") if name]
-        elif key == "out":
-            values[key] = value
-        else:
-            overrides.append(argument)
+    places, own, overrides = split_places(rest, (*WHOLE, "metrics", "out"))
+    values: JsonObject = dict(own)
+    for key in WHOLE & own.keys():
+        if not own[key].isdecimal() or int(own[key]) < 1:
+            raise UserError(f"{key}={own[key]}: wanted a whole number from 1")
+        values[key] = int(own[key])
+    if "metrics" in own:
+        values["metrics"] = [name for name in own["metrics"].strip("[]").replace(" ", "").split(",") if name]
     return places, overrides, values, bool(flags)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zoo.cli.arguments import split_flags
@@ -39,22 +39,13 @@ _ALIKE = {
     **dict.fromkeys(("videos", "clip", "movie", "video_path", "video_file"), "video"),
 }  # what others call a file of the prompt
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+_FILE = re.compile(r"(image|audio|video)=(?:\"([^\"]+)\"|(\S+))\s*")
 
 
-def _number[T](kind: Callable[[str], T], wanted: str) -> Callable[[str], T]:
-    def read(text: str) -> T:
-        try:
-            return kind(text)
-        except ValueError:
-            raise UserError(f"{text!r} is no {wanted}") from None
-
-    return read
-
-
-_WHOLE, _REAL = _number(int, "whole number"), _number(float, "number")
-OPTIONS = {
-    "max_new_tokens": _WHOLE, "temperature": _REAL, "top_p": _REAL, "seed": _WHOLE, "batch": _WHOLE, "max_rows": _WHOLE,
-}  # fmt: skip
+OPTIONS: dict[str, type[int] | type[float]] = {
+    **dict.fromkeys(("max_new_tokens", "seed", "batch", "max_rows"), int),
+    **dict.fromkeys(("temperature", "top_p"), float),
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -94,9 +85,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str], JsonObject, dict[str, list[str]]]:
     """Arguments in their places, overrides of the recipe, options by name, and files by kind."""
-    places: list[str] = []
-    overrides: list[str] = []
-    values: JsonObject = {}
+    places, overrides, values = list[str](), list[str](), dict[str, object]()
     files: dict[str, list[str]] = {kind: [] for kind in FILES}
     for text in arguments:
         argument = text.removeprefix("--") if _KEY.match(text.removeprefix("--")) else text
@@ -106,7 +95,11 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], JsonObject, d
         if key in FILES and _KEY.match(argument):
             files[key].append(value)
         elif key in OPTIONS and _KEY.match(argument):
-            values[key] = OPTIONS[key](value)
+            try:
+                values[key] = OPTIONS[key](value)
+            except ValueError:
+                kind = "whole number" if OPTIONS[key] is int else "number"
+                raise UserError(f"{value!r} is no {kind}") from None
         elif key in ("rows", "out", "prompt") and _KEY.match(argument):
             if key == "prompt":
                 places.append(value)
@@ -160,18 +153,12 @@ def _chat(path: str, overrides: Sequence[str], values: JsonMapping) -> int:
                 return 0
             if not line:
                 return 0
+            files: dict[str, list[str]] = {kind: [] for kind in FILES}
             try:
-                text, files = _question(line)
+                text = line
+                while match := _FILE.match(text):  # files stand before the text
+                    files[match[1]].append(_there(match[1], match[2] or match[3]))
+                    text = text[match.end() :]
                 print(_for_terminal(talk.ask(text, files)))
             except UserError as error:
                 print(f"zoo: {error}", file=sys.stderr)
-
-
-def _question(line: str) -> tuple[str, dict[str, list[str]]]:
-    """A line's text, and the files that stand before it."""
-    files: dict[str, list[str]] = {kind: [] for kind in FILES}
-    left = line
-    while match := re.match(r"(image|audio|video)=(?:\"([^\"]+)\"|(\S+))\s*", left):
-        files[match[1]].append(_there(match[1], match[2] or match[3]))
-        left = left[match.end() :]
-    return left, files

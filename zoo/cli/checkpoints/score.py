@@ -22,23 +22,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from zoo.cli.arguments import is_entry, split_flags
+from zoo.cli.arguments import split_flags, split_places
 from zoo.errors import UserError
 
-OWN = ("out", "top_k", "temperature", "max_rows", "rows")  # keys that are none of a recipe's
+OWN = ("out", "top_k", "temperature", "max_rows")  # keys that are none of a recipe's
 
 
 def run(arguments: Sequence[str]) -> int:
     """Score, and write a line a row, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
-    rest = [argument.removeprefix("--") for argument in rest]
-    places = [text for text in rest if "=" not in text or is_entry(text) or Path(text).exists()]
-    pairs = [argument.partition("=") for argument in rest if argument not in places]
-    own = {key: value for key, _, value in pairs if key in OWN}
-    overrides = [f"{key}={value}" for key, _, value in pairs if key not in OWN]
-    places += [own.pop("rows")] if "rows" in own else []
+    places, own, overrides = split_places(rest, OWN)
     if len(places) not in (1, 2) or ("top_k" in own and len(places) != 2):
         raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]")
     path, *rows = places
@@ -52,8 +46,8 @@ def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: l
 
     if "temperature" in own:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
-    most = _number(own, "max_rows", int) if "max_rows" in own else None
-    scores = score(path, rows, overrides, max_rows=most, out=own.get("out"), here=True)
+    max_rows = _number(own, "max_rows", int) if "max_rows" in own else None
+    scores = score(path, rows, overrides, max_rows=max_rows, out=own.get("out"), here=True)
     if "out" in own:
         print(f"{len(scores)} rows written to {own['out']}")
     else:

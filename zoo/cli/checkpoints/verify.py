@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.cli.arguments import split_flags
+from zoo.cli.arguments import split_flags, split_own_keys
 from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -36,15 +36,13 @@ def run(arguments: Sequence[str]) -> int:
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
     options = [argument.removeprefix("--") for argument in rest if argument not in places]
-    own = {key: value for key, _, value in (text.partition("=") for text in options) if key in ("rows", "tolerance")}
-    overrides = [text for text in options if text.partition("=")[0] not in own]
+    own, overrides = split_own_keys(options, ("rows", "tolerance"))
 
     from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
     tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS
-    rows = own.get("rows")
-    verification = verify(a, b, rows=rows, overrides=overrides, tolerance=tolerance, here=True, quiet=False)
+    verification = verify(a, b, rows=own.get("rows"), overrides=overrides, tolerance=tolerance, here=True, quiet=False)
     print(json.dumps(verification.as_dict(), indent=2) if "--json" in flags else table(verification))
     return 0 if verification.equal else 1
 

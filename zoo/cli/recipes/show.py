@@ -38,7 +38,11 @@ def run(arguments: Sequence[str]) -> int:
             raise UserError(f"{rest[0]}: zoo show --schema takes --json and nothing else")
         print(json.dumps(_schema_entries(), indent=2) if "--json" in flags else _schema())
         return 0
-    if len(rest) == 1 and (Path(rest[0]).is_dir() or not _names_recipe(rest[0])):
+    from zoo.config.recipes.matrix import recipe_names
+
+    ends = (".yaml", ".yml")
+    is_recipe = any("=" in text or text in recipe_names() or text.endswith(ends) for text in rest)
+    if len(rest) == 1 and (Path(rest[0]).is_dir() or not is_recipe):
         from zoo.tools.runs.status import describe, read_status
 
         status = read_status(rest[0])
@@ -70,13 +74,6 @@ def run(arguments: Sequence[str]) -> int:
     print("\n".join(_comments("differs from the defaults", differing, "default", "default")))
     print(_documented(values))
     return 0
-
-
-def _names_recipe(argument: str) -> bool:
-    """Whether a lone argument that is no folder is meant as a recipe, with `recipe=` or without."""
-    from zoo.config.recipes.matrix import recipe_names
-
-    return "=" in argument or argument in recipe_names() or argument.endswith((".yaml", ".yml"))
 
 
 def _schema_entries() -> list[JsonObject]:

@@ -146,7 +146,9 @@ def _next(recipe: Recipe, folder: Path) -> list[str]:
     from zoo.config.compose import about
     from zoo.config.recipes.matrix import recipe_names
 
-    zoo = _command()
+    zoo = "zoo"
+    if not shutil.which("zoo"):
+        zoo = sys.argv[0] if Path(sys.argv[0]).name == "zoo" else "python -m zoo"
     plots = folder / "plots"
     base = about(recipe.recipe)["base"] if recipe.recipe in recipe_names() else None
     steps = [
@@ -162,13 +164,6 @@ def _next(recipe: Recipe, folder: Path) -> list[str]:
     shown = [step for number, step in enumerate(steps) if left_out.get(number, True)]
     width = max(len(command) for command, _ in shown)
     return [f"  {command:<{width}}  {why}" for command, why in shown]
-
-
-def _command() -> str:
-    """How to call zoo from here."""
-    if shutil.which("zoo"):
-        return "zoo"
-    return sys.argv[0] if Path(sys.argv[0]).name == "zoo" else "python -m zoo"
 
 
 def _evaluation(recipe: Recipe) -> str:

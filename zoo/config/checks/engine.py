@@ -49,11 +49,8 @@ def check_engine(recipe: Recipe) -> None:
             f"engine.cuda_graphs=true with {other}: layers are not captured under it; leave one of the two out"
         )
     if recipe.engine.delta_rule == "flash_qla":
-        others = {
-            "engine.precision=fp32": recipe.engine.precision == "fp32",
-            "run.deterministic=true": recipe.run.deterministic,
-        }
-        if other := next((name for name, there in others.items() if there), None):
+        other = "engine.precision=fp32" if recipe.engine.precision == "fp32" else ""
+        if other := other or ("run.deterministic=true" if recipe.run.deterministic else ""):
             raise ConfigError(
                 f"{_FLASH_QLA} with {other}: that has the rule in plain PyTorch; leave one of the two out"
             )

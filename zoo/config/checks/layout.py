@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isqrt
+from math import isqrt, prod
 
 from zoo.config.architecture import num_experts, text_config
 from zoo.config.derived import alignment, data_parallel
@@ -14,26 +14,15 @@ from zoo.types import JsonMapping
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
-    _check_ranks(recipe, world_size)
-    _check_sizes(recipe)
-    _check_batch(recipe, world_size)
-
-
-def _check_ranks(recipe: Recipe, world_size: int) -> None:
-    parallel = recipe.parallel
-    fitting = f"{_ranks(world_size)} of the run; {_listed(_divisors(world_size))} would"
-    dense = parallel.tp * parallel.pp * parallel.cp
-    if world_size % dense:
-        raise ConfigError(
-            f"parallel.tp={parallel.tp} * pp={parallel.pp} * cp={parallel.cp} = {dense} does not divide the "
-            f"{fitting}, or nproc={_next_multiple(world_size, dense)}"
-        )
-    expert = parallel.etp * parallel.ep * parallel.pp
-    if world_size % expert:
-        raise ConfigError(
-            f"parallel.etp={parallel.etp} * ep={parallel.ep} * pp={parallel.pp} = {expert} does not divide the "
-            f"{fitting}, or nproc={_next_multiple(world_size, expert)}"
-        )
+    parallel, ranks = recipe.parallel, "1 rank" if world_size == 1 else f"{world_size} ranks"
+    for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
+        product = prod(getattr(parallel, name) for name in names)
+        if world_size % product:
+            sizes = " * ".join(f"{name}={getattr(parallel, name)}" for name in names)
+            raise ConfigError(
+                f"parallel.{sizes} = {product} does not divide the {ranks} of the run; "
+                f"{_listed(_divisors(world_size))} would, or nproc={_next_multiple(world_size, product)}"
+            )
     if parallel.sp and parallel.tp == 1:
         raise ConfigError(
             "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel "
@@ -41,6 +30,8 @@ def _check_ranks(recipe: Recipe, world_size: int) -> None:
         )
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ConfigError(f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1")
+    _check_sizes(recipe)
+    _check_batch(recipe, world_size)
 
 
 def _check_sizes(recipe: Recipe) -> None:
@@ -65,8 +56,14 @@ def _check_sizes(recipe: Recipe) -> None:
             f"parallel.tp={parallel.tp} does not divide the model's intermediate_size {width}; "
             f"{_listed(_divisors(width))} would"
         )
-    if "linear_attention" in (text.get("layer_types") or ()):
-        _check_linear_attention(recipe, text)
+    if "linear_attention" in (text.get("layer_types") or ()):  # every rank needs heads of its own
+        ranks = parallel.tp * parallel.cp
+        for key in ("linear_num_key_heads", "linear_num_value_heads"):
+            if (heads := text.get(key)) and heads % ranks:
+                raise ConfigError(
+                    f"parallel.tp={parallel.tp} * cp={parallel.cp} = {ranks} does not divide the model's {key} {heads}: every "
+                    f"rank needs linear attention heads of its own; a product of {_listed(_divisors(heads))} would"
+                )
     _check_stages(recipe, layers)
 
 
@@ -95,19 +92,6 @@ def all_sparse(recipe: Recipe, text: JsonMapping) -> bool:
     """Whether every layer has experts, so that `intermediate_size` is nobody's."""
     some = bool(num_experts(recipe.model.arch))
     return some and not text.get("mlp_only_layers") and text.get("decoder_sparse_step", 1) == 1
-
-
-def _check_linear_attention(recipe: Recipe, text: JsonMapping) -> None:
-    """Gated DeltaNet gives every tensor and context parallel rank heads of its own."""
-    parallel = recipe.parallel
-    for key in ("linear_num_key_heads", "linear_num_value_heads"):
-        heads = text.get(key)
-        if heads and heads % (parallel.tp * parallel.cp):
-            raise ConfigError(
-                f"parallel.tp={parallel.tp} * cp={parallel.cp} = {parallel.tp * parallel.cp} does not divide the "
-                f"model's {key} {heads}: every rank needs linear attention heads of its own; a product of "
-                f"{_listed(_divisors(heads))} would"
-            )
 
 
 def _check_experts(recipe: Recipe, experts: int) -> None:
@@ -196,7 +180,3 @@ def _listed(numbers: list[int]) -> str:
     if len(shown) > 10:
         shown = [*shown[:6], "...", *shown[-2:]]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

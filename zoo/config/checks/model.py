@@ -7,7 +7,7 @@ from zoo.config.locate import is_hub_id
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
-from zoo.registry import get_family
+from zoo.registry import ModelFamily, get_family
 
 
 def check_model(recipe: Recipe) -> None:
@@ -15,13 +15,9 @@ def check_model(recipe: Recipe) -> None:
         raise ConfigError("model.family is not set; `zoo list` shows the families")
     family = get_family(recipe.model.family)
     for part in recipe.model.freeze:
-        if part not in family.all_parts:
-            near = ", ".join(nearest(part, list(family.all_parts)))
-            raise ConfigError(f"model.freeze={part}: {family.name} has no such part; nearest: {near}")
+        _check_part(family, part, f"model.freeze={part}")
     for part, scale in recipe.train.lr_scale.items():
-        if part not in family.all_parts:
-            near = ", ".join(nearest(part, list(family.all_parts)))
-            raise ConfigError(f"train.lr_scale.{part}: {family.name} has no such part; nearest: {near}")
+        _check_part(family, part, f"train.lr_scale.{part}")
         if part in recipe.model.freeze:
             raise ConfigError(f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two")
         if not scale > 0:
@@ -61,7 +57,7 @@ def check_lora(recipe: Recipe) -> None:
     for key, values in (("lora.targets", lora.targets), ("lora.parts", lora.parts)):
         if not values:
             raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
-    _check_parts(recipe)
+    _check_lora_parts(recipe)
     if lora.base_dtype == "fp8" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(
             f"lora.base_dtype=fp8 with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
@@ -71,14 +67,18 @@ def check_lora(recipe: Recipe) -> None:
         raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")
 
 
-def _check_parts(recipe: Recipe) -> None:
+def _check_part(family: ModelFamily, part: str, where: str) -> None:
+    if part not in family.all_parts:
+        near = ", ".join(nearest(part, list(family.all_parts)))
+        raise ConfigError(f"{where}: {family.name} has no such part; nearest: {near}")
+
+
+def _check_lora_parts(recipe: Recipe) -> None:
     """Which parts have adapters, and which are trained whole beside them."""
     lora, family = recipe.lora, get_family(recipe.model.family)
     for key, parts in (("lora.parts", lora.parts), ("lora.whole_parts", lora.whole_parts)):
         for part in parts:
-            if part not in family.all_parts:
-                near = ", ".join(nearest(part, list(family.all_parts)))
-                raise ConfigError(f"{key}={part}: {family.name} has no such part; nearest: {near}")
+            _check_part(family, part, f"{key}={part}")
             if part in recipe.model.freeze:
                 raise ConfigError(f"{key}={part}: model.freeze has {part} too; take it out of one of the two")
     for part in lora.whole_parts:

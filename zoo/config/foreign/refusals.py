@@ -16,7 +16,7 @@ from zoo.config.recipes.chain import CHOICES, FILE_KEYS
 from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
-from zoo.types import JsonMapping, JsonObject
+from zoo.types import JsonMapping
 
 
 def refuse_foreign_file(name_or_path: str, load: Load, overrides: Layer) -> None:
@@ -35,7 +35,7 @@ def refuse_foreign_file(name_or_path: str, load: Load, overrides: Layer) -> None
     if program is None:
         return
     leaves, unknown = read_leaves(Recipe, overrides.tree)
-    own = {**dict(leaves), **{key: overrides.tree[key] for key in CHOICES if key in overrides.tree}}
+    own = leaves | {key: overrides.tree[key] for key in CHOICES if key in overrides.tree}
     own |= {edit.path: edit.value for edit in overrides.edits}
     foreign = {wrong.key: wrong.value for wrong in unknown if wrong.key not in CHOICES}
     names = {leaf(key) for key in foreign}
@@ -53,20 +53,21 @@ def refuse_unknown(recipe: str, layers: Sequence[Layer], load: Load) -> None:
         layers: the user's files, and the overrides last.
         load: as `translate` takes it.
     """
-    problems: list[str] = []
-    foreign = 0
+    problems, foreign = list[str](), 0
     for layer in layers:
         where = f"{layer.origin}: " if layer.origin else ""
         tree = {key: value for key, value in layer.tree.items() if key not in FILE_KEYS}
         leaves, unknown = read_leaves(Recipe, tree)
         problems += [f"{where}{wrong.problem}" for wrong in unknown]
-        problems += [f"{where}{problem}" for problem in _entry_mistakes(dict(leaves), layer.edits)]
+        problems += [f"{where}{problem}" for problem in _entry_mistakes(leaves, layer.edits)]
         foreign += sum(foreign_hint(wrong.key) is not None for wrong in unknown if not layer.origin)
     if not problems:
         return
     answer = together(problems)
     if len(problems) > 1 and foreign > 1 and recipe in recipe_names():
-        answer += f"\nwhat comes to the same here:\n{translate(_by_key(layers[-1].tree), load, recipe=recipe)}"
+        leaves, unknown = read_leaves(Recipe, layers[-1].tree)  # zoo's own mappings whole
+        flat = leaves | {wrong.key: wrong.value for wrong in unknown}
+        answer += f"\nwhat comes to the same here:\n{translate(flat, load, recipe=recipe)}"
     raise ConfigError(answer)
 
 
@@ -81,9 +82,3 @@ def _entry_mistakes(leaves: JsonMapping, edits: Sequence[Edit]) -> Iterator[str]
         for edit in edits:
             if edit.key == key:
                 yield from (f"{key}[{edit.index}]: {problem}" for problem in unknown_keys(edit.rest[:1]))
-
-
-def _by_key(tree: JsonMapping) -> JsonObject:
-    """Overrides by dotted key, zoo's own mappings whole."""
-    leaves, unknown = read_leaves(Recipe, tree)
-    return {**dict(leaves), **{wrong.key: wrong.value for wrong in unknown}}

@@ -5,6 +5,7 @@ Texts in it may refer to environment variables, as `${oc.env:NAME}`.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import deque
@@ -17,9 +18,8 @@ from math import prod
 from numbers import Rational
 from typing import Any
 
-from zoo.config.layers.keys import shown_value
+from zoo.config.layers.keys import given_names, shown_value
 from zoo.config.layers.reader import MOST_DEPTH, MOST_NODES, MOST_TEXT, UnreadableError, check_size, read_yaml
-from zoo.config.layers.section import given_names
 from zoo.errors import ConfigError, UserError, printable
 from zoo.types import JsonMapping, JsonObject
 from zoo.user_code import calling
@@ -94,8 +94,7 @@ def combined(texts: Sequence[str], overrides: Overrides) -> Overrides:
     """Overrides that are set after those of the texts."""
     if not isinstance(overrides, Mapping):
         return [*texts, *overrides]
-    split = [text.partition("=") for text in texts]
-    return {**{key: parse_value(key, value) for key, _, value in split}, **overrides}
+    return {**{key: parse_value(key, value) for key, _, value in (text.partition("=") for text in texts)}, **overrides}
 
 
 def layer_of(pairs: Iterable[tuple[str, object]]) -> Layer:
@@ -107,7 +106,12 @@ def layer_of(pairs: Iterable[tuple[str, object]]) -> Layer:
     tree: JsonObject = {}
     edits = []
     for key, value in pairs:
-        _check(key, value)
+        if not isinstance(key, str) or len(key) > _LONGEST_KEY or key.count(".") >= MOST_DEPTH:
+            raise ConfigError(f"{shown_value(key)}: no such key; `zoo show --schema` lists the keys")
+        try:
+            check_size(value)
+        except UnreadableError as error:
+            raise ConfigError(f"{key}: the value holds {error}") from None
         entry = _ENTRY.fullmatch(key)
         if entry is None:
             merge_into(tree, nested(key, value))
@@ -117,22 +121,10 @@ def layer_of(pairs: Iterable[tuple[str, object]]) -> Layer:
     return Layer("", tree, tuple(edits))
 
 
-def _check(key: str, value: object) -> None:
-    if not isinstance(key, str) or len(key) > _LONGEST_KEY or key.count(".") >= MOST_DEPTH:
-        raise ConfigError(f"{shown_value(key)}: no such key; `zoo show --schema` lists the keys")
-    try:
-        check_size(value)
-    except UnreadableError as error:
-        raise ConfigError(f"{key}: the value holds {error}") from None
-
-
 def nested(key: str, value: object) -> JsonObject:
     """``a.b.c`` and a value as nested dicts."""
     *outer, last = key.split(".")
-    tree: JsonObject = {last: value}
-    for name in reversed(outer):
-        tree = {name: tree}
-    return tree
+    return functools.reduce(lambda tree, name: {name: tree}, reversed(outer), {last: value})
 
 
 def merge_into(tree: JsonObject, other: JsonMapping) -> None:
@@ -229,7 +221,6 @@ def _escaped(text: str) -> str:
 
 def filled(value: object, key: str, where: str) -> Any:
     """A value with the environment's in the place of `${oc.env:NAME}`; other references are refused."""
-
     left = MOST_TEXT
 
     def fill(match: re.Match[str]) -> str:

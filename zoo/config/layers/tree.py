@@ -6,7 +6,7 @@ The schema is any frozen dataclass of dataclasses (`zoo.config.schema.Recipe` is
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache
 from operator import attrgetter
@@ -64,13 +64,13 @@ def schema_of(tree: DictConfig) -> type:
     return schema
 
 
-def apply(tree: DictConfig, layer: Layer) -> None:
-    """Set what `layer` says in `tree`; raises ConfigError for an unknown key or a wrong type.
+def apply(tree: DictConfig, layer: Layer) -> JsonObject:
+    """Set what `layer` says in `tree`, and return it by key; raises ConfigError for an unknown key or a wrong type.
 
     A run's length is said in steps or in epochs: a layer that sets one of them clears the other.
     """
     where = f"{layer.origin}: " if layer.origin else ""
-    leaves = dict(leaves_of(schema_of(tree), layer.tree, where))
+    leaves = leaves_of(schema_of(tree), layer.tree, where)
     for key, other_key in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
         if leaves.get(key) is not None and other_key not in leaves:
             OmegaConf.update(tree, other_key, None)
@@ -84,6 +84,7 @@ def apply(tree: DictConfig, layer: Layer) -> None:
         raise ConfigError(together(wrong))
     for edit in layer.edits:
         _edit(tree, edit)
+    return leaves
 
 
 def _edit(tree: DictConfig, edit: Edit) -> None:
@@ -115,17 +116,17 @@ class Unknown(NamedTuple):
     problem: str  # what to do, in a few words
 
 
-def leaves_of(schema: type, tree: JsonMapping, where: str = "", prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted key and value of everything the nested dicts set; unknown keys are refused, all at once."""
-    leaves, unknown = read_leaves(schema, tree, prefix)
+def leaves_of(schema: type, tree: JsonMapping, where: str = "") -> JsonObject:
+    """Everything the nested dicts set, by dotted key; unknown keys are refused, all at once."""
+    leaves, unknown = read_leaves(schema, tree)
     if unknown:
         raise ConfigError(together([f"{where}{wrong.problem}" for wrong in unknown]))
-    return iter(leaves)
+    return leaves
 
 
-def read_leaves(schema: type, tree: JsonMapping, prefix: str = "") -> tuple[list[tuple[str, object]], list[Unknown]]:
-    """Dotted key and value of everything the nested dicts set, and the keys among them that there are not."""
-    known, leaves, unknown = keys(schema), list[tuple[str, object]](), list[Unknown]()
+def read_leaves(schema: type, tree: JsonMapping, prefix: str = "") -> tuple[JsonObject, list[Unknown]]:
+    """Everything the nested dicts set, by dotted key, and the keys among them that there are not."""
+    known, leaves, unknown = keys(schema), dict[str, object](), list[Unknown]()
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in sections(schema):
@@ -134,13 +135,13 @@ def read_leaves(schema: type, tree: JsonMapping, prefix: str = "") -> tuple[list
                 problem = f"{key}={shown_value(value)}: {key} is a section; {hint}"
                 unknown.append(Unknown(key, value, problem))
                 continue
-            inner = read_leaves(schema, value or {}, f"{key}.")
-            leaves += inner[0]
-            unknown += inner[1]
+            inner, wrong = read_leaves(schema, value or {}, f"{key}.")
+            leaves |= inner
+            unknown += wrong
         elif key in known and (not isinstance(value, dict) or known[key].type.startswith(("dict", "list[Any]"))):
-            leaves.append((key, value))
+            leaves[key] = value
         else:
-            for deep, held in _deepest(key, value):
+            for deep, held in deepest(key, value):
                 if len(unknown) >= _MOST_PROBLEMS:  # each of which is compared with all keys
                     break
                 hint = foreign_hint(deep) or foreign_hint(key) or unknown_hint(schema, deep)
@@ -157,18 +158,13 @@ def together(problems: Sequence[str]) -> str:
     return "\n".join([f"{len(shown)} mistakes:", *(f"  {line}" for line in shown[:_SHOWN]), *more])
 
 
-def _deepest(key: str, value: object) -> Iterator[tuple[str, object]]:
+def deepest(key: str, value: object) -> Iterator[tuple[str, object]]:
     """The dotted keys down to values, as the user typed them."""
     if isinstance(value, dict) and value:
         for name, held in value.items():
-            yield from _deepest(f"{key}.{name}", held)
+            yield from deepest(f"{key}.{name}", held)
     else:
         yield key, value
-
-
-def deepest(key: str, value: object) -> str:
-    """The dotted key down to the first value, as the user typed it."""
-    return next(_deepest(key, value))[0]
 
 
 def set_key(tree: DictConfig, key: str, value: object, where: str = "") -> None:
@@ -177,15 +173,12 @@ def set_key(tree: DictConfig, key: str, value: object, where: str = "") -> None:
     kind = known.type
     if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
-    if key == "data.eval" and (
-        value is None or (isinstance(value, list) and [str(entry).lower() for entry in value] == ["none"])
-    ):
+    if key == "data.eval" and (value is None or (isinstance(value, list) and str(value).lower() == "['none']")):
         value = []
-    entries = () if value is None else value
-    odd = kind == "list[Any]" and not (
-        isinstance(entries, list | tuple) and all(isinstance(entry, str | dict) for entry in entries)
+    held = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    odd = kind == "list[Any]" and (
+        not isinstance(value, list | tuple | None) or not all(isinstance(entry, str | dict) for entry in held)
     )
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     nested_in = not kind.endswith("Any]") and any(isinstance(entry, list | tuple | dict) for entry in held)
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
     outside = bool(known.choices) and value is not None and str(value) not in known.choices
@@ -194,11 +187,10 @@ def set_key(tree: DictConfig, key: str, value: object, where: str = "") -> None:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
         number = OmegaConf.select(tree, key)
-        numbers = (
-            number.values() if isinstance(number, Mapping) else number if isinstance(number, Sequence) else [number]
-        )
-        if known.bounds is not None and number is not None and not all(map(known.bounds.hold, numbers)):
-            raise ValueError
+        if known.bounds is not None and number is not None:
+            listed = number.values() if isinstance(number, DictConfig) else number
+            if not all(map(known.bounds.hold, listed if isinstance(listed, Iterable) else [listed])):
+                raise ValueError
     except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError):
         raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {known.wanted}") from None
 
@@ -212,27 +204,20 @@ def to_values(tree: DictConfig) -> Any:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
 
 
-def replaced[S](values: S, changes: JsonMapping) -> S:
-    """A copy of a dataclass with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
-    tree = schema_tree(type(values))
+def replaced[S](values: S, changes: JsonMapping) -> tuple[S, set[str]]:
+    """A copy of a dataclass with other values, such as ``{"parallel.tp": 2}``, which are checked like overrides.
+
+    Returns:
+        the copy, and the keys that `changes` name; of a whole section as a dataclass those that differ.
+    """
+    tree, before, changed = schema_tree(type(values)), values_of(values), set[str]()
     apply(tree, layer_of(plain_values(values, whole=True).items()))
     for key, value in changes.items():
-        apply(tree, layer_of(plain_values({key: value}, whole=True).items()))
-    result = to_values(tree)
-    assert isinstance(result, type(values))
-    return result
-
-
-def changed_keys(values: object, changes: JsonMapping) -> frozenset[str]:
-    """The keys that `changes`, as `replaced` takes them, name; of a whole section as a dataclass those that differ."""
-    changed: set[str] = set()
-    before = values_of(values)
-    for key, value in changes.items():
         layer = layer_of(plain_values({key: value}, whole=True).items())
-        leaves = leaves_of(type(values), layer.tree)
-        changed |= {name for name, new in leaves if not is_dataclass(value) or new != before[name]}
+        leaves = apply(tree, layer)
+        changed |= {name for name, new in leaves.items() if not is_dataclass(value) or new != before[name]}
         changed |= {edit.key for edit in layer.edits}
-    return frozenset(changed)
+    return to_values(tree), changed
 
 
 def values_of(values: object) -> JsonObject:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zoo.config.layers.keys import ALWAYS, number, setting
-from zoo.config.layers.section import section
+from zoo.config.layers.keys import ALWAYS, number, section, setting
 from zoo.config.schema import conditions
 
 # A key and its default with the bounds of a number stay on one line.

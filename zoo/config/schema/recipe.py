@@ -8,10 +8,18 @@ from dataclasses import replace as with_parts
 from typing import Any, ClassVar
 
 from zoo.config.entries import object_entries, split_objects
-from zoo.config.layers.keys import ALWAYS, number, setting, shown_value, unknown_hint
+from zoo.config.layers.keys import (
+    ALWAYS,
+    given_names,
+    is_whole,
+    number,
+    section,
+    setting,
+    shown_value,
+    unknown_hint,
+)  # fmt: skip
 from zoo.config.layers.layer import reading_objects
-from zoo.config.layers.section import given_names, is_whole, section
-from zoo.config.layers.tree import changed_keys, replaced
+from zoo.config.layers.tree import replaced
 from zoo.config.schema import conditions
 from zoo.config.schema.data import DataConfig, PackingConfig
 from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
@@ -114,18 +122,16 @@ class Recipe:
         named_changes = {name.replace("__", "."): value for name, value in more.items()}  # data__train=rows
         with reading_objects():
             plain, objects = split_objects({**(changes or {}), **named_changes})
-        names = ("train", "eval")
-        held = {name: object_entries(getattr(self.data, name), f"data.{name}") for name in names}
+        held = {name: object_entries(getattr(self.data, name), f"data.{name}") for name in ("train", "eval")}
         held = {name: entries for name, entries in held.items() if entries}
         section = plain.get("data", {})
         whole = not isinstance(section, Mapping)  # a DataConfig, which has all keys
         named = {name for name in held if f"data.{name}" in plain or whole or name in section}
         parts: JsonObject = {name: entries for name, entries in held.items() if name not in named} | objects
         emptied: JsonObject = {name: [] for name in held}
-        base = with_parts(self, data=with_parts(self.data, **emptied))
-        changed = replaced(base, plain)
+        changed, further = replaced(with_parts(self, data=with_parts(self.data, **emptied)), plain)
         changed = with_parts(changed, data=with_parts(changed.data, **parts)) if parts else changed
-        further = {*changed_keys(base, plain), *(f"data.{name}" for name in objects)}
+        further |= {f"data.{name}" for name in objects}
         return changed.marked(self.set_by_user | further, composed=self.composed)
 
 

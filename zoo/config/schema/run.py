@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zoo.config.layers.keys import ALWAYS, Bounds, number, setting
-from zoo.config.layers.section import section
+from zoo.config.layers.keys import ALWAYS, Bounds, number, section, setting
 from zoo.config.schema import conditions
 
 Recompute = Literal["none", "selective", "full"]
