@@ -48,7 +48,7 @@ FAULTS = {
     ),
     "retention": Fault(" - keep]", " - keep + 1]"),
     "loss-scale": Fault("return world.dp_size * self.batches / (known", "return self.batches / (known"),
-    "planner-bytes": Fault("else float(FP32)),", "else 2.0),"),
+    "planner-bytes": Fault("else float(FP32))", "else 2.0)"),
     "key-default": Fault("keep: int = number(2, ", "keep: int = number(3, "),
     "mrope-reset": Fault(
         "positions = _sample(segment[:length], left)",

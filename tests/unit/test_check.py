@@ -26,19 +26,6 @@ def check() -> ModuleType:
     return script("check")
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("zoo/packing/layout.py", "zoo.packing.layout"),
-        ("zoo/packing/__init__.py", "zoo.packing"),
-        ("models/llava/step.py", "zoo.models.llava.step"),
-        ("bridges/llava.py", "zoo.bridges.llava"),
-    ],
-)
-def test_modules_of_files(check: ModuleType, name: str, module: str) -> None:
-    assert check.module(name) == module
-
-
 def test_the_closest_tests_come_first(check: ModuleType) -> None:
     texts = {
         "zoo/packing/__init__.py": "from zoo.packing.layout import PackedLayout\n",

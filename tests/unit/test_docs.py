@@ -2,12 +2,14 @@
 
 import ast
 import importlib
+import itertools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,17 +47,8 @@ FLAGS = {
     "new-family": ("--package", "--vision"),
 }
 OWN = {"plan": PLAN_KEYS, "inspect": INSPECT_KEYS, "doctor": ("kernels",)}  # keys of verbs, beside the recipe's
-FOLDERS = (
-    "benchmarks",
-    "bridges",
-    "docs",
-    "examples",
-    "models",
-    "recipes",
-    "scripts",
-    "tests",
-    "zoo",
-)  # paths that start so are files here
+# Paths that start so are files here.
+FOLDERS = ("benchmarks", "bridges", "docs", "examples", "models", "recipes", "scripts", "tests", "zoo")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
 
@@ -82,19 +75,15 @@ def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
     from support.matrix import MODELS, PARALLEL, REFUSED, table, written_table
 
     written = written_table((REPO / "docs" / "parallelism.md").read_text())
-    wanted = table(
-        {(parallel, model): 1e-9 for parallel in PARALLEL for model in MODELS if (parallel, model) not in REFUSED}
-    )
+    wanted = table(dict.fromkeys(set(itertools.product(PARALLEL, MODELS)) - set(REFUSED), 1e-9))
     figure = re.compile(r"\d\.\de-\d\d")
     assert figure.sub("", written) == figure.sub("", wanted)
     assert all(0 < float(error) < 1e-5 for error in figure.findall(written))
 
 
 def test_there_are_pages() -> None:
-    inside = {"architecture.md", "packing-contract.md", "decisions.md", "megatron-faults.md"}
-    assert {"README.md", "data.md", "packing.md", "parallelism.md", "recipes.md"} | inside <= {
-        page.name for page in PAGES
-    }
+    names = "README data packing parallelism recipes architecture packing-contract decisions megatron-faults"
+    assert {f"{name}.md" for name in names.split()} <= {page.name for page in PAGES}
 
 
 @pages
@@ -127,14 +116,10 @@ def test_files_and_tests_named_are_there(page: Path) -> None:
 def test_keys_named_are_those_of_the_schema(page: Path) -> None:
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         key = code.partition("=")[0]
-        if re.fullmatch(rf"({'|'.join(sections(Recipe))})\.[\w.]+", key) and Path(key).suffix not in (
-            ".py",
-            ".md",
-            ".jsonl",
-        ):
-            assert key in keys(Recipe) or key.startswith(("model.arch.", "train.lr_scale.", "data.template.")), (
-                f"{code}: no such key"
-            )
+        is_file = Path(key).suffix in (".py", ".md", ".jsonl")
+        if re.fullmatch(rf"({'|'.join(sections(Recipe))})\.[\w.]+", key) and not is_file:
+            free = key.startswith(("model.arch.", "train.lr_scale.", "data.template."))
+            assert free or key in keys(Recipe), f"{code}: no such key"
 
 
 @pages
@@ -179,6 +164,15 @@ def check_pip(words: list[str]) -> None:
         assert set(named.split(",")) <= set(extras), words
 
 
+SPLITS: dict[str, Callable[[list[str]], object]] = {
+    "convert": lambda rest: split_values(rest, CONVERT_KEYS, "convert", ("SOURCE", "TARGET")),
+    "init": lambda rest: split_values(rest, INIT_KEYS, "init", ()),
+    "new-family": lambda rest: split_values(rest, FAMILY_KEYS, "new-family", ("NAME",)),
+    "eval": split_eval,
+    "generate": split_generate,
+}
+
+
 def check_zoo(words: list[str]) -> None:
     """The verb exists, takes these flags, and the recipe resolves with these overrides."""
     verb, *rest = words
@@ -188,30 +182,18 @@ def check_zoo(words: list[str]) -> None:
     if rest in ([], ["--help"]):
         return
     flags, rest = split_flags(rest, FLAGS.get(verb, ()))
+    if verb in SPLITS:
+        SPLITS[verb](rest)
+        return
     if verb == "bench":
         assert rest[0] in BENCHES, words
         if rest[0] == "train":
             train_options(rest[1:])
         return
-    if verb == "convert":
-        split_values(rest, CONVERT_KEYS, verb, ("SOURCE", "TARGET"))
-        return
-    if verb == "eval":
-        split_eval(rest)
-        return
-    if verb == "generate":
-        split_generate(rest)
-        return
     if verb in ("verify", "score"):
         own = {"rows", "tolerance", "out", "top_k", "temperature"}
         assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
-        return
-    if verb == "init":
-        split_values(rest, INIT_KEYS, verb, ())
-        return
-    if verb == "new-family":
-        split_values(rest, FAMILY_KEYS, verb, ("NAME",))
         return
     if verb == "completion":
         assert rest in (["bash"], ["zsh"]), words
@@ -271,13 +253,11 @@ def test_python_uses_names_that_are_there(page: Path) -> None:
 def test_the_readme_lists_the_families_as_they_are() -> None:
     """Modalities, smallest and largest size, and experts of its table; and the parallelism that it states for all."""
     text = (REPO / "README.md").read_text()
-    table = re.findall(
-        r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (yes|no) \|$", text, re.MULTILINE
-    )
+    row = r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (yes|no) \|$"
+    table = re.findall(row, text, re.MULTILINE)
     assert {name for name, *_ in table} == {name for name in families() if (REPO / "models" / name).is_dir()}
-    assert "Tests show tp, sp, pp, vpp, cp and dp for all of them, ep and etp for those with experts" in " ".join(
-        text.split()
-    )
+    shown = "Tests show tp, sp, pp, vpp, cp and dp for all of them, ep and etp for those with experts"
+    assert shown in " ".join(text.split())
     for name, modalities, sizes, experts in table:
         family = families()[name]
         assert tuple(modalities.split(", ")) == family.modalities
@@ -286,9 +266,7 @@ def test_the_readme_lists_the_families_as_they_are() -> None:
         named = re.split(r" to |, ", sizes)
         assert {parameters(size) for size in named} == {parameters(published[0]), parameters(published[-1])}
         assert set(named) <= set(published)
-        assert set(family.proved) == {"tp", "sp", "pp", "vpp", "cp", "dp"} | (
-            {"ep", "etp"} if experts == "yes" else set()
-        )
+        assert set(family.proved) == {"tp", "sp", "pp", "vpp", "cp", "dp", *(("ep", "etp") if experts == "yes" else ())}
 
 
 def parameters(size: str) -> float:
@@ -311,10 +289,6 @@ def test_python_of_the_readme_resolves() -> None:
 
 
 def test_family_tables_are_those_of_the_registry() -> None:
-    import runpy
-
-    from zoo.registry import families
-
     script = runpy.run_path(str(REPO / "scripts" / "family_tables.py"))
     for family in families().values():
         readme = (REPO / "models" / family.name / "README.md").read_text(encoding="utf-8")

@@ -49,9 +49,8 @@ def test_a_read_only_file_system_says_so(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "ro") as disk:
         with pytest.raises(OSError) as caught:
             write_atomically(disk / "file", "text")
-        assert str(file_error(caught.value)) == (
-            f"{disk}/file: can't be written: its file system is read-only; give a place that can be written to"
-        )
+        said = "can't be written: its file system is read-only; give a place that can be written to"
+        assert str(file_error(caught.value)) == f"{disk}/file: {said}"
 
 
 LIMITED = """
@@ -106,11 +105,8 @@ def test_a_file_takes_its_place_when_all_went_well(tmp_path: Path) -> None:
 
 
 def test_json_has_no_word_for_nan() -> None:
-    assert finite({"a": [1.0, float("nan")], "b": float("inf"), "c": "nan"}) == {
-        "a": [1.0, None],
-        "b": None,
-        "c": "nan",
-    }
+    values = {"a": [1.0, float("nan")], "b": float("inf"), "c": "nan"}
+    assert finite(values) == {"a": [1.0, None], "b": None, "c": "nan"}
 
 
 def nested(depth: int) -> str:
@@ -155,13 +151,15 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "endless").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
-    for name, said in (
-        ("pipe", "is no plain file"),
-        ("endless", "is no plain file"),
-        ("loop", "symbolic links"),
-        ("folder", "directory"),
-        ("nothing", "no such file"),
-    ):
+    plain = "is no plain file"
+    said_of = {
+        "pipe": plain,
+        "endless": plain,
+        "loop": "symbolic links",
+        "folder": "directory",
+        "nothing": "no such file",
+    }
+    for name, said in said_of.items():
         with pytest.raises(UserError, match=said) as caught:
             read_json(tmp_path / name)
         assert str(caught.value).startswith(f"{tmp_path / name}: ")

@@ -30,41 +30,10 @@ from zoo.tools.inspection.rows import KINDS, PackedRow, Segment, Span
 HOSTILE = "\"'><img src=x onerror=\"document.title='taken'\"></title></style></pre><script>document.title='taken'</script>{{ 7*7 }}"
 MARKDOWN = "<script>alert(1)</script> &lt;b&gt; | **x** __y__ ~~z~~ `c` ``` [a](javascript:alert(2)) ![i](x.png) [r][1] <https://evil.test> https://evil.test \\ \\| $$x$$ {{ 7*7 }} #\n---\n# title\n\n[1]: x\x1b[2J"
 # Every tag and attribute that the pages themselves have.
-TAGS = set(
-    [
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "h1",
-        "h2",
-        "h3",
-        "p",
-        "span",
-        "div",
-        "i",
-        "svg",
-        "polyline",
-        "line",
-        "text",
-        "circle",
-        "details",
-        "summary",
-        "pre",
-        "mark",
-        "table",
-        "tr",
-        "th",
-        "td",
-        "a",
-        "figure",
-        "figcaption",
-        "img",
-        "script",
-    ]
-)
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "span", "div", "i", "svg", "polyline", "line",
+    "text", "circle", "details", "summary", "pre", "mark", "table", "tr", "th", "td", "a", "figure", "figcaption", "img", "script",
+}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -146,9 +115,8 @@ def test_texts_of_runs_stay_texts(count: int, tmp_path: Path) -> None:
             run=with_parts(recipe.run, callbacks=[HOSTILE]),
         )
         save_recipe(recipe, folder / "config.yaml")
-        packages = {HOSTILE: HOSTILE}
         (folder / "env.json").write_text(
-            json.dumps({"system": HOSTILE, "python": HOSTILE, "gpus": [HOSTILE], "packages": packages})
+            json.dumps({"system": HOSTILE, "python": HOSTILE, "gpus": [HOSTILE], "packages": {HOSTILE: HOSTILE}})
         )
         folders.append(folder)
     page = check(zoo.report(folders, tmp_path / "report.html"), scripts=1)

@@ -9,23 +9,9 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-TOOLS = [
-    "basename",
-    "cat",
-    "cksum",
-    "cp",
-    "dirname",
-    "grep",
-    "head",
-    "mkdir",
-    "ps",
-    "rm",
-    "sed",
-    "sh",
-    "sort",
-    "touch",
-    "tr",
-]
+TOOLS = (
+    "basename", "cat", "cksum", "cp", "dirname", "grep", "head", "mkdir", "ps", "rm", "sed", "sh", "sort", "touch", "tr",
+)  # fmt: skip
 
 # Stands in for another Python: runs the code it is given after lying about version, path and modules.
 FAKE = """
@@ -41,9 +27,8 @@ exec(sys.argv[5])
 
 def fake_python(path: Path, version: str, lacks: str = "-") -> Path:
     fake = path.parent / f".{path.name}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fake.write_text(FAKE)
     script(path, f'exec "{sys.executable}" "{fake}" {version} "{path}" {lacks} "$@"')
+    fake.write_text(FAKE)
     return path
 
 
@@ -57,12 +42,10 @@ def script(path: Path, body: str) -> Path:
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
     """A folder with bin/ (the only PATH, with the few tools the scripts call) and home/."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "home").mkdir()
+    for name in ("bin", "home"):
+        (tmp_path / name).mkdir()
     for tool in TOOLS:
-        found = shutil.which(tool)
-        assert found
-        (tmp_path / "bin" / tool).symlink_to(found)
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
     return tmp_path
 
 
@@ -81,25 +64,18 @@ def assert_took(done: subprocess.CompletedProcess[str], path: Path, version: str
     assert done.stderr.strip() == f"Using Python {version} at {path}"
 
 
+PYENV, UV = "home/.pyenv/versions/3.12.1", "home/.local/share/uv/python/cpython-3.12.9-linux"
+CONDA = "home/miniforge3"
 LAYOUTS = {
     "beside an old python3": ({"bin/python3": "3.9.18", "bin/python3.12": "3.12.4"}, "bin/python3.12"),
     "python3 itself": ({"bin/python3": "3.13.1"}, "bin/python3"),
     "the lower of two": ({"bin/python3.13": "3.13.1", "bin/python3.12": "3.12.4"}, "bin/python3.12"),
     "not one that is too new": ({"bin/python3": "3.14.0", "bin/python3.13": "3.13.1"}, "bin/python3.13"),
-    "pyenv": (
-        {"bin/python3": "3.11.7", "home/.pyenv/versions/3.12.1/bin/python3": "3.12.1"},
-        "home/.pyenv/versions/3.12.1/bin/python3",
-    ),
-    "uv's folder": (
-        {"home/.local/share/uv/python/cpython-3.12.9-linux/bin/python3": "3.12.9"},
-        "home/.local/share/uv/python/cpython-3.12.9-linux/bin/python3",
-    ),
+    "pyenv": ({"bin/python3": "3.11.7", f"{PYENV}/bin/python3": "3.12.1"}, f"{PYENV}/bin/python3"),
+    "uv's folder": ({f"{UV}/bin/python3": "3.12.9"}, f"{UV}/bin/python3"),
     "Homebrew": ({"brew/bin/python3.13": "3.13.2"}, "brew/bin/python3.13"),
-    "conda environment": (
-        {"home/miniforge3/bin/python3": "3.10.2", "home/miniforge3/envs/new/bin/python3": "3.12.3"},
-        "home/miniforge3/envs/new/bin/python3",
-    ),
-}
+    "conda environment": ({f"{CONDA}/bin/python3": "3.10.2", f"{CONDA}/envs/a/bin/python3": "3.12.3"}, f"{CONDA}/envs/a/bin/python3"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -128,9 +104,7 @@ def test_finder_fails_with_one_sentence(machine: Path) -> None:
     fake_python(machine / "bin/python3", "3.9.18")
     fake_python(machine / "bin/python3.12", "3.12.3", lacks="ensurepip")
     done = find(machine)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     for word in ("3.12 or 3.13", "3.9.18", "3.12.3-without-venv", "install", "ZOO_PYTHON"):
         assert word in done.stderr
 
@@ -170,8 +144,9 @@ def set_up(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(project.parent, "sh", str(project / "scripts/setup_env.sh"), *arguments)
 
 
-def installs(project: Path) -> int:
-    return len((project.parent / "log").read_text().splitlines())
+def installs(project: Path) -> list[str]:
+    """The arguments of every call of pip so far."""
+    return (project.parent / "log").read_text().splitlines()
 
 
 def test_environment_is_made_once_and_renewed_when_pyproject_changes(project: Path) -> None:
@@ -179,28 +154,22 @@ def test_environment_is_made_once_and_renewed_when_pyproject_changes(project: Pa
     assert first.returncode == 0, first.stderr
     assert "Ready: .venv" in first.stdout
     again = set_up(project)
-    assert (again.returncode, again.stdout, installs(project)) == (0, "", 1)
+    assert (again.returncode, again.stdout, len(installs(project))) == (0, "", 1)
 
     (project / "pyproject.toml").write_text("[project]\nname = 'other'\n")
-    assert "Updating .venv" in set_up(project).stdout
-    assert installs(project) == 2
+    assert "Updating .venv" in set_up(project).stdout and len(installs(project)) == 2
     assert set_up(project).stdout == ""
 
 
 def test_versions_are_the_tested_or_the_lowest_or_the_newest(project: Path) -> None:
     assert set_up(project).returncode == 0
-    assert "--constraint constraints.txt" in last_install(project)
+    assert "--constraint constraints.txt" in installs(project)[-1]
     done = set_up(project, ".venv", "dev", "newest")
     assert (done.returncode, "Updating .venv" in done.stdout) == (0, True), done.stderr
-    assert "--upgrade" in last_install(project) and "--constraint .venv/newest.txt" in last_install(project)
-    assert set_up(project, ".venv", "dev", "newest").stdout == ""
-    assert installs(project) == 2
+    assert "--upgrade" in installs(project)[-1] and "--constraint .venv/newest.txt" in installs(project)[-1]
+    assert set_up(project, ".venv", "dev", "newest").stdout == "" and len(installs(project)) == 2
     odd = set_up(project, ".venv", "dev", "oldest")
     assert (odd.returncode, odd.stderr) == (1, "RESOLUTION=oldest is none of tested, lowest, newest.\n")
-
-
-def last_install(project: Path) -> str:
-    return (project.parent / "log").read_text().splitlines()[-1]
 
 
 def test_interrupted_install_is_made_anew(project: Path) -> None:
@@ -210,10 +179,8 @@ def test_interrupted_install_is_made_anew(project: Path) -> None:
     (project / ".venv/half").touch()
     broken.unlink()
     mended = set_up(project)
-    assert "did not finish" in mended.stdout
-    assert not (project / ".venv/half").exists()
-    assert mended.returncode == 0, mended.stderr
-    assert set_up(project).stdout == ""
+    assert mended.returncode == 0 and "did not finish" in mended.stdout, mended.stderr
+    assert not (project / ".venv/half").exists() and set_up(project).stdout == ""
 
 
 def test_two_at_once_do_not_mix(project: Path) -> None:

@@ -120,12 +120,13 @@ IDLE = ["train.lr=3", "train.steps=5", "lora.rank=4", "run.callbacks=[a:B]", "tr
     "data.shuffle=false", "data.train=a.jsonl", "distill.weight=0.5"]  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", [[one] for one in IDLE] + [IDLE, {"train": {"lr": 3.0}}, {"lora.rank": 4}])
+@pytest.mark.parametrize("overrides", [["train.lr=3"], IDLE, {"train": {"lr": 3.0}}, {"lora.rank": 4}])
 def test_keys_that_serve_training_alone_are_refused(overrides: Any, weights: Path, tmp_path: Path) -> None:
-    names = [one.partition("=")[0] for one in overrides] if isinstance(overrides, list) else []
+    names = [text.partition("=")[0] for text in overrides] if isinstance(overrides, list) else []
+    rows = str(jsonl(tmp_path))
     with (
         pytest.raises(UserError, match="no effect on a model that is asked") as refusal,
-        asked(weights, str(jsonl(tmp_path)), overrides),
+        asked(weights, rows, overrides),
     ):
         pass
     message = str(refusal.value)
@@ -143,20 +144,16 @@ def test_held_out_rows_are_those_that_training_left(weights: Path, tmp_path: Pat
     with asked(weights, f"{{path: {jsonl(tmp_path)}, held_out: 0.3, seed: 4}}") as recipe:
         found = read(recipe)
     assert 0 < len(found) < COUNT // 2
-    run = run_of(
-        tmp_path / "run", weights, **{"data.train": [{"path": str(jsonl(tmp_path)), "held_out": 0.3, "seed": 4}]}
-    )
+    trained = [{"path": str(jsonl(tmp_path)), "held_out": 0.3, "seed": 4}]
+    run = run_of(tmp_path / "run", weights, **{"data.train": trained})
     for rows in (None, "auto"):
         with asked(run, rows) as recipe:
             assert read(recipe) == found
     with asked(run, None, ["data.eval=digits:heldout"]) as recipe:
         assert recipe.data.eval == [{"path": "digits:heldout"}]
-
-
-def test_as_many_held_out_rows_as_the_run_took(weights: Path, tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", weights, **{"data.eval": [str(jsonl(tmp_path))], "train.eval_rows": 2})
+    run = run_of(tmp_path / "two", weights, **{"data.eval": [str(jsonl(tmp_path))], "train.eval_rows": 2})
     with asked(run, None) as recipe:
-        assert read(recipe) == ["0", "1"]
+        assert read(recipe) == ["0", "1"], "as many as the run took"
     with asked(run, str(jsonl(tmp_path))) as recipe:
         assert len(read(recipe)) == COUNT
 
@@ -215,14 +212,11 @@ def test_settings_hold_and_are_said_and_an_override_is_stronger(
         assert parse_entry(recipe.data.eval[0], "data.eval").max_frames == 9
 
 
-def test_a_budget_that_refuses_rows_is_no_limit_afterwards(weights: Path, tmp_path: Path) -> None:
-    for budget, wanted in ((64, 4096), (9000, 9000)):
-        run = run_of(tmp_path / f"run{budget}", weights, **{"packing.budget": budget})
-        with asked(run, ROWS) as recipe:
+def test_weights_of_no_run_have_the_defaults(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for budget, wanted in ((64, 4096), (9000, 9000)):  # one that refuses rows in training is no limit afterwards
+        with asked(run_of(tmp_path / f"run{budget}", weights, **{"packing.budget": budget}), ROWS) as recipe:
             assert recipe.packing.budget == wanted
-
-
-def test_weights_of_no_run_have_the_defaults(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     with asked(weights, ROWS) as recipe:
         assert recipe.data.labels == "assistant" and recipe.packing.budget == 4096
     assert capsys.readouterr().err == ""

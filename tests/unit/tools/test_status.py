@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ def healthy(folder: Path, age: float = 0.0, pid: int | None = None, **rank: Any)
     os.utime(folder / HEALTH, (found["time"], found["time"]))
 
 
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, number: int, which: Callable[[Path], bool]) -> None:
+    """Files that `which` is true for can't be opened."""
+    real = Path.open
+
+    def refused(path: Path, *args: Any, **options: Any) -> Any:
+        if which(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+
+
 def test_a_run_that_runs(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints" / "iter_8"
     saved.mkdir(parents=True)
@@ -63,14 +76,19 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
     assert status.eta_seconds == pytest.approx(45.0, rel=1e-3)
     assert (status.skipped_steps, status.slow_steps, status.bad_rows) == (1, {"data": 1}, {"corrupt_media": 2})
     shown = describe(status)
-    assert "state      running\nstep       10 of 100, 0:05 ago, 0:45 to go\n" in shown
     assert (
-        "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 on average over the last 9 steps\n" in shown
+        "state      running\nstep       10 of 100, 0:05 ago, 0:45 to go\nspeed      2 steps/s, 600 real tokens/s\n"
+        in shown
     )
+    assert "loss       4.0000, 4.4000 on average over the last 9 steps\n" in shown
     assert "1 of 1 ranks alive, 1 steps skipped, slow steps: 1 by data, rows left out: 2 corrupt_media" in shown
 
 
 def test_states(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")  # it has only begun
+    status = read_status(tmp_path)
+    assert (status.state, status.step, status.loss) == ("gone", 0, None)
+    assert "step       0 of ?\nlast save  none yet" in describe(status)
     folder_with(tmp_path)
     assert read_status(tmp_path).state == "gone"
     healthy(tmp_path, stuck_seconds=90.0)
@@ -86,13 +104,6 @@ def test_states(tmp_path: Path) -> None:
     healthy(tmp_path, age=30.0)
     folder_with(tmp_path, {"event": "end", "step": 10, "reason": "died", "message": "rank 1 died", "time": time.time()})
     assert describe(read_status(tmp_path)).splitlines()[1] == "state      failed: rank 1 died"
-
-
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("")
-    status = read_status(tmp_path)
-    assert (status.state, status.step, status.loss) == ("gone", 0, None)
-    assert "step       0 of ?\nlast save  none yet" in describe(status)
 
 
 def test_a_run_whose_health_is_not_written_yet(tmp_path: Path) -> None:
@@ -118,14 +129,11 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "recipe: qwen3_omni_sft" in capsys.readouterr().out
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(folder_with(tmp_path)), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 10
-
-
-def test_steps_in_all_are_those_that_the_run_has_corrected(tmp_path: Path) -> None:
+def test_json_has_the_total_that_the_run_has_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_with(tmp_path, {"event": "total_steps", "step": 10, "total_steps": 120})
-    assert read_status(tmp_path).total_steps == 120
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["total_steps"]) == (10, 120)
 
 
 @pytest.mark.parametrize("ahead", [3600.0, 3.0, -3600.0])
@@ -177,14 +185,7 @@ def test_a_run_in_a_folder_that_a_reader_can_t_write_to(
     ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file system's clock is not to be had then; on the run's own machine the times that the run wrote say the same."""
-    real = Path.open
-
-    def refused(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name.startswith(".clock."):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", refused)
+    refuse_to_open(monkeypatch, errno.EACCES, lambda path: path.name.startswith(".clock."))
     saved = folder_with(tmp_path) / "checkpoints" / "iter_8"
     saved.mkdir(parents=True)
     (saved / "state.json").write_text("{}")
@@ -203,14 +204,7 @@ def test_a_run_in_a_folder_that_a_reader_can_t_write_to(
 def test_the_clock_of_a_folder_is_asked_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that can't be written to is on the device of one that can."""
     (tmp_path / "run").mkdir()
-    real = Path.open
-
-    def refused(path: Path, *args: Any, **options: Any) -> Any:
-        if path.parent.name == "run":
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", refused)
+    refuse_to_open(monkeypatch, errno.EROFS, lambda path: path.parent.name == "run")
     monkeypatch.setattr(time, "time", lambda: 1.0)
     assert file_clock(tmp_path / "run") > 1e9
     assert not list(tmp_path.rglob(".clock*"))

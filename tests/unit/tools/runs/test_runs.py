@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import time
 from html.parser import HTMLParser
@@ -13,10 +12,10 @@ import pytest
 
 import zoo
 from zoo.cli.main import main
+from zoo.cli.runs import report
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.errors import UserError
 from zoo.logging.loss_plot import plot_losses, smoothed
-from zoo.logging.result import TrainResult, losses_by_step
 from zoo.tools.runs.charts import Line, chart, lines_of, thinned
 from zoo.tools.runs.history import Series, differences, read_run
 from zoo.tools.runs.status import read_status
@@ -80,15 +79,8 @@ def test_a_page_needs_nothing_else_and_shows_what_the_run_has(tmp_path: Path) ->
     shown = " ".join(page.texts)
     for wanted in ("a<b>", "40 of 100", "50.0%", "temperature_of_the_room", "loss <i>9</i>", "<b>odd</b>"):
         assert wanted in shown, wanted
-    for title in (
-        "Loss",
-        "Exact match on held-out rows",
-        "Speed",
-        "Gradient norm",
-        "Learning rate",
-        "Load balancing loss",
-    ):
-        assert title in page.texts
+    titles = {"Loss", "Exact match on held-out rows", "Speed", "Gradient norm", "Learning rate", "Load balancing loss"}
+    assert titles <= set(page.texts)
     assert "qwen3_vl_sft" in shown and "2,000" in shown  # real tokens a second
     assert "loss of the last step 5.0000 mean loss of the last steps 5.4750 (39 steps)" in " ".join(shown.split())
 
@@ -130,17 +122,11 @@ def test_a_run_that_has_only_begun_and_one_whose_files_are_damaged(tmp_path: Pat
         (["run", "out="], "wanted zoo report RUN"),
     ],
 )
-def test_mistakes(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    assert main(["report", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(UserError, match=message):
+        report.run(arguments)
 
 
 def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
@@ -188,9 +174,8 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and len(lines) == 2
     assert "loss, mean of 50 steps  held-out loss" in head and "5.4750 (39)" in lines[0]  # the first of 40 is left out
-    assert (
-        lines[1].startswith(str(tmp_path / "runs" / "sweep" / "b")) and "40 of 100" in lines[1] and "50.0%" in lines[1]
-    )
+    assert lines[1].startswith(str(tmp_path / "runs" / "sweep" / "b"))
+    assert "40 of 100" in lines[1] and "50.0%" in lines[1]
     assert main(["list", "runs", str(tmp_path / "runs"), "--json"]) == 0
     assert [run["step"] for run in json.loads(capsys.readouterr().out)] == [40, 40]
     assert main(["list", "runs", str(tmp_path / "runs" / "empty")]) == 0
@@ -198,121 +183,27 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["list", "runs", str(tmp_path / "gone")]) == 2
 
 
-def test_a_folder_that_is_no_run_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run folder"):
-        zoo.report([tmp_path])
-
-
-ODD: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, -(10**30), 1e308, "", "x", "\x1b[31mred", [], [1], {}, {"a": "b"}, {"a": {"b": []}}]  # fmt: skip
-FIELDS = [
-    "step",
-    "event",
-    "time",
-    "loss",
-    "step_ms",
-    "real_tokens",
-    "labels",
-    "total_steps",
-    "cause",
-    "why",
-    "reason",
-    "message",
-    "counts",
-    "by_kind",
-    "exact_match",
-    "rows",
-    "bytes",
-    "write_ms",
-    "lr",
-    "data_wait",
-    "path",
-    "skipped",
-    "data",
-]
-EVENTS = ("start", "resume", "eval", "end", "skip", "slow_step", "rows_left_out", "save", "export")
-
-
-def odd_lines(rng: random.Random) -> list[str]:
-    """Lines as zoo writes them, with some fields that are missing or anything, and lines that are no record."""
-    lines = ["[" * 100_000, "NaN", "3", '{"step": NaN, "loss": 1}', "\x00", '{"step": 1, "loss": 1e999}']
-    for step in range(1, 6):
-        record: dict[str, Any] = {"step": step, "loss": 1.0, "step_ms": 5.0, "real_tokens": 8, "time": 1e9 + step}
-        if rng.random() < 0.6:
-            scores = {"image": {"exact_match": 0.5, "rows": 2, "loss": 1.0}}
-            record |= {"event": rng.choice(EVENTS), "exact_match": 0.5, "by_kind": scores, "counts": {"x": 1}}
-        for name in rng.sample(FIELDS, rng.randint(0, 4)):
-            record[name] = rng.choice(ODD)
-        for name in rng.sample(sorted(record), rng.randint(0, 2)):
-            del record[name]
-        lines.append(json.dumps(record))
-    rng.shuffle(lines)
-    return lines
-
-
-FILES = {  # of a run's folder -> what zoo writes there
-    "health.json": {
-        "time": 1e9, "every": 0.5, "writer": {"machine": "m", "pid": 1, "born": "5"},
-        "ranks": [{"rank": 0, "step": 1, "phase": "eval", "place": "", "waits_in": "", "phase_seconds": 1.0, "silent_seconds": 1.0, "stuck_seconds": 1.0}],
-    },
-    "run.lock": {"token": "t", "host": "h", "machine": "m", "boot": "b", "pid": 1, "born": "5", "time": 1e9},
-    "summary.json": {"steps": 3, "total_steps": 5, "metrics": {"loss": 1.0}, "interrupted": False},
-    "env.json": {"system": "s", "python": "3", "gpus": [], "packages": {}},
-    "checkpoints/.partial-iter_4/saving.json": {"step": 4, "bytes": 10, "time": 1e9, "copied_to": None},
-    "checkpoints/iter_2/state.json": {"step": 2, "model": {}},
-}  # fmt: skip
-
-
-def spoilt(rng: random.Random, content: Any) -> Any:
-    """A JSON value with one part that is anything, at any depth."""
-    if isinstance(content, dict) and content and rng.random() < 0.8:
-        key = rng.choice(list(content))
-        return {**content, key: spoilt(rng, content[key])}
-    if isinstance(content, list) and content and rng.random() < 0.8:
-        return [spoilt(rng, content[0]), *content[1:]]
-    return rng.choice(ODD)
-
-
-def test_odd_files_of_a_run_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A status, a list and a page, whatever the files of a run's folder hold; never a stranger's escape code."""
-    rng = random.Random(1)
-    folder = write_run(tmp_path / "run", steps=3)
-    texts = ["", "{", "[" * 5_000, "\x00\xff", '"x"', "[]", "3"]
-    for number in range(60):
-        for name, content in FILES.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if rng.random() < 0.3:
-                path.write_text(rng.choice(texts) if rng.random() < 0.3 else json.dumps(spoilt(rng, content)))
-            else:
-                path.write_text(json.dumps(content))
-        for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
-            assert main(arguments) == 0, (number, arguments)
-    printed = capsys.readouterr()
-    assert "\x1b" not in printed.out + printed.err and "Traceback" not in printed.err
-
-
 def test_a_run_whose_machine_has_another_clock(tmp_path: Path) -> None:
     """Ages are those of the files: an hour between two clocks makes no run a stalled one."""
     folder = write_run(tmp_path / "run", steps=3)
-    content = json.loads(json.dumps(FILES["health.json"]))
-    content["time"] = time.time() - 3600
-    (folder / "health.json").write_text(json.dumps(content))
+    rank = {"rank": 0, "step": 1, "phase": "eval", "place": "", "waits_in": ""}
+    rank |= dict.fromkeys(("phase_seconds", "silent_seconds", "stuck_seconds"), 1.0)
+    writer = {"machine": "m", "pid": 1, "born": "5"}
+    health = {"time": time.time() - 3600, "every": 0.5, "writer": writer, "ranks": [rank]}
+    (folder / "health.json").write_text(json.dumps(health))
     status = read_status(folder)
     assert status.state == "running" and status.health_age is not None and status.health_age < 60
     assert status.last_step_age is not None and status.last_step_age < 60
 
 
-def test_odd_lines_of_a_log_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever stands in train.jsonl, whoever wrote it: a status, a list, a page, a plot; no escape code on the terminal."""
-    rng = random.Random(0)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for number in range(60):
-        (folder / "train.jsonl").write_text("\n".join(odd_lines(rng)) + "\n")
-        for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
-            assert main(arguments) == 0, number
-        assert not Page((folder / "report.html").read_text()).open
-        TrainResult.from_run_dir(folder) if (folder / "summary.json").is_file() else losses_by_step(folder)
-        if number % 10 == 0:
-            plot_losses(folder)
-    assert "\x1b" not in capsys.readouterr().out
+def test_no_escape_code_of_a_log_reaches_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    red = "\x1b[31mred"
+    records = [{"step": 1, "loss": 1.0, red: 2.0}, {"event": "slow_step", "step": 1, "cause": red}]
+    records += [{"event": "rows_left_out", "step": 1, "counts": {red: 1}}]
+    records += [{"event": "end", "step": 1, "reason": red, "message": red}]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
+        assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "red" in printed.out and "\x1b" not in printed.out + printed.err
