@@ -36,12 +36,6 @@ class LossInputs:
     kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
     spare: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 
-    def counted(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics as they count; those of a `spare` micro-batch are zeros."""
-        if not self.spare:
-            return loss, metrics
-        return loss * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
-
 
 @dataclass(frozen=True)
 class DistillationLoss:
@@ -74,8 +68,7 @@ class _SumOverContext(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _SumContext, mine: Tensor, group: ProcessGroup, factor: int) -> Tensor:
-        ctx.factor = factor
-        total = mine.clone()
+        ctx.factor, total = factor, mine.clone()
         torch.distributed.all_reduce(total, group=group)
         return total
 
@@ -150,13 +143,10 @@ def label_loss(
 def answer_loss(
     nll: Tensor, loss_inputs: LossInputs, preference: AnswerLoss, cp_group: ProcessGroup | None, *, counts: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum over the pairs or answers of the micro-batch, of (N,) values of this rank's labels.
-
-    `cp_group`: context-parallel ranks, which all get the same sum, or None; `counts`: metrics of pairs are counted here, on the
-    first of them.
+    """Sum over the pairs or answers of the micro-batch, of (N,) values of this rank's labels; all ranks of `cp_group` get the same.
 
     Metrics are sums over this rank: `nll` is that of the losses, `weight` their number, `labels` that of this rank's labels, and
-    those of the loss's `names`.
+    those of the loss's `names`. All but labels are counted on one of the ranks, where `counts` is True.
     """
     segments = loss_inputs.label_segments
     if nll.is_cuda:  # from there the host doesn't wait
@@ -164,9 +154,8 @@ def answer_loss(
     answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
     answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
     answers = sum_over_context(answers, cp_group)
-    losses, metrics = preference(
-        answers[0], answers[1].detach(), loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl
-    )
+    facts = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
+    losses, metrics = preference(answers[0], answers[1].detach(), *facts)
     total = losses.sum()
     sums = {name: value.sum() * float(counts) for name, value in metrics.items()}
     sums["nll"] = total.detach() * float(counts)

@@ -46,38 +46,26 @@ class Tokens:
 
 
 class MediaCursor:
-    """Media of a packed row in order of appearance, from which each sample takes its own.
+    """Media of a packed row by kind, in order of appearance, from which each sample takes its own."""
 
-    `image`, `video` and `audio` raise ValueError when the batch has no more of the kind.
-    """
-
-    def __init__(self, images: list[Grid], videos: list[tuple[Grid, float]], audios: list[int]) -> None:
+    def __init__(self, tokens: Tokens, images: list[Grid], videos: list[tuple[Grid, float]], audios: list[int]) -> None:
         """`images`: grids; `videos`: grids and seconds a step; `audios`: tokens of each."""
-        self._images, self._videos, self._audios = deque(images), deque(videos), deque(audios)
+        seen = {"image": [grid_positions(grid, tokens) for grid in images]}
+        seen["video"] = [grid_positions(grid, tokens, seconds) for grid, seconds in videos]
+        self._left = {kind: deque(positions) for kind, positions in seen.items()}
+        self._left["audio"] = deque(_span(count, 0.0) for count in audios)
 
-    def image(self) -> Grid:
-        """The grid of the next image."""
-        return _next(self._images, "image")
-
-    def video(self) -> tuple[Grid, float]:
-        """The grid of the next video, and seconds from one of its frames to the next."""
-        return _next(self._videos, "video")
-
-    def audio(self) -> int:
-        """Tokens of the next clip or soundtrack."""
-        return _next(self._audios, "audio")
+    def take(self, kind: str) -> Tensor:
+        """(3, n) positions from 0 of the next medium; ValueError when the batch has no more of the kind."""
+        if not self._left[kind]:
+            raise ValueError(f"the tokens ask for more {kind}s than the batch has")
+        return self._left[kind].popleft()
 
     def finish(self) -> None:
         """Raise ValueError where the batch has media that no token asked for."""
-        for kind, left in (("image", self._images), ("video", self._videos), ("audio", self._audios)):
+        for kind, left in self._left.items():
             if left:
                 raise ValueError(f"{len(left)} {kind}(s) of the batch have no place in the tokens")
-
-
-def _next[T](left: deque[T], kind: str) -> T:
-    if not left:
-        raise ValueError(f"the tokens ask for more {kind}s than the batch has")
-    return left.popleft()
 
 
 def grid_positions(grid: Grid, tokens: Tokens, seconds: float = 1.0) -> Tensor:
@@ -128,32 +116,19 @@ def _medium(
     ids: Tensor, start: int, done: int, kind: int, both: bool, tokens: Tokens, media: MediaCursor
 ) -> tuple[Tensor, float]:
     """((3, n) positions from 0 of the medium at `done`, how far what follows is from its first position)."""
-    if both:
-        grid, seconds = media.video()
-        seen = grid_positions(grid, tokens, seconds)
-        heard = _span(media.audio(), 0.0)
-        return _interleaved(ids[done : done + seen.shape[1] + heard.shape[1]], seen, heard, tokens)
-    if int(ids[start]) == tokens.audio_start:
-        placed = _span(media.audio(), 0.0)
-    elif kind == tokens.image:
-        placed = grid_positions(media.image(), tokens)
-    elif kind == tokens.video:
-        grid, seconds = media.video()
-        placed = grid_positions(grid, tokens, seconds)
-    else:
-        raise ValueError(f"token {start} starts a visual medium, but token {kind} follows it")
-    return placed, float(placed.max()) + 1
-
-
-def _interleaved(ids: Tensor, seen: Tensor, heard: Tensor, tokens: Tokens) -> tuple[Tensor, float]:
-    """Video and audio tokens as the processor interleaved them, each on its own clock from 0.
-
-    What follows goes on behind the last run of one kind, as transformers has it.
-    """
-    is_video = ids == tokens.video
-    placed = torch.empty(3, len(ids))
-    placed[:, is_video] = seen
-    placed[:, ~is_video] = heard
+    if not both:
+        names = {tokens.image: "image", tokens.video: "video"}
+        name = "audio" if int(ids[start]) == tokens.audio_start else names.get(kind)
+        if name is None:
+            raise ValueError(f"token {start} starts a visual medium, but token {kind} follows it")
+        placed = media.take(name)
+        return placed, float(placed.max()) + 1
+    # Video and audio tokens are as the processor interleaved them, each on its own clock from 0.
+    seen, heard = media.take("video"), media.take("audio")
+    is_video = ids[done : done + seen.shape[1] + heard.shape[1]] == tokens.video
+    placed = torch.empty(3, len(is_video))
+    placed[:, is_video], placed[:, ~is_video] = seen, heard
+    # What follows goes on behind the last run of one kind, as transformers has it.
     other = (is_video != is_video[-1]).nonzero().flatten()
     last_run = int(other[-1]) + 1 if len(other) else 0
     return placed, float(placed[:, last_run:].max()) + 1
@@ -183,9 +158,7 @@ class OmniStep(VisionStep):
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
         """(3, 1, T) float32, each segment from 0; alignment padding counts on as text."""
-        cursor = self._cursor(media)
-        tokens = self._tokens()
-        pieces = []
+        cursor, tokens, pieces = self._cursor(media), self._tokens(), []
         for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
             positions = sample_positions(segment[:length], tokens, cursor)
             rest = len(segment) - length
@@ -209,13 +182,7 @@ class OmniStep(VisionStep):
         )
 
     def _cursor(self, media: Mapping[str, Tensor]) -> MediaCursor:
-        def grids(name: str) -> list[tuple[int, int, int]]:
-            return [tuple(grid) for grid in media[name].tolist()] if name in media else []
-
-        seconds = media["video_second_per_grid"].tolist() if "video_second_per_grid" in media else []
-        frames = media["feature_lens"].tolist() if "feature_lens" in media else []
-        return MediaCursor(
-            images=grids("image_grid_thw"),
-            videos=list(zip(grids("video_grid_thw"), seconds, strict=True)),
-            audios=[self.config.audio_tokens(n) for n in frames],
-        )
+        names = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "feature_lens")
+        images, videos, seconds, frames = (media[name].tolist() if name in media else [] for name in names)
+        audios = [self.config.audio_tokens(count) for count in frames]
+        return MediaCursor(self._tokens(), images, list(zip(videos, seconds, strict=True)), audios)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.head import DistillationInputs, LabelExchange, TopTokens
+from zoo.nn.head import DistillationInputs, TopTokens
 from zoo.nn.inputs import ModelInputs, MTPInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device
@@ -37,7 +37,7 @@ from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distilla
 from zoo.steps.media import MediaStream, RankShare, rank_share
 from zoo.steps.preference import AnswerLoss
 from zoo.steps.sample_level_cp import SampleLevelSplit, split_by_samples
-from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts, padded_rows
+from zoo.steps.shard import IGNORE, ContextShard, Parts, padded_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,8 +114,7 @@ class PackedStep:
         self.config, self.packing = config, packing
         self.device, self.cp_group, self.media_group = rank.device, rank.cp_group, rank.media_group
         self.encodes_media, self.flops, self.vocabulary = rank.encodes_media, flops, vocabulary
-        self.cp_rank = rank.cp_group.rank() if rank.cp_group is not None else 0
-        self.cp_size = rank.cp_group.size() if rank.cp_group is not None else 1
+        self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
         self.mtp_depths, self.mtp_weight = objective.mtp_depths, objective.mtp_weight
         self.preference, self.distillation = objective.preference, objective.distillation
         self.reported = self.preference or self.distillation  # the loss that has metrics of its own
@@ -172,20 +171,16 @@ class PackedStep:
         inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most)
         if training and batch.teaching is not None:
             inputs = replace(inputs, distillation=batch.teaching)
-        elif (
-            training and batch.taught is not None
-        ):  # a teacher on disk: find this rank's labels among those of the batch
-            assert self.distillation is not None and batch.taught.places is not None
-            rows = torch.searchsorted(batch.taught.places, loss_inputs.label_source)
-            ids, values, rest = (
-                self._move(x[rows]) for x in (batch.taught.ids, batch.taught.logprobs, batch.taught.rest)
-            )
+        elif training and batch.taught is not None:  # from disk: find this rank's labels among those of the batch
+            taught = batch.taught
+            assert self.distillation is not None and taught.places is not None
+            rows = torch.searchsorted(taught.places, loss_inputs.label_source)
+            ids, values, rest = (self._move(x[rows]) for x in (taught.ids, taught.logprobs, taught.rest))
             teaching = DistillationInputs(TopTokens(ids.long(), values, rest), self.distillation.temperature)
             inputs = replace(inputs, distillation=teaching)
-        token_source = None
+        token_source = chosen = None
         if experts is not None:
             token_source = self._context_shard(parts).take(parts.source).T.reshape(-1)
-            chosen = None
             if isinstance(experts, Tensor):
                 absent = token_source[:, None, None] < 0
                 chosen = self._move(experts.flatten(0, 1)[token_source.clamp(min=0)].masked_fill(absent, -1))
@@ -205,12 +200,7 @@ class PackedStep:
         )
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
-        """The layout of the micro-batch: the one that its loader made, else of its lengths or its mask.
-
-        Raises:
-            ValueError: a batch that has none of them, as lengths are never guessed from labels or token ids; or one that
-                contradicts itself (`zoo.steps.batch_validation`).
-        """
+        """The layout of the micro-batch (`zoo.steps.batch.layout_of`); ValueError for a batch that contradicts itself."""
         # packing.mode=none pads each row by itself, see `padded_rows`
         pad_to = self.packing.pad_to if self.packing.mode == "thd" else None
         layout = layout_of(batch, self.packing.align or 1, pad_to)
@@ -285,13 +275,9 @@ class PackedStep:
     def place(self, ids: Tensor, padding: Tensor) -> dict[str, Placement]:
         """Where each tower's embeddings go: the placeholders in row order, one after the other."""
         placements = {}
-        width = ids.shape[0]
         for name, tokens in self.tower_tokens().items():
-            rows = []
-            for token in tokens:
-                row, column = ((ids == token) & ~padding).nonzero(as_tuple=True)
-                rows.append(column * width + row)
-            flat = torch.cat(rows)
+            places = [((ids == token) & ~padding).nonzero(as_tuple=True) for token in tokens]
+            flat = torch.cat([column * len(ids) + row for row, column in places])
             if len(flat):
                 placements[name] = Placement(flat, torch.arange(len(flat)))
         return placements
@@ -307,12 +293,7 @@ class PackedStep:
     ) -> tuple[ModelInputs, LossInputs]:
         """This context-parallel rank's part of a packed micro-batch, on the device: tokens, media, labels.
 
-        Args:
-            parts: the whole micro-batch, as `pack` gives it.
-            media: of the whole micro-batch.
-            evaluate: also say whether each label was the most likely token.
-            logits: of all tokens, or of each sample's last one, in the place of losses.
-            training: run the depths of multi-token prediction.
+        `evaluate` and `logits` as `prepare` has them; `training`: run the depths of multi-token prediction.
         """
         mine = self._context_shard(parts)
         streams = self.media_streams(media)
@@ -332,19 +313,20 @@ class PackedStep:
                 encoded[name] = self._move(value)
         labels = mine.last_tokens() if logits == "last" else mine.labels()
         ahead, ahead_source = self._ahead(parts, mine, shares, self.mtp_depths if training else 0)
-        padded = self.packing.mode == "none"
-        bidirectional = self.bidirectional_tokens(parts.input_ids)
+        seq_params = mine.seq_params(
+            self.bidirectional_tokens(parts.input_ids), self.device, padded=self.packing.mode == "none"
+        )
         inputs = ModelInputs(
             input_ids=self._move(mine.take(parts.input_ids)),
             positions=self._move(mine.positions()),
             padding_mask=self._move(mine.take(parts.padding_mask)) if bool(parts.padding_mask.any()) else None,
-            seq_params=mine.seq_params(bidirectional, self.cp_group, self.device, padded),
+            seq_params=seq_params,
             media=encoded,
             placements=mine.placements(parts.placements, shares),
             shared={name: share.longest for name, share in shares.items()},
             label_rows=self._move(labels.rows) if not logits or logits == "last" else None,
             targets=None if logits else self._move(labels.targets),
-            label_exchange=None if logits else self._label_exchange(labels),
+            label_exchange=None if logits else labels.exchange,
             count_correct=evaluate,
             mtp=ahead,
         )
@@ -355,7 +337,7 @@ class PackedStep:
         """This context-parallel rank's tokens of a micro-batch."""
         padded = self.packing.mode == "none"
         row = PackedLayout.from_lengths([parts.input_ids.shape[1]]) if padded else parts.layout
-        return ContextShard(parts, row, self.cp_rank, self.cp_size)
+        return ContextShard(parts, row, self.cp_group)
 
     def _ahead(
         self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
@@ -368,24 +350,13 @@ class PackedStep:
         for depth in range(1, depths + 1):
             labels = mine.labels(depth + 1)
             ids, padding, placements = mine.successors(depth)
+            moved = {"label_rows": self._move(labels.rows), "targets": self._move(labels.targets)}
+            local = mine.placements(placements, shares)
             ahead.append(
-                MTPInputs(
-                    self._move(ids),
-                    self._move(padding),
-                    mine.placements(placements, shares),
-                    label_rows=self._move(labels.rows),
-                    targets=self._move(labels.targets),
-                    label_exchange=self._label_exchange(labels),
-                )
+                MTPInputs(self._move(ids), self._move(padding), local, **moved, label_exchange=labels.exchange)
             )
             places.append(parts.source[labels.at])
         return tuple(ahead), torch.cat(places)
-
-    def _label_exchange(self, labels: Labels) -> LabelExchange | None:
-        """How states travel to the ranks of their labels; None where each rank keeps its own."""
-        if self.cp_group is None or labels.sent is None or labels.received is None:
-            return None
-        return LabelExchange(self.cp_group, labels.sent, labels.received)
 
     def _move(self, tensor: Tensor) -> Tensor:
         """A tensor on its way to the device."""
@@ -415,7 +386,10 @@ class PackedStep:
                 output = torch.stack((-output, torch.zeros_like(output)))
             depths = 0 if evaluate else self.mtp_depths
             total, metrics = label_loss(output, loss_inputs, depths, self.mtp_weight, evaluate=evaluate)
-        return loss_inputs.counted(total * loss_scale, metrics)
+        total = total * loss_scale
+        if loss_inputs.spare:
+            return total * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
+        return total, metrics
 
     def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
         """Log-probability of each token given those before it in its sample, in the caller's shape.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,39 +23,10 @@ CERTAIN = -1e-6  # log-probability per token above which an answer's odds are no
 
 
 class Losses(NamedTuple):
-    """Losses (P,) fp32 of an `AnswerLoss`, differentiable, and by its `names` (P,) fp32 without gradient."""
+    """Losses (P,) fp32, differentiable, and by the `names` of their `AnswerLoss` (P,) fp32 without gradient."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
-
-
-class AnswerLoss(Protocol):
-    """A loss of whole answers: of pairs (`PreferenceLoss`), or of labelled ones (`KTOLoss`)."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the values next to the losses, whose sums `means` takes."""
-
-    @property
-    def referenced(self) -> bool:
-        """Whether it compares with a reference model."""
-
-    @property
-    def scores(self) -> bool:
-        """Whether it takes scores of answers, of a model that gives them, in the place of log-probabilities."""
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        labels: Tensor,
-        reference: Tensor | None,
-        desirable: Tensor | None = None,
-        kl: Tensor | None = None,
-    ) -> Losses:
-        """Losses of the answers of a micro-batch."""
-
-    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Metrics for the log of sums over `count` losses, their number among them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +52,7 @@ class PreferenceLoss:
 
     @property
     def referenced(self) -> bool:
-        """Whether the loss compares with a reference model."""
+        """Whether it compares with a reference model."""
         return self.kind in REFERENCED
 
     @property
@@ -89,21 +60,13 @@ class PreferenceLoss:
         """Whether it compares scores of answers, in the place of their log-probabilities."""
         return self.kind == "reward"
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        labels: Tensor,
-        reference: Tensor | None,
-        desirable: Tensor | None = None,
-        kl: Tensor | None = None,
-    ) -> Losses:
+    def __call__(self, logprobs: Tensor, labels: Tensor, reference: Tensor | None, *_: Tensor | None) -> Losses:
         """Losses of P pairs.
 
         Args:
             logprobs: (2 P,) fp32 sums over each answer's tokens, of chosen and rejected answers by turns.
             labels: (2 P,) how many tokens these are.
             reference: (2 P,) fp32, `logprobs` of the reference model; None where the loss has none.
-            desirable: None, as is `kl`: labelled answers have them.
 
         Raises:
             ValueError: an odd number of answers, or no reference for a loss that has one.
@@ -116,12 +79,8 @@ class PreferenceLoss:
             raise ValueError(
                 f"train.loss={self.kind} needs the reference's log-probabilities of each answer, and the batch has none"
             )
-        values = logprobs.float()
-        if self.referenced and reference is not None:
-            values = values - reference
-        total = values
-        if self.kind in AVERAGED:
-            values = values / labels.clamp(min=1)
+        total = logprobs.float() if reference is None or not self.referenced else logprobs.float() - reference
+        values = total / labels.clamp(min=1) if self.kind in AVERAGED else total
         losses = self._losses(*values.view(-1, 2).T)
         rewards = self.beta * (total if self.referenced else values).detach()
         chosen, rejected = rewards.view(-1, 2).T
@@ -175,36 +134,29 @@ class KTOLoss:
     referenced: ClassVar[bool] = True
     scores: ClassVar[bool] = False
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        labels: Tensor,
-        reference: Tensor | None,
-        desirable: Tensor | None = None,
-        kl: Tensor | None = None,
-    ) -> Losses:
+    def __call__(self, logprobs: Tensor, labels: Tensor, *facts: Tensor | None) -> Losses:
         """Losses of S answers.
 
         Args:
             logprobs: (S,) fp32 sums over each answer's tokens.
             labels: (S,) how many tokens these are.
-            reference: (S,) fp32, `logprobs` of the reference model.
-            desirable: (S,) bool, whether an answer is.
-            kl: () fp32, the divergence of policy and reference, at least 0.
+            facts: `reference` (S,) fp32, `logprobs` of the reference model; `desirable` (S,) bool, whether an answer is; `kl` () fp32,
+                the divergence of policy and reference, at least 0.
 
         Raises:
             ValueError: one of the last three is missing.
         """
+        reference, desirable, kl = facts
         if reference is None or desirable is None or kl is None:
             raise ValueError(
                 "train.loss=kto needs the reference's log-probabilities, whether each answer is desirable, and the divergence "
                 "of the step; the batch has not all of them"
             )
-        ratio = logprobs.float() - reference
-        sign = desirable.float() * 2 - 1
-        weights = desirable.float() * (self.desirable_weight - self.undesirable_weight)
+        ratio, good = logprobs.float() - reference, desirable.float()
+        sign = good * 2 - 1
+        weights = good * (self.desirable_weight - self.undesirable_weight)
         losses = (weights + self.undesirable_weight) * (1 - (self.beta * sign * (ratio - kl)).sigmoid())
-        rewards, good = self.beta * ratio.detach(), desirable.float()
+        rewards = self.beta * ratio.detach()
         right = (sign * (ratio.detach() - kl) > 0).float()
         metrics = (rewards * good, rewards * (1 - good), right, good, kl.expand_as(good))
         return Losses(losses, dict(zip(self.names, metrics, strict=True)))
@@ -221,3 +173,7 @@ class KTOLoss:
             "rewards/accuracies": sums["right"] / max(count, 1.0),
             "kl": sums["kl"] / max(count, 1.0),
         }
+
+
+type AnswerLoss = PreferenceLoss | KTOLoss
+"""A loss of whole answers: `referenced`: it compares with a reference model; `scores`: it takes scores in the place of log-probabilities."""

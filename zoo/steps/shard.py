@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams
-from zoo.nn.head import balance_labels
+from zoo.nn.head import LabelExchange, balance_labels
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
 from zoo.packing.spans import BidirectionalSpans
@@ -63,27 +63,21 @@ def padded_rows(rows: list[Tensor], layout: PackedLayout, align: int, pad_to: in
 
 @dataclass(frozen=True)
 class Labels:
-    """Tokens of one rank that predict a label, and labels whose losses it works out: the same ones, unless they are exchanged.
+    """Tokens of one rank that predict a label, and labels whose losses it works out: the same ones, unless they are exchanged."""
 
-    rows: (M,) int64 of this rank's flattened (T'/cp * R) states, in the order in which they are sent. targets: (N,) int64 tokens that
-    are predicted. at: (row, column) of each such label in `Parts`. sent, received: rows to and from each context-parallel rank; None
-    where each rank keeps its own.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    at: tuple[Tensor, Tensor]
-    sent: list[int] | None = None
-    received: list[int] | None = None
+    rows: Tensor  # (M,) int64 of this rank's flattened (T'/cp * R) states, in the order in which they are sent
+    targets: Tensor  # (N,) int64 tokens that are predicted
+    at: tuple[Tensor, Tensor]  # (row, column) of each such label in `Parts`
+    exchange: LabelExchange | None = None  # how states get to the ranks of their labels; None: each rank keeps its own
 
 
 class ContextShard:
-    """The tokens that rank `rank` of `size` context-parallel ranks holds of a micro-batch's rows."""
+    """The tokens that this context-parallel rank holds of a micro-batch's rows."""
 
-    def __init__(self, parts: Parts, row: PackedLayout, rank: int, size: int) -> None:
+    def __init__(self, parts: Parts, row: PackedLayout, cp_group: ProcessGroup | None) -> None:
         """`row`: the layout of each of the rows, which for a padded batch is one segment."""
-        self.parts, whole = parts, parts.whole
-        self.row, self.rank, self.size = row, rank, size
+        self.parts, self.row, self.cp_group, whole = parts, row, cp_group, parts.whole
+        self.rank, self.size = rank, size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
         self.index = row.cp_index(rank, size) if whole is None else whole.index(rank)
         # column of the row -> its place where the ranks' tokens stand one behind the other, and among this rank's, or -1
         self.place = self.local = self.index
@@ -103,13 +97,10 @@ class ContextShard:
             return self.parts.positions.index_select(2, self.index)
         return self.row.cp_shard(self.parts.positions, self.rank, self.size, dim=2)
 
-    def seq_params(
-        self, bidirectional: Tensor | None, cp_group: ProcessGroup | None, device: torch.device, padded: bool
-    ) -> SeqParams | None:
-        """Offsets of the packed row, and its bidirectional spans; None where there is neither.
+    def seq_params(self, bidirectional: Tensor | None, device: torch.device, padded: bool) -> SeqParams | None:
+        """Offsets of the packed row, and its bidirectional spans (tokens (R, T') bool); None where there is neither.
 
-        Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `bidirectional`: (R, T')
-        bool, the tokens of the spans.
+        They are those of the whole row where ranks hold chunks of it, and of this rank's where they hold segments.
         """
         parts, whole, spans = self.parts, self.parts.whole, None
         if bidirectional is not None:
@@ -118,7 +109,7 @@ class ContextShard:
         if padded:
             return SeqParams(qkv_format="sbhd", bidirectional=spans) if spans and spans.spans else None
         layout = parts.layout if whole is None else whole.local(self.rank)
-        return SeqParams.from_layout(layout.to(device), cp_group, spans, cut=whole is None)
+        return SeqParams.from_layout(layout.to(device), self.cp_group, spans, cut=whole is None)
 
     def placements(self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]) -> dict[str, Placement]:
         """Rows as this rank counts them, of embeddings as they stand once gathered."""
@@ -142,7 +133,7 @@ class ContextShard:
             "a label out of its segment"
         )
         state = self.place[column] * rows + row
-        if self.size == 1:
+        if self.cp_group is None or self.size == 1:
             return Labels(state, parts.labels[row, column + ahead], (row, column + ahead))
         state, order = state.sort()
         label = (row[order], column[order] + ahead)
@@ -152,24 +143,23 @@ class ContextShard:
         own = state.split(counts)[self.rank] - self.rank * states
         first = len(state) * self.rank // self.size
         label = (label[0].narrow(0, first, sum(received)), label[1].narrow(0, first, sum(received)))
-        return Labels(own, parts.labels[label], label, sent, received)
+        return Labels(own, parts.labels[label], label, LabelExchange(self.cp_group, sent, received))
 
     def last_tokens(self) -> Labels:
         """The last token of each segment, where this rank holds it: it predicts a token that is not there yet."""
-        parts, rows = self.parts, self.parts.labels.shape[0]
+        parts = self.parts
         follows = F.pad(parts.segment_ids, (0, 1), value=-1)[:, 1:]
         row, column = ((parts.segment_ids >= 0) & (follows != parts.segment_ids)).nonzero(as_tuple=True)
         local = self.local[column]
         keep = local >= 0
-        row, column, local = row[keep], column[keep], local[keep]
-        return Labels(local * rows + row, parts.input_ids[row, column], (row, column))
+        row, column = row[keep], column[keep]
+        return Labels(local[keep] * len(parts.labels) + row, parts.input_ids[row, column], (row, column))
 
     def successors(self, depth: int) -> tuple[Tensor, Tensor, dict[str, Placement]]:
         """The token `depth` tokens after each token of this rank in its own segment, for multi-token prediction.
 
-        Returns:
-            (R, T'/cp) int64 token ids, 0 where there is none; (R, T'/cp) bool, True where there is none; and
-            placements of their media, rows counted over the whole micro-batch.
+        Returns (R, T'/cp) int64 ids, 0 where there is none; (R, T'/cp) bool, True where there is none; and the placements of
+        their media, rows counted over the whole micro-batch.
         """
         parts, rows = self.parts, self.parts.input_ids.shape[0]
         exists = (parts.token_index >= depth) & ~parts.padding_mask  # as some token's token t + depth

@@ -71,14 +71,10 @@ def grid_positions(
     images, videos = (media[name].tolist() if name in media else [] for name in ("image_grid_thw", "video_grid_thw"))
     if steps is not None and len(steps) != len(videos):
         raise ValueError(f"the batch has the times of {len(steps)} video(s), but {len(videos)} video(s)")
-    left = {tokens.image: _frames(images, tokens.merge)}
-    if steps is None:
-        left[tokens.video] = _frames(videos, tokens.merge)
-    else:
-        left[tokens.video] = deque(
-            _Grid(tuple((torch.arange(time) * step).long().tolist()), height // tokens.merge, width // tokens.merge)
-            for (time, height, width), step in zip(videos, steps, strict=True)
-        )
+    whole = [
+        tuple((torch.arange(grid[0]) * step).long().tolist()) for grid, step in zip(videos, steps or (), strict=False)
+    ]
+    left = {tokens.image: _grids(images, tokens.merge), tokens.video: _grids(videos, tokens.merge, whole)}
     pieces = []
     for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
         positions = _sample(segment[:length], left)
@@ -89,9 +85,11 @@ def grid_positions(
     return torch.cat(pieces, dim=1).unsqueeze(1)
 
 
-def _frames(grids: Sequence[Sequence[int]], merge: int) -> deque[_Grid]:
-    """Images, or the frames of videos one by one."""
-    return deque(_Grid((0,), height // merge, width // merge) for time, height, width in grids for _ in range(time))
+def _grids(grids: Sequence[Sequence[int]], merge: int, whole: Sequence[tuple[int, ...]] = ()) -> deque[_Grid]:
+    """Images, or the frames of videos one by one; of `whole` videos, each with the times of its frames, the videos."""
+    times = [[times] for times in whole] or [[(0,)] * frames for frames, _, _ in grids]
+    pairs = zip(grids, times, strict=True)
+    return deque(_Grid(time, grid[1] // merge, grid[2] // merge) for grid, of_grid in pairs for time in of_grid)
 
 
 def _sample(ids: Tensor, left: Mapping[int, deque[_Grid]]) -> Tensor:

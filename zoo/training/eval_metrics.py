@@ -29,10 +29,7 @@ def metric_sums(loss: AnswerLoss | None) -> LabelSums | PairSums | UnpairedSums:
     """Sums for the rows of a loss of preferences; without one, for plain answers."""
     if loss is None:
         return LabelSums()
-    if isinstance(loss, KTOLoss):
-        return UnpairedSums(loss)
-    assert isinstance(loss, PreferenceLoss)
-    return PairSums(loss)
+    return UnpairedSums(loss) if isinstance(loss, KTOLoss) else PairSums(loss)
 
 
 class LabelSums:
