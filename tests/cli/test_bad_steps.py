@@ -75,24 +75,19 @@ def test_a_spike_can_be_switched_off(zoo: Zoo, tmp_path: Path) -> None:
 def test_numbers_that_overflow_stop_the_run_which_is_saved(zoo: Zoo, tmp_path: Path) -> None:
     """The first update takes the decoder's weights to 1e8; what follows is not finite."""
     folder = tmp_path / "run"
-    overrides = [
-        "train.lr=100",
-        "train.lr_scale={language: 1e6}",
-        "train.warmup_steps=0",
-        "train.on_bad_step=stop",
-        "train.bad_steps=2",
-    ]
-    message = zoo.refused(*zoo.train_arguments(folder, "nproc=2", *overrides))
+    overrides = ["nproc=2", "train.lr=100", "train.lr_scale={language: 1e6}", "train.warmup_steps=0"]
+    stopping = [*overrides, "train.on_bad_step=stop", "train.bad_steps=2"]
+    message = zoo.refused(*zoo.train_arguments(folder, *stopping))
     assert message.startswith("2 bad steps in a row, the last one step 3: the loss is ")
     assert f"saved in {folder}/checkpoints/iter_3; " in message and "train.on_bad_step=skip" in message
     records = logged(folder)
     assert [record.get("skipped") in ("loss", "gradient") for record in records] == [False, True, True]
     for record in records[1:]:  # JSON has no word for nan
         assert record["loss" if record["skipped"] == "loss" else "grad_norm"] is None
-    again = zoo.refused(*zoo.train_arguments(folder, "nproc=2", *overrides))
+    again = zoo.refused(*zoo.train_arguments(folder, *stopping))
     assert again.startswith("2 bad steps in a row, the last one step 5: ")
 
-    done = zoo.train(folder, "nproc=2", *overrides, "train.on_bad_step=skip", "export=false")
+    done = zoo.train(folder, *overrides, "train.on_bad_step=skip", "export=false")
     assert done.code == 0, done
     assert sum(summary(folder)["skipped_steps"].values()) == 5
     assert (folder / "plots" / "loss.png").exists()
