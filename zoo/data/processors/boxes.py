@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.grounding import BOX
-from zoo.data.sources.rows import Box, Message, Row
+from zoo.data.sources.formats.grounding import BOX, Box
+from zoo.data.sources.rows import Message, Row
 
 type Size = tuple[float, float]  # (height, width) in pixels
 

@@ -78,9 +78,8 @@ def read_energon(folder: Path, split: str | None, named: str | None, key: str) -
     form, columns = next(((form, columns) for word, form, columns in CLASSES if word in name), (None, {}))
     if form is None or not isinstance(fields, dict):
         seen = "a sample_loader, which is code that zoo does not run" if fields is None else f"the class {shown(name)}"
-        raise UserError(
-            f"{key}: {META}/dataset.yaml has {seen}; name how its samples are read: {{path: ..., format: module:function}}"
-        )
+        hint = "name how its samples are read: {path: ..., format: module:function}"
+        raise UserError(f"{key}: {META}/dataset.yaml has {seen}; {hint}")
     members = {columns[field]: str(path) for field, path in fields.items() if field in columns}
     return EnergonSet(tars, left_out, form, members)
 
@@ -92,23 +91,26 @@ def _tars(folder: Path, split: str, key: str) -> tuple[list[Path], frozenset[str
         known = ", ".join(str(name) for name, tars in splits.items() if tars) if isinstance(splits, dict) else ""
         raise UserError(f"{key}: no tars of a split {split} in {META}/split.yaml; splits: {known or 'none'}")
     left_out = frozenset(map(str, about.get("exclude") or []))
-    names = [name for pattern in splits[split] for name in _spread(str(pattern), key) if name not in left_out]
+    names = []
+    for pattern in map(str, splits[split]):
+        too_many = f"{key}: {META}/split.yaml names over {MOST_TARS} tars with {printable(pattern, 200)}"
+        names += [name for name in spread_braces(pattern, too_many) if name not in left_out]
     for name in names:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-            text = f"{key}: {META}/split.yaml names {printable(name, 200)}, which is no file of that folder"
-            raise UserError(text)
+            problem = f"{key}: {META}/split.yaml names {printable(name, 200)}"
+            raise UserError(f"{problem}, which is no file of that folder")
     return [folder / name for name in names], left_out
 
 
-def _spread(name: str, key: str) -> list[str]:
-    """The names that one with {000..015} stands for."""
+def spread_braces(name: str, too_many: str) -> list[str]:
+    """The names that one with {000..015} stands for; UserError that says `too_many` for over MOST_TARS."""
     span = SPAN.search(name)
     if span is None:
         return [name]
     first, last = span.groups()
     if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
-        raise UserError(f"{key}: {META}/split.yaml names over {MOST_TARS} tars with {printable(name, 200)}")
+        raise UserError(too_many)
     return [SPAN.sub(f"{n:0{len(first)}}", name, count=1) for n in range(int(first), int(last) + 1)]
 
 
@@ -144,8 +146,7 @@ def field_of(members: Mapping[str, object], path: str) -> object:
             try:
                 value = value[int(step)] if isinstance(value, list) else value[step]
             except (LookupError, TypeError, ValueError) as error:
-                raise bad_row(
-                    f"the sample has nothing at {shown(path)}, where dataset.yaml's field_map looks."
-                ) from error
+                text = f"the sample has nothing at {shown(path)}, where dataset.yaml's field_map looks."
+                raise bad_row(text) from error
         return value
     return None

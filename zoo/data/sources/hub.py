@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,16 +71,13 @@ def load_hub(entry: DataEntry, key: str) -> Dataset | IterableDataset:
     options = {name: value for name, value in (("name", entry.name), ("revision", entry.revision)) if value is not None}
     with asking_the_hub() as unreachable:
         try:
-            loaded = _translated(
-                key, entry, lambda: datasets.load_dataset(str(entry.hub), streaming=entry.stream, **options)
-            )
+            load = partial(datasets.load_dataset, str(entry.hub), streaming=entry.stream, **options)
+            loaded = _translated(key, entry, load)
         except UserError as error:
             if unreachable is None:
                 raise
-            raise UserError(
-                f"{error}; the hub is out of reach ({unreachable}), so the cache has to hold the data set; give files, "
-                "or a connection"
-            ) from error
+            reason = f"the hub is out of reach ({unreachable}), so the cache has to hold the data set"
+            raise UserError(f"{error}; {reason}; give files, or a connection") from error
     return _split(loaded, entry, key)
 
 
@@ -88,9 +86,8 @@ def load_parquet_stream(entry: DataEntry, key: str) -> IterableDataset:
     import datasets
 
     files = parquet_files(expanded(str(entry.path)), entry, key)
-    return _split(
-        _translated(key, entry, lambda: datasets.load_dataset("parquet", streaming=True, data_files=files)), entry, key
-    )
+    load = partial(datasets.load_dataset, "parquet", streaming=True, data_files=files)
+    return _split(_translated(key, entry, load), entry, key)
 
 
 def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
@@ -102,9 +99,8 @@ def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]
     named = _named_parquet_files(path, entry, key)
     files = {split: [file for file in listed if _parquet_rows(file, key)] for split, listed in named.items()}
     if not any(files.values()):
-        raise UserError(
-            f"{key}={printable(str(entry), 300)} has no rows; a parquet file with a row for each sample is wanted."
-        )
+        wanted = "a parquet file with a row for each sample is wanted."
+        raise UserError(f"{key}={printable(str(entry), 300)} has no rows; {wanted}")
     return {split: listed for split, listed in files.items() if listed}
 
 
@@ -116,9 +112,8 @@ def _parquet_rows(file: str, key: str) -> int:
     try:
         footer = read_metadata(file)
     except (ArrowException, OSError, MemoryError) as error:
-        raise UserError(
-            f"{key}: {printable(file, 300)} is no parquet file that can be read: {printable(str(error), 300)}."
-        ) from error
+        why = f"is no parquet file that can be read: {printable(str(error), 300)}."
+        raise UserError(f"{key}: {printable(file, 300)} {why}") from error
     return int(footer.num_rows) if footer.num_columns else 0
 
 

@@ -61,16 +61,16 @@ def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, object]]:
         while (line := next_line(file))[1]:
             number += 1
             if line[0].strip():
-                yield number, _text_row(line[0]) if path.suffix == ".txt" else line[0]
-
-
-def _text_row(line: bytes) -> JsonObject | RowError:
-    if len(line) > LINE_MB * 2**20:
-        return bad_row(f"the line is over {LINE_MB} MiB; cut it into several.")
-    try:
-        return {"text": line.decode("utf-8-sig").strip("\r\n")}
-    except UnicodeDecodeError as error:
-        return bad_row(f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8.")
+                if path.suffix != ".txt":
+                    yield number, line[0]
+                elif len(line[0]) > LINE_MB * 2**20:
+                    yield number, bad_row(f"the line is over {LINE_MB} MiB; cut it into several.")
+                else:
+                    try:
+                        yield number, {"text": line[0].decode("utf-8-sig").strip("\r\n")}
+                    except UnicodeDecodeError as error:
+                        text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
+                        yield number, bad_row(text)
 
 
 def _csv_rows(path: Path, spec: str) -> Iterator[tuple[int, JsonObject | RowError]]:
@@ -81,7 +81,7 @@ def _csv_rows(path: Path, spec: str) -> Iterator[tuple[int, JsonObject | RowErro
         table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         names: list[str] | None = None
         while True:
-            line = lines.begin_row()
+            line, lines.size = lines.number + 1, 0
             try:
                 cells = next(table)
             except StopIteration:
@@ -112,12 +112,7 @@ class _CsvLines:
 
     def __init__(self, file: TextIO, spec: str) -> None:
         self._file, self._spec = file, spec
-        self._number = self._size = 0  # lines so far, and characters of those of the row
-
-    def begin_row(self) -> int:
-        """The number of the next line, with which a row begins."""
-        self._size = 0
-        return self._number + 1
+        self.number = self.size = 0  # lines so far, and characters of those of the row
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -135,13 +130,13 @@ class _CsvLines:
             while len(part) > limit and part[-1] not in "\r\n":
                 part = self._file.readline(limit + 1)
         except UnicodeDecodeError as error:
-            text = f"{self._spec}: not UTF-8 near line {self._number + 1}: {error.reason}; save the file as UTF-8."
+            text = f"{self._spec}: not UTF-8 near line {self.number + 1}: {error.reason}; save the file as UTF-8."
             raise UserError(text) from error
         if not line:
             raise StopIteration
-        self._number += 1
-        self._size += len(line)
-        if self._size > limit:
+        self.number += 1
+        self.size += len(line)
+        if self.size > limit:
             raise csv.Error(f"it is over {LINE_MB} MiB; close an open quote, or put media into files of their own")
         return line
 
@@ -155,10 +150,8 @@ def _check_names(names: list[str], spec: str, separator: str) -> None:
     if len(names) == 1 and other is not None:
         seen = {"\t": "tabs; name it .tsv", ";": "semicolons"}.get(other, f"{other!r}")
         wanted = "commas" if separator == "," else "tabs"
-        raise UserError(
-            f"{spec}: its columns seem to be separated by {seen}; {wanted} are wanted (spreadsheets ask for the "
-            f"separator as they save)"
-        )
+        hint = "spreadsheets ask for the separator as they save"
+        raise UserError(f"{spec}: its columns seem to be separated by {seen}; {wanted} are wanted ({hint})")
 
 
 class MediaFolder:
@@ -200,10 +193,8 @@ class MediaFolder:
         named = {Path(row.get("image") or row["audio"]) for row in self._rows if isinstance(row, dict)}
         left_out = [path for path in media if path not in named]
         if left_out:
-            raise UserError(
-                f"{spec}: {len(left_out)} files are in no row of {described[0]}, the first: {left_out[0]}; name them there, or "
-                "move them away."
-            )
+            seen = f"{len(left_out)} files are in no row of {described[0]}, the first: {left_out[0]}"
+            raise UserError(f"{spec}: {seen}; name them there, or move them away.")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -260,7 +251,13 @@ def locate(spec: str, key: str = "data") -> Path:
     """
     path = expanded(spec)
     if os.path.isfile(path):
-        _refuse_other_kind(path, f"{key}={printable(spec, LONGEST)}")
+        kind, suffix = kind_of_file(path.name), path.suffix.lower()
+        if kind is not None and suffix not in (".txt", *ROW_FILES):
+            wanted = f"rows that name such files, as JSONL, or a folder of {kind}s with a metadata.csv or in folders by class"
+            raise UserError(f"{key}={printable(spec, LONGEST)}: it is one {kind}; wanted {wanted}")
+        if suffix in _TABLES:
+            advice = "save its table as CSV in UTF-8 (.csv), as JSONL or as parquet"
+            raise UserError(f"{key}={printable(spec, LONGEST)}: {_TABLES[suffix]}; {advice}")
         return path
     if is_bundled(spec):
         name, _, split = spec.partition(":")
@@ -278,18 +275,6 @@ def locate(spec: str, key: str = "data") -> Path:
     elif why not in (None, "there is none"):
         problem = f"can't be read: {why}"
     raise UserError(f"{key}={printable(spec, LONGEST)}: {problem}; {hint}")
-
-
-def _refuse_other_kind(path: Path, spec: str) -> None:
-    """UserError for a file that by its name holds no rows as text."""
-    kind, suffix = kind_of_file(path.name), path.suffix.lower()
-    if kind is not None and suffix not in (".txt", *ROW_FILES):
-        raise UserError(
-            f"{spec}: it is one {kind}; wanted rows that name such files, as JSONL, or a folder of {kind}s with a "
-            f"metadata.csv or in folders by class"
-        )
-    if suffix in _TABLES:
-        raise UserError(f"{spec}: {_TABLES[suffix]}; save its table as CSV in UTF-8 (.csv), as JSONL or as parquet")
 
 
 def json_object(content: object) -> JsonObject:

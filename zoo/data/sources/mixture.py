@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NewType
+from typing import NewType
 
 import numpy as np
 
@@ -28,14 +28,6 @@ STREAM_ROWS = 2**40  # how many rows a stream counts for, where rows are numbere
 
 # A row in one of its repeats, as `repeat * rows + row`. A plain int at run time: a million ids take 8 MB as an int64 array.
 SampleId = NewType("SampleId", int)
-
-
-class RowPlace(NamedTuple):
-    """Where the row of a sample id lies."""
-
-    part: int  # which source
-    row: int  # its place in that source
-    repeat: int  # how often it has come before
 
 
 @dataclass(frozen=True)
@@ -95,11 +87,11 @@ class Mixture:
         after = [self._before(part, epoch + 1) for part in range(len(self.parts))]
         return [last - self._before(part, epoch) for part, last in enumerate(after)]
 
-    def locate(self, sample_id: SampleId) -> RowPlace:
-        """The source, the row within it and the repeat of a sample."""
+    def locate(self, sample_id: SampleId) -> tuple[int, int, int]:
+        """Which source a sample is of, its row's place in that source, and how often the row has come before."""
         repeat, row = divmod(sample_id, self.total)
         part = bisect_right(self.offsets, row) - 1
-        return RowPlace(part, row - self.offsets[part], repeat)
+        return part, row - self.offsets[part], repeat
 
     def renumbered(self, ids: np.ndarray, former: Mixture) -> np.ndarray:
         """(N,) sample ids of a mixture whose sources had fewer rows, or were fewer, as those of this one."""

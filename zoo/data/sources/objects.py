@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,15 +34,9 @@ WAV_TYPES = {"int16": "PCM_16", "int32": "PCM_32", "uint8": "PCM_U8", "float64":
 
 
 def write_objects(rows: Iterable[object], path: Path, name: str) -> int:
-    """Write rows to a file, whole or not at all.
+    """Write rows, an iterable of dicts that is read once, to a file that ends in SUFFIX, whole or not at all; how many there are.
 
-    Args:
-        rows: dicts; an iterable is read once, to its end.
-        path: the file, which ends in SUFFIX.
-        name: what the rows are called in messages.
-
-    Returns:
-        How many there are.
+    `name` is what the rows are called in messages.
 
     Raises:
         UserError: no rows, or one that holds something else than plain values and media.
@@ -67,33 +61,20 @@ def write_objects(rows: Iterable[object], path: Path, name: str) -> int:
     return count
 
 
-class _DataFrame(Protocol):
-    """A DataFrame of pandas, which zoo does not depend on."""
-
-    @property
-    def columns(self) -> Iterable[object]: ...
-    def __iter__(self) -> Iterator[object]: ...
-    def itertuples(self, *, index: bool, name: None) -> Iterable[tuple[object, ...]]: ...
-
-
 def listed(rows: Any) -> Any:
     """A pandas DataFrame, or an iterator, as a list of rows; all else unchanged."""
-    return list(as_dicts(rows)) if _is_table(rows) or isinstance(rows, Iterator) else rows
+    return list(as_dicts(rows)) if hasattr(rows, "itertuples") or isinstance(rows, Iterator) else rows
 
 
-def as_dicts(rows: Iterable[object]) -> Iterable[object]:
+def as_dicts(rows: Any) -> Iterable[object]:
     """The rows of a pandas DataFrame as dicts, cells without a value left out; other rows unchanged."""
-    if not _is_table(rows):
+    if not (hasattr(rows, "itertuples") and hasattr(rows, "columns")):
         return rows
     names = [str(name) for name in rows.columns]
     return (
         {name: _cell(cell) for name, cell in zip(names, cells, strict=True) if not _is_missing(cell)}
         for cells in rows.itertuples(index=False, name=None)
     )
-
-
-def _is_table(rows: object) -> TypeGuard[_DataFrame]:
-    return hasattr(rows, "itertuples") and hasattr(rows, "columns")
 
 
 def _is_missing(cell: object) -> bool:
@@ -162,10 +143,8 @@ def _encoded(value: object, where: str) -> bytes:
             raise ValueError(f"{where} is {error}") from error
         return _png(value) if data is None else data
     if not isinstance(value, np.ndarray) and not hasattr(value, "detach"):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}, which can't be written for the ranks; texts, numbers, lists, dicts, pictures, "
-            "arrays, bytes and paths are wanted"
-        )
+        wanted = "texts, numbers, lists, dicts, pictures, arrays, bytes and paths are wanted"
+        raise ValueError(f"{where} is a {type(value).__name__}, which can't be written for the ranks; {wanted}")
     array = _array(value)
     if array.ndim in (1, 2):
         return _wav(array, RATE, where)
@@ -175,10 +154,8 @@ def _encoded(value: object, where: str) -> bytes:
         first = array.shape[0] in (1, 3) and array.shape[-1] not in (1, 3, 4)
         pixels = array.transpose(1, 2, 0) if first else array
         return _png(Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels)))
-    raise ValueError(
-        f"{where} is an array of {array.dtype} and shape {array.shape}; sound of one or two dimensions, or an image of uint8 "
-        "and three is wanted"
-    )
+    wanted = "sound of one or two dimensions, or an image of uint8 and three is wanted"
+    raise ValueError(f"{where} is an array of {array.dtype} and shape {array.shape}; {wanted}")
 
 
 def _array(value: Any) -> np.ndarray:
@@ -240,7 +217,7 @@ class ObjectRows:
         batch, inner = self._reader.get_batch(number), index - int(self._starts[number])
         try:
             media = batch.column(1)[inner].as_py() or []
-            row = _restored(json.loads(batch.column(0)[inner].as_py()), media)
+            row = json.loads(batch.column(0)[inner].as_py(), object_hook=lambda item: _restored(item, media))
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise bad_row(f"the row can't be read: {shown(str(error))}.") from error
         if not isinstance(row, dict):
@@ -248,9 +225,6 @@ class ObjectRows:
         return row
 
 
-def _restored(value: object, media: list[bytes]) -> object:
-    if isinstance(value, dict):
-        if list(value) == [MARK]:
-            return Blob(media[value[MARK]], f"medium {value[MARK]} of the row")
-        return {key: _restored(field, media) for key, field in value.items()}
-    return [_restored(item, media) for item in value] if isinstance(value, list) else value
+def _restored(item: JsonObject, media: list[bytes]) -> object:
+    """A mapping of a row, or the medium that it stands for."""
+    return Blob(media[item[MARK]], f"medium {item[MARK]} of the row") if list(item) == [MARK] else item

@@ -204,7 +204,17 @@ def check_medium(value: object, kind: str, where: str, access: Access) -> Medium
     if access.closed:
         text = f"{where} is {shown(value)}, a file out of the tar; its rows may name members of their own sample alone."
         raise bad_row(text, "outside_root")
-    _check_path(value, where, access)
+    file = access.root / value
+    try:
+        exists = file.is_file()
+        inside = access.outside or file.resolve().is_relative_to(access.root.resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null byte, a loop of links
+        reason = getattr(error, "strerror", None) or why_no_file(file) or error
+        raise bad_row(f"{where} is {shown(value)}, no path: {reason}.") from error
+    if not inside:
+        raise bad_row(f"{where} is {outside_text(value, access.root)}", "outside_root")
+    if not exists:
+        raise bad_row(missing_text(file), "missing_file")
     return value
 
 
@@ -289,10 +299,8 @@ def open_medium(medium: Medium, root: Path, outside: bool) -> OpenedMedium:
 
 def outside_text(value: str, root: Path) -> str:
     """The message for a path that leads out of its root."""
-    return (
-        f"{shown(value)}, which leads out of the data root {root}; set data.root to a folder that holds all media, or "
-        "data.outside_root=true."
-    )
+    advice = "set data.root to a folder that holds all media, or data.outside_root=true."
+    return f"{shown(value)}, which leads out of the data root {root}; {advice}"
 
 
 def download(url: str) -> Blob:
@@ -367,17 +375,3 @@ def _of_mapping(value: JsonMapping, kind: str, where: str) -> tuple[object, Json
             return AudioSamples(samples, rate, where), left
     keys = ", ".join(map(str, value))
     raise bad_row(f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted.")
-
-
-def _check_path(value: str, where: str, access: Access) -> None:
-    path = access.root / value
-    try:
-        exists = path.is_file()
-        inside = access.outside or path.resolve().is_relative_to(access.root.resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null byte, a loop of links
-        reason = getattr(error, "strerror", None) or why_no_file(path) or error
-        raise bad_row(f"{where} is {shown(value)}, no path: {reason}.") from error
-    if not inside:
-        raise bad_row(f"{where} is {outside_text(value, access.root)}", "outside_root")
-    if not exists:
-        raise bad_row(missing_text(path), "missing_file")

@@ -128,16 +128,14 @@ class RowSet(Sequence[Row]):
             with suppress(RowError, IndexError):
                 first = part.peek() if isinstance(part, RowStream) else part[0]
             if first is not None and first.form == PREFERENCE and not pairs:
-                notes.append(
-                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
-                )
+                learnt = "the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
+                notes.append(f"{name} has preference pairs: {learnt}")
             rows = part if isinstance(part, list) else [first] if first is not None else []
             skipped = sorted({column for columns in {row.skipped for row in rows} for column in columns})
             if skipped:
                 more = f" and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
-                notes.append(
-                    f"{name} has columns that are not read: {', '.join(map(shown, skipped[:MOST_NAMED]))}{more}"
-                )
+                named = ", ".join(map(shown, skipped[:MOST_NAMED]))
+                notes.append(f"{name} has columns that are not read: {named}{more}")
         return notes
 
     @property
@@ -235,7 +233,15 @@ def open_rows(
             rows = _of_kinds(rows, entry, entry.kinds, key)
         if isinstance(rows, list):  # read already, so that rows which can't be used are known
             bundled = entry.path is not None and is_bundled(entry.path)
-            rows = _with_modalities(rows, modalities, None if bundled else on_bad)
+            kept = []
+            for row in rows:
+                try:
+                    check_modalities(row, modalities)
+                    kept.append(row)
+                except RowError as error:
+                    if not bundled:
+                        on_bad(error)
+            rows = kept
         parts.append(rows)
     if max_rows is not None:
         left = max_rows
@@ -267,9 +273,8 @@ def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
 def _of_kinds(rows: Sequence[Row], entry: DataEntry, kinds: Sequence[str], key: str) -> list[Row]:
     """The rows of the entry's kinds."""
     if not isinstance(rows, list):
-        raise UserError(
-            f"{key}: kinds of {entry}: its rows are read when their turn comes; kinds is for JSONL, JSON, CSV and bundled sets."
-        )
+        reason = "its rows are read when their turn comes; kinds is for JSONL, JSON, CSV and bundled sets."
+        raise UserError(f"{key}: kinds of {entry}: {reason}")
     known = {row.kind for row in rows}
     missing = next((kind for kind in kinds if kind not in known), None)
     if missing is not None:
@@ -288,25 +293,9 @@ def check_modalities(row: Row, modalities: Sequence[str]) -> None:
     """Raise RowError ("modality") for a row with media that the model does not take."""
     foreign = foreign_media(row, modalities)
     if foreign:
-        text = (
-            f"the row has {' and '.join(sorted(foreign))}, but this model takes {', '.join(modalities)}; leave it out."
-        )
+        seen = " and ".join(sorted(foreign))
+        text = f"the row has {seen}, but this model takes {', '.join(modalities)}; leave it out."
         raise RowError(row.source, "modality", text)
-
-
-def _with_modalities(
-    rows: list[Row], modalities: Sequence[str], on_bad: Callable[[RowError], None] | None
-) -> list[Row]:
-    """The rows whose media the model takes; `on_bad` gets the errors of the others."""
-    kept = []
-    for row in rows:
-        try:
-            check_modalities(row, modalities)
-            kept.append(row)
-        except RowError as error:
-            if on_bad is not None:
-                on_bad(error)
-    return kept
 
 
 def _first(stream: RowStream, name: str, count: int | None, on_bad: Callable[[RowError], None]) -> list[Row]:

@@ -13,12 +13,11 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
-from zoo.data.sources.formats.grounding import Placed
+from zoo.data.sources.formats.grounding import Box
 from zoo.data.sources.formats.messages import MAX_WEIGHT, TORN, Message, is_torn, read_turns, read_weight, typed
 from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
@@ -27,21 +26,13 @@ from zoo.data.sources.references import Access, Medium, OpenedMedium, check_medi
 from zoo.errors import UserError
 from zoo.types import JsonMapping, JsonObject
 
-__all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
+__all__ = ["PLACEHOLDER", "Box", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
 MEDIA = {"image": "images", "video": "videos", "audio": "audios"}  # placeholder and singular key -> plural key
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
 MAX_ANSWERS = 4096  # of a row, of which any is right
 MAX_KIND = 100  # characters of a label
-
-
-class Box(NamedTuple):
-    """A box or point in an image."""
-
-    image: int  # which of the row's images
-    pixels: tuple[float, ...]  # x1, y1, x2, y2 or x, y
-    norm: bool = False  # whether these are shares of width and height
 
 
 @dataclass(frozen=True)
@@ -209,6 +200,17 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     if label is not None and not isinstance(label, bool):
         text = f"label is {shown(repr(label))}; a bool is wanted, or columns: {{label: null}} where it says something else."
         raise bad_row(text)
+    wrong = next((box for box in boxes if box.image >= counts["image"] and not box.norm), None)
+    if wrong is not None:
+        text = f"objects.image_id is {wrong.image}, but the row has {counts['image']} images; they are counted from 0."
+        raise bad_row(text)
+    if isinstance(rejected, RowError):  # it matters where pairs are trained alone
+        rejected = rejected.at(source)
+    elif rejected is not None:
+        try:
+            rejected = _made(rejected, source, access, Form("messages", literal_tags=form.literal_tags))
+        except RowError as error:
+            rejected = error.at(source)
     row = Row(
         messages=messages,
         images=media["image"],
@@ -225,29 +227,17 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
         tools=tools,
         calls=calls if any(calls) else (),
         names=names if any(names) else (),
-        boxes=_boxes(boxes, counts["image"]),
+        boxes=tuple(boxes),
         form=form_name,
         task=task,
         answers=answers,
         label=label,
         skipped=skipped,
-        rejected=_rejected(rejected, source, access, form.literal_tags),
+        rejected=rejected,
     )
     if max(row.answer_weights) > MAX_WEIGHT:
         raise bad_row(f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
     return row
-
-
-def _rejected(item: JsonMapping | RowError | None, source: str, access: Access, literal: bool) -> Row | RowError | None:
-    """A pair's row with the worse answer; its error matters where pairs are trained alone."""
-    if item is None:
-        return None
-    if isinstance(item, RowError):
-        return item.at(source)
-    try:
-        return _made(item, source, access, Form("messages", literal_tags=literal))
-    except RowError as error:
-        return error.at(source)
 
 
 def _text_row(item: JsonObject, source: str, access: Access, skipped: tuple[str, ...]) -> Row:
@@ -294,9 +284,9 @@ def _answers(item: JsonObject) -> tuple[str, ...]:
         raise bad_row(f"answers is {shown(answers)}; a list of texts is wanted.")
     if len(answers) > MAX_ANSWERS:
         raise bad_row(f"{len(answers)} answers are over the limit of {MAX_ANSWERS} a row.")
-    torn = next((number for number, answer in enumerate(answers) if is_torn(answer)), None)
-    if torn is not None:
-        raise bad_row(TORN.format(f"answers[{torn}]"))
+    for number, answer in enumerate(answers):
+        if is_torn(answer):
+            raise bad_row(TORN.format(f"answers[{number}]"))
     return tuple(answers)
 
 
@@ -311,15 +301,6 @@ def _plain_json(values: list[object] | list[JsonObject], where: str) -> str:
     if is_torn(text):
         raise bad_row(TORN.format(where))
     return text
-
-
-def _boxes(placed: list[Placed], images: int) -> tuple[Box, ...]:
-    """The boxes, which are written once the images are known."""
-    boxes = tuple(Box(image, tuple(places), norm) for image, places, norm in placed)
-    wrong = next((box for box in boxes if box.image >= images and not box.norm), None)
-    if wrong is not None:
-        raise bad_row(f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0.")
-    return boxes
 
 
 def _listed(item: JsonObject, kind: str) -> tuple[str, list[object]]:
@@ -341,8 +322,5 @@ def _check_placeholders(messages: tuple[Message, ...], media: dict[str, int]) ->
     for kind, wanted in media.items():
         count = marks.count(kind)
         if count != wanted:
-            text = (
-                f"{count} <{kind}> in the messages but {wanted} in {MEDIA[kind]!r}; make them equal, or set "
-                "data.literal_tags=true where tags are text."
-            )
-            raise bad_row(text, "placeholder_mismatch")
+            text = f"{count} <{kind}> in the messages but {wanted} in {MEDIA[kind]!r}; make them equal"
+            raise bad_row(f"{text}, or set data.literal_tags=true where tags are text.", "placeholder_mismatch")

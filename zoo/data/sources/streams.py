@@ -12,10 +12,11 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
+from zoo.data.sources import hub
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.identity import digest_of
 from zoo.data.sources.lines import SEPARATORS, locate, next_line, reading
@@ -47,19 +48,6 @@ class Mark(NamedTuple):
     state: State | None  # of the reader there; None: its beginning
 
 
-class Reader(Protocol):
-    """Reads items in order, from the beginning or from where it was."""
-
-    def start(self, state: State | None) -> None:
-        """Go to a state, or to the beginning for None."""
-
-    def state(self) -> State:
-        """Where it stands."""
-
-    def __next__(self) -> Item:
-        """The next row."""
-
-
 class LineReader:
     """The lines of a JSONL file."""
 
@@ -76,14 +64,12 @@ class LineReader:
         return [self.offset, self.number]
 
     def __next__(self) -> Item:
+        """The next row."""
         with reading(self.path), self.path.open("rb") as file:
             file.seek(self.offset)
-            while True:
-                line, size = next_line(file)
-                if not size:
-                    break
-                self.offset += size
-                self.number += 1
+            while (read := next_line(file))[1]:
+                line, size = read
+                self.offset, self.number = self.offset + size, self.number + 1
                 if line.strip():
                     return Item(self.number, line)
         raise StopIteration
@@ -99,7 +85,7 @@ class DatasetReader:
         self.start(None)
 
     def start(self, state: State | None) -> None:
-        """Go to a state, or to the beginning for None."""
+        """As `LineReader.start`."""
         self.number, position = state or (0, self.first)
         self.dataset.load_state_dict(copy.deepcopy(position))
         self.rows = iter(self.dataset)
@@ -117,6 +103,9 @@ class DatasetReader:
             return Item(self.number, with_names(plain_item(item), self.names))
         except RowError as error:
             return Item(self.number, error)
+
+
+type Reader = LineReader | DatasetReader
 
 
 class RowStream:
@@ -258,33 +247,28 @@ def open_stream(entry: DataEntry, access: Callable[[Path], Access], *, evaluatio
         UserError: no such file, or one that is read by places rather than in order.
     """
     keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
-    form = form_of(entry)
-    if entry.rows is not None:
-        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), form, keep)
-    if entry.hub is not None:
-        from zoo.data.sources.hub import load_hub
 
-        return RowStream(DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form, keep)
+    def stream(reader: Reader, name: str, folder: Path) -> RowStream:
+        return RowStream(reader, name, access(folder), form_of(entry), keep)
+
+    if entry.rows is not None:
+        return stream(DatasetReader(entry.rows), "rows", Path.cwd())
+    if entry.hub is not None:
+        return stream(DatasetReader(hub.load_hub(entry, key)), str(entry), Path.cwd())
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "parquet":
-        from zoo.data.sources.hub import load_parquet_stream
-
         folder = path if os.path.isdir(path) else path.parent
-        reader: Reader = DatasetReader(load_parquet_stream(entry, key))
-        return RowStream(reader, str(entry), access(folder), form, keep)
+        return stream(DatasetReader(hub.load_parquet_stream(entry, key)), str(entry), folder)
     if kind != "lines":
         raise UserError(f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out.")
     if path.suffix in (*SEPARATORS, ".txt"):
-        raise UserError(
-            f"{key}={entry}: stream=true: a {path.suffix} file is read whole; leave it out, or write it as JSONL."
-        )
+        hint = f"a {path.suffix} file is read whole; leave it out, or write it as JSONL."
+        raise UserError(f"{key}={entry}: stream=true: {hint}")
     path = locate(entry.path, key)
-    return RowStream(LineReader(path), entry.path, access(path.parent), form, keep)
+    return stream(LineReader(path), entry.path, path.parent)
 
 
 def is_stream(entry: DataEntry) -> bool:
     """Whether an entry is read as a stream."""
-    return entry.stream or (
-        entry.rows is not None and hasattr(entry.rows, "state_dict") and not hasattr(entry.rows, "__len__")
-    )
+    return entry.stream or (hasattr(entry.rows, "state_dict") and not hasattr(entry.rows, "__len__"))

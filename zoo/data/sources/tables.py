@@ -18,6 +18,7 @@ import numpy as np
 
 from zoo.config.entries import DataEntry, is_bundled
 from zoo.data.errors import RowError, bad_row
+from zoo.data.sources import hub
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.formats.labelled_media import Asked, kind_of_file
@@ -113,11 +114,16 @@ def open_table(
         if hasattr(entry.rows, "with_format"):  # a datasets.Dataset
             return _of_dataset(entry.rows, "rows", access(Path.cwd()), form, keep)
         rows = list(as_dicts(entry.rows))
-        return Table(len(rows), lambda index: _mapping(rows[index]), "rows", access(Path.cwd()), form, keep)
-    if entry.hub is not None:
-        from zoo.data.sources.hub import load_hub
 
-        return _of_dataset(load_hub(entry, key), str(entry), access(Path.cwd()), form, keep)
+        def read(index: int) -> JsonMapping:
+            row = rows[index]
+            if not isinstance(row, Mapping):
+                raise bad_row(f"the row is a {type(row).__name__}; a dict is wanted.")
+            return row
+
+        return Table(len(rows), read, "rows", access(Path.cwd()), form, keep)
+    if entry.hub is not None:
+        return _of_dataset(hub.load_hub(entry, key), str(entry), access(Path.cwd()), form, keep)
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "tar":
@@ -129,19 +135,11 @@ def open_table(
         media = MediaFolder(path, entry.split, f"{key}={entry}")
         return Table(len(media), media, str(entry), access(path), form, keep)
     if kind in ("parquet", "disk"):
-        from zoo.data.sources.hub import load_local
-
         folder = path if os.path.isdir(path) else path.parent
-        return _of_dataset(load_local(entry, kind, key), str(entry), access(folder), form, keep)
+        return _of_dataset(hub.load_local(entry, kind, key), str(entry), access(folder), form, keep)
     folder = locate(entry.path, key).parent
     allowed = Access(folder, trusted=True) if is_bundled(entry.path) else access(folder)
     return read_rows(entry.path, on_bad, form=form, access=allowed, keep=keep)
-
-
-def _mapping(row: object) -> JsonMapping:
-    if not isinstance(row, Mapping):
-        raise bad_row(f"the row is a {type(row).__name__}; a dict is wanted.")
-    return row
 
 
 def _of_dataset(dataset: Dataset, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None) -> Table:
@@ -198,7 +196,7 @@ def kind_of(path: str) -> str:
         return "tar"
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
         return "disk"
-    kinds: set[str] = set()
+    kinds = set()
     for file in folder.rglob("*"):
         if file.suffix in (".parquet", ".tar"):
             kinds.add(file.suffix.removeprefix("."))
@@ -220,9 +218,7 @@ def check_entry(entry: DataEntry, key: str) -> None:
     elif kind == "tar":
         check_samples(tar_files(entry.path, key), str(entry))
     elif kind == "parquet":
-        from zoo.data.sources.hub import parquet_files
-
-        parquet_files(path, entry, key)
+        hub.parquet_files(path, entry, key)
     elif kind == "lines" or not os.path.isdir(path):
         locate(entry.path, key)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zoo.data.errors import bad_row
-from zoo.data.sources.energon import EnergonSet, field_of
+from zoo.data.sources.energon import MOST_TARS, SPAN, EnergonSet, field_of, spread_braces
 from zoo.data.sources.lines import json_object, json_value, reading
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import MEDIA
@@ -25,17 +24,10 @@ KINDS = {
     **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "m4v", "flv", "ts"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff"), "audio"),
 }  # last part of a tar member's name -> kind of medium
-NAME_TYPES = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
+GNU_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+NAME_TYPES = (*GNU_NAMES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
-MOST_TARS = 100_000  # that braces may stand for
 SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class _Member(NamedTuple):
@@ -60,12 +52,9 @@ def tar_files(path: str, key: str) -> list[Path]:
     whole = expanded(path)
     if os.path.isdir(whole):
         files = sorted(whole.rglob("*.tar"))
-    elif span := BRACES.search(path):
-        first, last = span.groups()
-        if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
-            raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
-        names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-        files = [expanded(BRACES.sub(name, path, count=1)) for name in names]
+    elif SPAN.search(path):
+        too_many = f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *."
+        files = list(map(expanded, spread_braces(path, too_many)))
     else:
         names = [] if "\0" in path else sorted(glob.glob(str(whole)))
         files = [Path(name) for name in names] or [whole]
@@ -90,14 +79,13 @@ class _Header(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
 
+NO_SAMPLES = "has no samples; members such as 0001.json and 0001.jpg are wanted."
+
+
 def check_samples(files: list[Path], name: str) -> None:
     """UserError where no tar has a sample, or one cannot be read up to its first."""
     if not any(next(_samples_of(file), None) for file in files):
-        raise _no_samples(name)
-
-
-def _no_samples(name: str) -> UserError:
-    return UserError(f"{name} has no samples; members such as 0001.json and 0001.jpg are wanted.")
+        raise UserError(f"{name} {NO_SAMPLES}")
 
 
 def _samples_of(file: Path) -> Iterator[_Members]:
@@ -148,7 +136,7 @@ class TarSamples:
             if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
         ]
         if not self.samples:
-            raise _no_samples(name)
+            raise UserError(f"{name} {NO_SAMPLES}")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -180,10 +168,8 @@ def _contents(sample: _Members) -> tuple[dict[str, Blob], dict[str, bytes]]:
     texts: dict[str, bytes] = {}
     total = sum(part.size for part in sample.parts)
     if total > SAMPLE_MB * 2**20:
-        mebibytes = total / 2**20
-        raise bad_row(
-            f"sample {sample.key} has {mebibytes:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
-        )
+        mebibytes = f"{total / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}"
+        raise bad_row(f"sample {sample.key} has {mebibytes}; use files of their own.")
     with reading(sample.tar), sample.tar.open("rb") as file:
         for extension, first, size in sample.parts:
             if extension in blobs or extension in texts:
@@ -229,9 +215,8 @@ def _energon_row(
     for column, path in fields.items():
         value = field_of(members, path)
         if isinstance(value, bytes):
-            raise bad_row(
-                f"member {sample.key}.{path} is of no known type (a pickle, say, which is never read); write media as files."
-            )
+            hint = "is of no known type (a pickle, say, which is never read); write media as files."
+            raise bad_row(f"member {sample.key}.{path} {hint}")
         if value is not None:
             row[column] = [value] if column in MEDIA.values() and not isinstance(value, list) else value
     return row

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
-from zoo.data.sources.formats.grounding import Placed, with_objects
+from zoo.data.sources.formats.grounding import Box, with_objects
 from zoo.data.sources.formats.labelled_media import LABELLED, OWN, Asked, format_of
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.formats.row_keys import COMMON, MEDIA, REJECTED, REJECTED_OWN, ROW_KEYS, check_keys
@@ -76,16 +77,7 @@ class Form:
     asked: Asked = OWN
 
 
-class OwnItem(NamedTuple):
-    """A row in zoo's own form."""
-
-    row: JsonObject
-    form: str  # the format that it had
-    boxes: list[Placed]  # for each <bbox>
-    skipped: tuple[str, ...]  # its columns that say nothing of the sample
-
-
-def from_messages(item: JsonObject) -> JsonObject:
+def _from_messages(item: JsonObject) -> JsonObject:
     """A row of `messages`, its turns and parts in zoo's own form, with all its other keys."""
     turns = item.get("messages")
     if isinstance(turns, list) and turns:
@@ -97,7 +89,7 @@ def from_messages(item: JsonObject) -> JsonObject:
 
 
 FORMATS: dict[str, Format] = {
-    "messages": from_messages,
+    "messages": _from_messages,
     "conversations": from_conversations,
     "text": lambda item: item,
     "alpaca": instructions.from_alpaca,
@@ -110,8 +102,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def to_own(item: JsonMapping, form: Form) -> OwnItem:
-    """A row in zoo's own form.
+def to_own(item: JsonMapping, form: Form) -> tuple[JsonObject, str, list[Box], tuple[str, ...]]:
+    """A row in zoo's own form, the format that it had, a box for each <bbox>, and its columns that say nothing of the sample.
 
     Args:
         item: the row as its file has it.
@@ -129,26 +121,18 @@ def to_own(item: JsonMapping, form: Form) -> OwnItem:
         row = _parsed(without_nulls(row), form.columns)
     format_name = name or detect(row)
     named = name is not None or bool(form.columns)
-    strict = not named and format_name in ("messages", "text")
-    skipped = check_keys(row, format_name, named=named, strict=strict)
+    skipped = check_keys(row, format_name, named=named, strict=not named and format_name in ("messages", "text"))
     row = {key: value for key, value in row.items() if key not in skipped} if skipped else row
-    if format_name in LABELLED:
-        own = LABELLED[format_name](row, form.asked)
-    else:
-        own = FORMATS[format_name](row)
+    labelled = LABELLED.get(format_name)
+    own = FORMATS[format_name](row) if labelled is None else labelled(row, form.asked)
     if "messages" in own and not COMMON_KEYS.isdisjoint(row):
-        own = _with_common(own, row, format_name)
+        common = {key: row[key] for key in COMMON if key in row and key not in ROW_KEYS[format_name].own}
+        if "system" in common and isinstance(own["messages"], list) and isinstance(own["messages"][0], dict):
+            with_system(own["messages"], row)
+        own = {"answers": common.pop("answers", None), **own, **common}
+        own = {key: value for key, value in own.items() if key != "system" and value is not None}
     own, boxes = with_objects(own)
-    return OwnItem(own, format_name, boxes, skipped)
-
-
-def _with_common(own: JsonObject, row: JsonObject, name: str) -> JsonObject:
-    """A row in zoo's own form, with the keys of the original row that mean the same in every format."""
-    common = {key: row[key] for key in COMMON if key in row and key not in ROW_KEYS[name].own}
-    if "system" in common and isinstance(own["messages"], list) and isinstance(own["messages"][0], dict):
-        with_system(own["messages"], row)
-    own = {"answers": common.get("answers"), **own, **{key: common[key] for key in common if key != "answers"}}
-    return {key: value for key, value in own.items() if key != "system" and value is not None}
+    return own, format_name, boxes, skipped
 
 
 def without_nulls(value: Any) -> Any:
@@ -176,15 +160,12 @@ def fits(item: JsonMapping, format: str | None = None, columns: Mapping[str, str
 
 def _parsed(row: JsonObject, columns: Mapping[str, str | None] | None) -> JsonObject:
     """The row with its columns under zoo's names, and texts that hold JSON parsed."""
-    if columns:
-        row = _renamed(row, columns)
+    row = _renamed(row, columns) if columns else row
     for key in STRUCTURED:
         value = row.get(key)
         if isinstance(value, str) and value[:1] in ("[", "{"):
-            try:
+            with suppress(ValueError):  # a text that begins so
                 row[key] = json.loads(value)
-            except ValueError:
-                continue  # a text that begins so
     return row
 
 
@@ -231,10 +212,7 @@ def detect(item: JsonObject) -> str:
 
 @cache
 def find_format(name: str) -> Format:
-    """The format that a user's function makes.
-
-    Args:
-        name: `module:function`, `file.py:function`, or the name of an entry point.
+    """The format that a user's function makes, by `module:function`, `file.py:function`, or the name of an entry point.
 
     Raises:
         UserError: no such function.
@@ -247,10 +225,8 @@ def find_format(name: str) -> Format:
             known = [*FORMATS, *announced]
             near = get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"nearest: {near[0]}; " if near else ""
-            raise UserError(
-                f"format={printable(name, 100)}: no such format; {hint}there are {', '.join(known)}, and module:function "
-                "for one of your own"
-            )
+            text = f"format={printable(name, 100)}: no such format; {hint}there are {', '.join(known)}"
+            raise UserError(f"{text}, and module:function for one of your own")
         with calling(f"format={name}"):
             function = announced[name].load()
     if not callable(function):

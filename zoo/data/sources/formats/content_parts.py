@@ -123,18 +123,15 @@ def _medium(part: JsonObject, kind: str, keys: tuple[str, ...], where: str, left
     if len(named) > 1:
         raise bad_row(f"{where} has both {' and '.join(named)}; keep one of them.")
     if not named and not left:
-        raise bad_row(
-            f"{where} names no {kind}, and none is left in {LISTS[kind]!r}; give it in {keys[0]!r}.",
-            "placeholder_mismatch",
-        )
+        text = f"{where} names no {kind}, and none is left in {LISTS[kind]!r}; give it in {keys[0]!r}."
+        raise bad_row(text, "placeholder_mismatch")
     value = values.pop(named[0]) if named else left.popleft()
     inner = f"{where}.{named[0]}" if named else where
     if isinstance(value, dict) and isinstance(value.get("url"), str):
         _refuse_others(value, ("url", "detail"), inner)
         if value.get("detail") not in (None, "auto", "high"):
-            detail = shown(value["detail"])
-            text = f"{where} has detail={detail}, which zoo does not read; give min_pixels or max_pixels beside it."
-            raise bad_row(text)
+            seen = f"{where} has detail={shown(value['detail'])}"
+            raise bad_row(f"{seen}, which zoo does not read; give min_pixels or max_pixels beside it.")
         value = value["url"]
     elif isinstance(value, dict) and isinstance(value.get("data"), str):
         _refuse_others(value, ("data", "format"), inner)
@@ -146,6 +143,5 @@ def _refuse_others(part: JsonObject, known: tuple[str, ...], where: str) -> None
     """RowError for a key that would change nothing; one with the value None is none."""
     other = next((key for key, value in part.items() if value is not None and key not in ("type", *known)), None)
     if other is not None:
-        raise bad_row(
-            f"{where} has the key {shown(repr(other))}, which zoo does not read there; known: {', '.join(known)}."
-        )
+        known_keys = ", ".join(known)
+        raise bad_row(f"{where} has the key {shown(repr(other))}, which zoo does not read there; known: {known_keys}.")

@@ -17,15 +17,15 @@ KEYS = ("ref", "bbox", "bbox_type", "image_id")
 TYPES = ("real", "norm1")
 
 
-class Placed(NamedTuple):
-    """A box or point for a `<bbox>`, as a row has it."""
+class Box(NamedTuple):
+    """A box or point in an image."""
 
     image: int  # which of the row's images
-    places: list[float]  # x1, y1, x2, y2 or x, y
-    norm: bool  # whether these are from 0 to 1
+    pixels: tuple[float, ...]  # x1, y1, x2, y2 or x, y
+    norm: bool = False  # whether these are shares of width and height
 
 
-def with_objects(item: JsonObject) -> tuple[JsonObject, list[Placed]]:
+def with_objects(item: JsonObject) -> tuple[JsonObject, list[Box]]:
     """The row with the names of its `objects` in the messages, and the box of each `<bbox>`.
 
     Raises:
@@ -39,14 +39,14 @@ def with_objects(item: JsonObject) -> tuple[JsonObject, list[Placed]]:
         raise bad_row(f"'objects' is {shown(repr(objects))}; {{'ref', 'bbox'}} is wanted.")
     unknown = next((key for key, value in objects.items() if value is not None and key not in KEYS), None)
     if unknown is not None:
-        raise bad_row(
-            f"'objects' has the key {shown(repr(unknown))}, which zoo does not read; known: {', '.join(KEYS)}."
-        )
+        known = ", ".join(KEYS)
+        raise bad_row(f"'objects' has the key {shown(repr(unknown))}, which zoo does not read; known: {known}.")
     names, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
     kind = objects.get("bbox_type") or "real"
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise bad_row(f"objects.ref is {shown(repr(names))}; a list of texts is wanted.")
-    if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
+    lists = isinstance(boxes, list) and all(isinstance(box, list) and len(box) in (2, 4) for box in boxes)
+    if not lists or not all(type(at) in (int, float) and -1e9 < at < 1e9 for box in boxes for at in box):
         raise bad_row(f"objects.bbox is {shown(repr(boxes))}; a list of [x1, y1, x2, y2] is wanted.")
     images = objects.get("image_id") or [0] * len(boxes)
     if kind not in TYPES:
@@ -63,21 +63,12 @@ def with_objects(item: JsonObject) -> tuple[JsonObject, list[Placed]]:
     for mark, key, wanted in ((NAME, "ref", len(names)), (BOX, "bbox", len(boxes))):
         count = sum(turn["content"].count(mark) for turn in texts)
         if count != wanted:
-            raise bad_row(
-                f"{count} {mark} in the messages but {wanted} in objects.{key}; make them equal.",
-                "placeholder_mismatch",
-            )
+            text = f"{count} {mark} in the messages but {wanted} in objects.{key}; make them equal."
+            raise bad_row(text, "placeholder_mismatch")
         if mark == NAME:
             left = iter(names)
             for turn in texts:
                 head, *rest = turn["content"].split(NAME)
                 turn["content"] = head + "".join(next(left) + piece for piece in rest)
-    placed = [Placed(image, box, kind == "norm1") for image, box in zip(images, boxes, strict=True)]
+    placed = [Box(image, tuple(box), kind == "norm1") for image, box in zip(images, boxes, strict=True)]
     return {**row, "messages": messages}, placed
-
-
-def _is_box(box: object) -> bool:
-    """Whether a value is a box of four numbers, or a point of two."""
-    if not isinstance(box, list) or len(box) not in (2, 4):
-        return False
-    return all(type(number) in (int, float) and -1e9 < number < 1e9 for number in box)

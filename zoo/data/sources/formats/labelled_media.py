@@ -88,7 +88,7 @@ def format_of(item: JsonObject) -> str | None:
 def _labelled(item: JsonObject, form: str, kinds: Sequence[str], keys: Sequence[str]) -> tuple[str, object, object]:
     """The kind of the row's one medium, the medium, and its label under one of the keys; RowError where one is missing."""
     kind, medium = _medium(item)
-    label = _first(item, keys)
+    label = next((item[name] for name in keys if item.get(name) is not None), None)
     if kind not in kinds or label is None or not (form == "classes" or isinstance(label, str)):
         seen = ", ".join(sorted(key for key, value in item.items() if value is not None)) or "nothing"
         media = " or ".join(f"an {kind}" for kind in kinds)
@@ -99,16 +99,12 @@ def _labelled(item: JsonObject, form: str, kinds: Sequence[str], keys: Sequence[
 def _medium(item: JsonObject) -> tuple[str, object]:
     for kind, names in (("image", IMAGES), ("audio", SOUNDS)):
         listed = item.get(f"{kind}s")
-        medium = _first(item, names)
+        medium = next((item[name] for name in names if item.get(name) is not None), None)
         if medium is None and isinstance(listed, list) and len(listed) == 1:
             medium = listed[0]
         if medium is not None:
             return kind, medium
     return kind_of_file(item.get(FILE)) or "", item.get(FILE)
-
-
-def _first(item: JsonObject, names: Sequence[str]) -> object:
-    return next((item[name] for name in names if item.get(name) is not None), None)
 
 
 def _class_name(label: object, classes: Sequence[str]) -> str:
@@ -121,13 +117,11 @@ def _class_name(label: object, classes: Sequence[str]) -> str:
     if isinstance(number, bool) or not isinstance(number, int):
         raise bad_row(f"the row's label is {shown(label)!r}; a class is wanted.")
     if not classes:
-        raise bad_row(
-            f"the row's label is the number {number}, and nothing names it; give the entry {{classes: [NAME, ...]}}."
-        )
+        hint = "give the entry {classes: [NAME, ...]}."
+        raise bad_row(f"the row's label is the number {number}, and nothing names it; {hint}")
     if not 0 <= number < len(classes):
-        raise bad_row(
-            f"the row's label is {number}, but the entry names {len(classes)} classes; they are counted from 0."
-        )
+        named = f"the entry names {len(classes)} classes; they are counted from 0."
+        raise bad_row(f"the row's label is {number}, but {named}")
     return classes[number]
 
 

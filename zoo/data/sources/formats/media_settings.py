@@ -78,9 +78,8 @@ def read_settings(keys: JsonMapping, kind: str, where: str, *, frames: bool = Fa
     known = (*KEYS[kind], *(OF_FRAMES if frames else ()))
     for key in keys:
         if key not in known:
-            raise bad_row(
-                f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
-            )
+            text = f"{where} has the key {key!r}, which zoo does not read of {kind}s; known: {', '.join(known)}."
+            raise bad_row(text)
     values = {key: _number(key, value, where) for key, value in keys.items()}
     _check_pairs(values, where)
     if frames:

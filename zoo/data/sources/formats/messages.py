@@ -68,9 +68,8 @@ def _joined_turns(turns: list[Turn]) -> list[Turn]:
         first = groups[-1][0]
         both = f"{first.where} and {turn.where} are turns of the assistant in a row"
         if first.weight != turn.weight:
-            raise bad_row(
-                f"{both} of weights {first.weight:g} and {turn.weight:g}; give them one weight, or join them."
-            )
+            weights = f"{first.weight:g} and {turn.weight:g}"
+            raise bad_row(f"{both} of weights {weights}; give them one weight, or join them.")
         if called and turn.message.content.strip():
             raise bad_row(f"{both}, and the first calls tools; put the results, of role 'tool', between them.")
         called = called or bool(turn.calls)
@@ -89,9 +88,8 @@ def _joined(turns: list[Turn]) -> Turn:
 def _turn(message: object, where: str) -> Turn:
     if not isinstance(message, dict) or set(message) - OPTIONAL != {"role", "content"}:
         seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
-        raise bad_row(
-            f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', 'name' or 'tool_calls', if any) are wanted."
-        )
+        wanted = "exactly 'role' and 'content' (and 'weight', 'name' or 'tool_calls', if any) are wanted."
+        raise bad_row(f"{where} has {seen}; {wanted}")
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise bad_row(f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}.")

@@ -137,23 +137,16 @@ def _message(turn: JsonObject, where: str, *, strict: bool) -> JsonObject:
         message["content"] = content
     if calls:
         message["tool_calls"] = calls
-    rest = _unread_keys(turn, names, role)
+    known_keys = PASSED.union(names, IDS if role in OF_IDS else ())
+    rest = [name for name in turn if name not in known_keys and not no_value(turn[name])]
+    rest = ["name", *rest] if role == "assistant" and not no_value(turn.get("name")) else rest
     if rest and (strict or rest[0] == "name"):
         known = sorted({*names, *PASSED} - {rest[0]})
         near = get_close_matches(str(rest[0]), known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}."
-        text = f"{where} has the key {shown(repr(rest[0]))}, which zoo does not read of a message of the {role}; {hint}"
-        raise bad_row(text)
+        seen = f"{where} has the key {shown(repr(rest[0]))}"
+        raise bad_row(f"{seen}, which zoo does not read of a message of the {role}; {hint}")
     return message if strict else {**message, **{name: turn[name] for name in rest}}
-
-
-def _unread_keys(turn: JsonObject, names: tuple[str, str], role: str) -> list[str]:
-    """Keys of a turn that change nothing."""
-    if len(turn) == 2 and names[1] in turn:  # as most have
-        return []
-    known = PASSED.union(names, IDS if role in OF_IDS else ())
-    rest = [name for name in turn if name not in known and not no_value(turn[name])]
-    return ["name", *rest] if role == "assistant" and not no_value(turn.get("name")) else rest
 
 
 def _weight(turn: JsonObject, role: str, where: str) -> JsonObject:
@@ -197,9 +190,8 @@ def _with_reasoning(content: object, reasoning: str, where: str) -> object:
     if not isinstance(content, str):
         return content
     if "</think>" in content:
-        raise bad_row(
-            f"{where} has reasoning under a key of its own and a thinking block in its content; keep one of them."
-        )
+        text = "has reasoning under a key of its own and a thinking block in its content; keep one of them."
+        raise bad_row(f"{where} {text}")
     return block + content.lstrip("\n")
 
 
@@ -211,9 +203,8 @@ def _calls(value: object, where: str) -> list[JsonObject]:
             call = _json(call, where)
         function = _function(call)
         if function is None or not function["name"].strip():
-            raise bad_row(
-                f"{where} is {shown(call)}; a call as {{'name', 'arguments'}} is wanted, its arguments an object."
-            )
+            wanted = "a call as {'name', 'arguments'} is wanted, its arguments an object."
+            raise bad_row(f"{where} is {shown(call)}; {wanted}")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = _json(arguments, f"{where}.arguments") if arguments.strip() else {}
