@@ -11,6 +11,7 @@ larger than a bucket (an embedding) is a bucket of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from zoo.bridge.export import check
 from zoo.bridge.export_plan import Plan, make_plan
+from zoo.bridge.files.writer import grouped
 from zoo.bridge.mapping.rules import PaddedRows
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
@@ -152,17 +154,10 @@ class WeightStream:
             return piece.stage, piece.dtype, self._axes(piece)
 
         for (_, dtype, axes), group in groupby(pieces, key=kind):
-            ranks = 1
-            for axis in axes:
-                ranks *= self.shard.on(axis)[1]
+            ranks = math.prod(self.shard.on(axis)[1] for axis in axes)
             capacity = most // (dtype.itemsize * (ranks + 1))  # what is gathered, and this rank's part of it
-            taken: list[Piece] = []
-            for piece in group:
-                if taken and sum(other.numel for other in taken) + piece.numel > capacity:
-                    yield Bucket(tuple(taken), axes)
-                    taken = []
-                taken.append(piece)
-            yield Bucket(tuple(taken), axes)
+            for bucket in grouped(group, lambda piece: piece.numel, capacity):
+                yield Bucket(tuple(bucket), axes)
 
     def _gather(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
         """(ranks that share the bucket's pieces, elements of one rank's): the bucket on every rank of every stage."""

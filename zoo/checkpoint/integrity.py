@@ -18,6 +18,7 @@ from zoo.checkpoint.storage import disk
 from zoo.config.locate import STATE
 from zoo.errors import UserError, printable
 from zoo.files import open_plain, parse_json, replaced, sync, sync_names, write_atomically
+from zoo.records import are_texts, is_text
 
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
@@ -131,17 +132,13 @@ def parse_manifest(raw: bytes, path: Path) -> dict[str, Checksum]:
     content = parse_json(raw, path, most=_LONGEST)
     try:
         checksums, algorithm = content["files"], content["algorithm"]
-        if not all(_is_checksum(value) and "\0" not in name for name, value in checksums.items()):
+        if not all((is_text(value) or are_texts(value)) and "\0" not in name for name, value in checksums.items()):
             raise ValueError("a checksum is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} can't be read ({printable(f'{type(error).__name__}: {error}', 200)})") from None
     if algorithm != ALGORITHM:
         raise UserError(f"{path} has sums by {printable(repr(algorithm), 100)}; wanted {ALGORITHM}")
     return checksums
-
-
-def _is_checksum(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
 
 
 def strangers(folder: Path) -> list[str]:

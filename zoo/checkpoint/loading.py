@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.checkpoint.integrity import block_checksums
-from zoo.checkpoint.random_state import key_of, set_random_state
-from zoo.checkpoint.selection import refuse_faults, together
-from zoo.checkpoint.sharded_state import Trainable, load_objects, load_optimizer, spread_completed, weights_wanted
+from zoo.checkpoint.selection import faults, together
+from zoo.checkpoint.sharded_state import (
+    Trainable,
+    key_of,
+    load_objects,
+    load_optimizer,
+    set_random_state,
+    spread_completed,
+    weights_wanted,
+)  # fmt: skip
+from zoo.checkpoint.storage.disk import Damaged
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.reading import fill
 from zoo.config.locate import BASE, STATE, Place, locate, look, read_origin, read_state
@@ -114,7 +122,8 @@ def updates_of(state: JsonMapping, scheduled: int) -> int:
 
 def open_weights(checkpoint: Path) -> Index:
     """The tensors of a checkpoint whose files are there; each block is checked when it is read. Raises Damaged where some are not."""
-    refuse_faults(checkpoint)
+    if damage := faults(checkpoint, read=False):
+        raise Damaged(damage)
     return Index(checkpoint, block_checksums(checkpoint))
 
 

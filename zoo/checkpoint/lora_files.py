@@ -18,17 +18,8 @@ from zoo.bridge import ExportWriter, Planned, ShardWriter, TorchComm
 from zoo.bridge.files.headers import read_header
 from zoo.bridge.files.side_files import write_card
 from zoo.bridge.files.writer import disk_errors
-from zoo.bridge.mapping.peft import (
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    check_config,
-    match,
-    peft_config,
-    tensor_names,
-    to_peft,
-    to_zoo,
-)
+from zoo.bridge.mapping import peft
+from zoo.bridge.mapping.peft import CONFIG, PREFIX, WEIGHTS, tensor_names, to_peft
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.export import export
@@ -110,7 +101,7 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     config = read_object(folder / CONFIG)
     lora, whole = recipe.lora, adapters.whole
-    check_config(config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts)
+    peft.check_config(config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts)
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
@@ -119,12 +110,12 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     for saved, parameter in whole.saved:
         shapes |= saved.shapes(tuple(parameter.shape), adapters.dims)
     wanted = _names(adapters) - _left_out(whole, header.keys())
-    match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
+    peft.match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
         for adapted in adapters.held:
             names = tensor_names(adapted.target.named, adapters.stacks)
             pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
-            adapters.fill(adapted, *to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
+            adapters.fill(adapted, *peft.to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
         for saved, parameter in whole.saved:
             if header.keys() >= set(saved.names):
                 tensors = [opened.get_tensor(name) for name in saved.names]
@@ -155,9 +146,7 @@ def _shapes(adapters: Adapters, adapted: AdaptedWeight) -> dict[str, tuple[int, 
     pairs = to_peft(adapted.target, a, b, adapters.dims)
     names = tensor_names(adapted.target.named, adapters.stacks)
     return {
-        name: tuple(tensor.shape)
-        for pair, made in zip(names, pairs, strict=True)
-        for name, tensor in zip(pair, made, strict=True)
+        name: tuple(tensor.shape) for pair in zip(names, pairs, strict=True) for name, tensor in zip(*pair, strict=True)
     }
 
 
@@ -169,16 +158,12 @@ def export_adapters(
     Each rank writes what it owns under another name, and the first one joins these into PEFT's one file: so no rank
     holds adapters of another pipeline stage. The folder appears when it is whole.
     """
-    comm, writer = adapters.comm, ExportWriter(target, overwrite="aside")
-    try:
+    comm = adapters.comm
+    with ExportWriter(target, overwrite="aside") as writer:
         together(comm, lambda: writer.begin() if world.is_main else None)
         mine = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
         together(comm, lambda: _write(mine, writer.partial, world.rank))
         together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if world.is_main else None)
-    except BaseException:
-        if world.is_main:
-            writer.discard()
-        raise
     return target
 
 
@@ -221,10 +206,9 @@ def _pairs(adapters: Adapters, adapted: AdaptedWeight) -> Iterator[tuple[str, Te
 
 def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and tensor of all adapters, on every rank, one after the other; call it on every rank."""
-    comm, device = adapters.comm, torch.device("cpu")
+    comm = adapters.comm
+    device = adapters.held[0].weight.device if adapters.held else torch.device("cpu")
     mine = {name: tensor.contiguous() for name, tensor in _tensors(adapters)}
-    if adapters.held:
-        device = adapters.held[0].weight.device
     held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in mine.items()])
     for rank, tensors_of_rank in enumerate(held):
         for name, shape, dtype in tensors_of_rank:
@@ -239,7 +223,7 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
     assert assembly.source is not None
     init, settings = recipe.model.init, recipe.lora
     own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
-    return peft_config(
+    return peft.peft_config(
         adapters.linears,
         adapters.stacks,
         rank=settings.rank,
@@ -255,12 +239,9 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
 def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = "rank") -> list[Path]:
     """The tensors as one file, if there are any."""
     planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    writer = ShardWriter(folder, planned, rank=rank, shard_bytes=sys.maxsize, label=label)
-    try:
+    with ShardWriter(folder, planned, rank=rank, shard_bytes=sys.maxsize, label=label) as writer:
         for tensor in writer.order:
             writer.write(tensor.name, [tensors[tensor.name]])
-    finally:
-        writer.close()
     return [folder / shard.file for shard in writer.shards]
 
 

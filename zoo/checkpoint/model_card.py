@@ -51,9 +51,8 @@ def base_of(source: Place | None) -> Base | None:
     cached = [match for part in source.folder.absolute().parts if (match := _CACHED.fullmatch(part))]
     if cached:
         name = f"{cached[-1][1]}/{cached[-1][2]}"
-    return Base(
-        name, bool(cached) or (source.kind == "zoo" and _HUB_ID.fullmatch(name) is not None), licence_of(source.files)
-    )
+    on_hub = bool(cached) or (source.kind == "zoo" and _HUB_ID.fullmatch(name) is not None)
+    return Base(name, on_hub, licence_of(source.files))
 
 
 def name_of(source: Place, path: str) -> str:
@@ -141,6 +140,7 @@ def _card(
     ends: Mapping[str, int] = NO_ENDS,
 ) -> str:
     licence = dict(base.licence) if base else {}
+    not_known = "not known; that of the base model and of the data hold" if base else "not stated"
     about = {
         "library_name": None if native else "peft" if adapter else "transformers",
         "base_model": base.name if base and base.on_hub else None,
@@ -151,7 +151,7 @@ def _card(
         "base model": base.name if base else "none: training began from random weights",
         "architecture": _class(arch) or "not known",
         **rows,
-        "licence": licence.get("license_name") or licence.get("license") or _unknown_licence(base),
+        "licence": licence.get("license_name") or licence.get("license") or not_known,
         "written by": f"zoo {zoo.__version__}",
     }
     return render_markdown(
@@ -159,20 +159,11 @@ def _card(
         "model_card.md.jinja",
         about={key: value for key, value in about.items() if value},
         mark=Markdown(MARK),
-        title=_title(base, adapter),
+        title=f"Model {'adapters for' if adapter else 'from'} {printable(base.name, _LONGEST)}" if base else "Model",
         summary=summary,
         rows={key: printable(value, _LONGEST) for key, value in table.items()},
         usage=[] if native else _usage(arch, adapter, list(ends.values())),
     )
-
-
-def _title(base: Base | None, adapter: bool) -> str:
-    kind = "adapters for" if adapter else "from"
-    return f"Model {kind} {printable(base.name, _LONGEST)}" if base else "Model"
-
-
-def _unknown_licence(base: Base | None) -> str:
-    return "not known; that of the base model and of the data hold" if base else "not stated"
 
 
 def _class(arch: JsonMapping) -> str | None:
@@ -183,6 +174,8 @@ def _class(arch: JsonMapping) -> str | None:
 
 def _usage(arch: JsonMapping, adapter: bool, ends: Sequence[int]) -> list[str]:
     """Lines that load the folder; none where transformers has no class for it."""
+    import transformers
+
     name = _class(arch) or "AutoModelForImageTextToText"
     scores = name.endswith(_CLASSIFIER)
     lines = _classifier(arch, name) if scores else [f"from transformers import AutoProcessor, {name}", ""]
@@ -201,7 +194,10 @@ def _usage(arch: JsonMapping, adapter: bool, ends: Sequence[int]) -> list[str]:
     if scores:
         return [*lines, "# model(**inputs).logits  # one number, of the last token"]
     stop = list(ends) or "processor.tokenizer.eos_token_id"
-    own = _has_ends_of_its_own(name)
+    # One that speaks takes ends for each of its parts, and reads none in generation_config.json.
+    generate = getattr(getattr(transformers, name, None), "generate", None)
+    parameters = inspect.signature(generate).parameters if generate else ()
+    own = any(key.endswith("_eos_token_id") for key in parameters)
     key = "thinker_eos_token_id" if own else "eos_token_id"
     told = f", {key}={stop}" if own or (adapter and ends) else ""  # else generation_config.json says it
     return [*lines, f"# model.generate(**inputs, max_new_tokens=100{told})"]
@@ -227,12 +223,3 @@ def _classifier(arch: JsonMapping, name: str) -> list[str]:
         "",
         "",
     ]
-
-
-def _has_ends_of_its_own(name: str) -> bool:
-    """Whether a model's `generate` takes ends for each of its parts, and reads none in generation_config.json: one that speaks."""
-    import transformers
-
-    generate = getattr(getattr(transformers, name, None), "generate", None)
-    parameters = inspect.signature(generate).parameters if generate else ()
-    return any(key.endswith("_eos_token_id") for key in parameters)

@@ -54,13 +54,9 @@ class Saver:
     """One save at a time; all methods are called by all ranks alike, between the same steps."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        save_files: Callable[[Path], None],
-        tick: Callable[[], None] = lambda: None,
-        stage: Stage | None = None,
-    ) -> None:
+        self, recipe: Recipe, world: World, save_files: Callable[[Path], None],
+        tick: Callable[[], None] = lambda: None, stage: Stage | None = None,
+    ) -> None:  # fmt: skip
         """`save_files` writes config.json and the processor's files into a folder; `tick` is called as a save gets on."""
         self._tick = tick
         assert recipe.run.dir is not None
@@ -139,9 +135,8 @@ class Saver:
     def flags(self) -> list[float]:
         """Whether this rank's save has ended, or failed, and whether its copy from the stage has."""
         writing, copier = self._writing, self._copier
-        ended = writing is not None and writing.ended
-        saved = (ended, writing is not None and ended and writing.error is not None)
-        copied = (copier is not None and copier.ready, copier is not None and copier.error is not None)
+        saved = (writing.ended, writing.ended and writing.error is not None) if writing else (False, False)
+        copied = (copier.ready, copier.error is not None) if copier else (False, False)
         return [float(flag) for flag in (*saved, *copied)]
 
     def _flags_of_all(self) -> Sequence[float]:
@@ -223,9 +218,10 @@ class SaveReport:
             log.event("copied", saved.step, path=str(saved.folder), copy_ms=took, bytes=saved.size)
             return
         waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
-        details = {"stall_ms": waited, "write_ms": wrote, "bytes": saved.size}
-        details |= {"staged": True} if saved.staged else {}
-        log.event("save", saved.step, path=str(saved.folder), **details)
+        staged = {"staged": True} if saved.staged else {}
+        log.event(
+            "save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote, bytes=saved.size, **staged
+        )
         self.expect(saved.stall_seconds + saved.write_seconds, log, "")
 
     def expect(self, seconds: float | None, log: RunLog, about: str = "about ") -> None:
@@ -248,21 +244,20 @@ class _Writing:
         self._size = 0
         self.ended = False  # when those that are not kept are gone
         self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, args=(copied, control, device), name="zoo-save", daemon=True)
+        self.thread.start()
 
-        def run() -> None:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)  # a new thread has the first one
-                self._size = write(copied, request, control, published)
-            except Exception as error:
-                self.error = error
-            self.ended = True
-
+    def _run(self, copied: CpuCopy, control: ControlGroup, device: torch.device) -> None:
         def published() -> None:
             self._published = time.monotonic()
 
-        self.thread = threading.Thread(target=run, name="zoo-save", daemon=True)
-        self.thread.start()
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread has the first one
+            self._size = write(copied, self._request, control, published)
+        except Exception as error:
+            self.error = error
+        self.ended = True
 
     def result(self) -> Saved:
         """The checkpoint, when it is published; raises what has failed."""

@@ -35,12 +35,13 @@ def faults(checkpoint: Path, *, read: bool = True) -> dict[str, str]:
 
     Without `read`, tensors are left to whoever loads them: see `together`.
     """
-    if not dist.is_initialized():
-        return integrity.damaged(checkpoint, read=read)
-    return _of_all_ranks(integrity.damaged(checkpoint, dist.get_rank(), dist.get_world_size(), read=read))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return _of_all_ranks(integrity.damaged(checkpoint, rank, ranks, read=read))
 
 
 def _of_all_ranks(own: dict[str, str]) -> dict[str, str]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     return {name: fault for faults_of_rank in everyone for name, fault in faults_of_rank.items()}
@@ -58,9 +59,7 @@ def together() -> Iterator[None]:
         yield
     except Damaged as error:
         damage = error.faults
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        damage = _of_all_ranks(damage)
-    if damage:
+    if damage := _of_all_ranks(damage):
         raise Damaged(damage) from None
 
 
@@ -82,8 +81,8 @@ def restore(checkpoint: Path, damaged: Iterable[str]) -> dict[str, Path]:
         own = [run_dir / _RECIPE] if name == _RECIPE else [folder / Path(name).name for folder in model_folders]
         return [*(folder / name for folder in others), *own]
 
-    copy_of = {name: integrity.restore(checkpoint, name, copies(name)) for name in damaged}
-    return {name: copy for name, copy in copy_of.items() if copy is not None}
+    taken = {name: integrity.restore(checkpoint, name, copies(name)) for name in damaged}
+    return {name: copy for name, copy in taken.items() if copy is not None}
 
 
 def _source_files(checkpoint: Path) -> list[Path]:
@@ -162,12 +161,6 @@ def _warn(text: str) -> None:
     print(f"zoo: WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def refuse_faults(checkpoint: Path) -> None:
-    """Raises Damaged where a checkpoint's files are not those that were written; its tensors are checked as they are read."""
-    if damage := faults(checkpoint, read=False):
-        raise Damaged(damage) from None
-
-
 def _summary(sentences: list[str]) -> str:
     return sentences[0] + (f" (and {len(sentences) - 1} more faults)" if len(sentences) > 1 else "")
 
@@ -191,7 +184,9 @@ def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> 
         UserError: there are checkpoints, but none that is whole.
     """
     passed_over: dict[str, str] = {}
-    for checkpoint in reversed(_listed(run_dir)):
+    for checkpoint in reversed(
+        agreed(lambda: checkpoints(run_dir))
+    ):  # a shared file system may show others to each rank
         damage = (known or {}).get(checkpoint.name) or faults(checkpoint, read=known is not None)
         if all(map(is_beside_weights, damage)):
             if passed_over:
@@ -212,23 +207,16 @@ def _repair_beside_weights(checkpoint: Path, damage: Mapping[str, str]) -> dict[
     step = step_of(checkpoint)
     if checkpoint.name != f"iter_{step}":
         _warn(f"{checkpoint} holds step {step}, and the run resumes from there")
-    outcomes = {}
+    lost = (
+        "no whole copy of it was found. The weights are whole and the run resumes from them; this checkpoint can't be "
+        "converted by itself, later ones have the file anew"
+    )
     restored = restore(checkpoint, damage) if damage else {}
-    for name, fault in damage.items():
-        if name in restored:
-            outcomes[name] = f"{fault}; it was taken from {restored[name]}"
-        else:
-            outcomes[name] = (
-                f"{fault}; no whole copy of it was found. The weights are whole and the run resumes from them; this checkpoint "
-                "can't be converted by itself, later ones have the file anew"
-            )
-        _warn(outcomes[name])
+    copies = {name: f"it was taken from {copy}" for name, copy in restored.items()}
+    outcomes = {name: f"{fault}; {copies.get(name, lost)}" for name, fault in damage.items()}
+    for outcome in outcomes.values():
+        _warn(outcome)
     return outcomes
-
-
-def _listed(run_dir: Path) -> list[Path]:
-    """A run's checkpoints as the first rank sees them: a shared file system may show others to each."""
-    return agreed(lambda: checkpoints(run_dir))
 
 
 def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> None:

@@ -7,15 +7,17 @@ optimizer updates (frozen ones) are divided among the replicas; the first rank t
 
 from __future__ import annotations
 
+import io
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.checkpoint.random_state import key_of, packed, random_state
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.checkpoint.storage.reading import fill
@@ -25,6 +27,7 @@ from zoo.nn.kernels import has_triton
 from zoo.parallel.megatron.inner_optimizer import held_ranges
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
+from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
@@ -110,8 +113,8 @@ def _described(
 def _tensors(modules: Sequence[MegatronModule], adapters: Adapters | None, world: World) -> list[ShardedTensor]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    entries = [entry for _, _, entry in _described(modules, adapters, world)]
-    return [entry for entry in entries if not isinstance(entry, ShardedObject)]
+    described = _described(modules, adapters, world)
+    return [entry for _, _, entry in described if not isinstance(entry, ShardedObject)]
 
 
 def to_write(trainable: Trainable, world: World, *, optimizer: bool = True) -> RankState:
@@ -304,3 +307,42 @@ def _ranges(trainable: Trainable) -> dict[Tensor, _Range]:
         for held in held_ranges(each)
         if each.optimizer.updates_here(held.part)
     }
+
+
+def key_of(rank: int, ranks: int) -> str:
+    """The key of a rank's random state in a checkpoint that `ranks` ranks have written."""
+    return f"random/shard_{rank}_{ranks}"
+
+
+def random_state() -> JsonObject:
+    """The states of the random generators of Python, NumPy, torch, the GPU and megatron-core."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    numpy = np.random.get_state(legacy=True)
+    assert isinstance(numpy, tuple)
+    return {
+        "python": random.getstate(),
+        "numpy": [numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def set_random_state(state: JsonMapping) -> None:
+    """Resume from a state that `random_state` gave."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    kind, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(dict(state["tracker"]))
+
+
+def packed(value: object) -> bytes:
+    """An object as torch.save writes it; read back with weights_only."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

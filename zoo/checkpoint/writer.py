@@ -89,7 +89,7 @@ def write(
     `published` is called on every rank when the checkpoint is there.
     """
     rank, is_main, partial = control.rank, control.rank == 0, request.partial
-    sharing = request.sharing or tuple(range(control.size))
+    sharing = request.sharing or range(control.size)
     leads = rank == sharing[0]
 
     def begin() -> None:

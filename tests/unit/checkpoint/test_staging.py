@@ -17,11 +17,10 @@ from support.disks import mounted
 
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.selection import choose
-from zoo.checkpoint.staging import copying, leftovers, retries
+from zoo.checkpoint.staging import copying, leftovers
 from zoo.checkpoint.staging.copier import Copier
 from zoo.checkpoint.staging.copying import Files, Meter, copy_checkpoint, deal
 from zoo.checkpoint.staging.exports import write_through
-from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import Stage
 from zoo.checkpoint.storage import disk
 from zoo.checkpoint.storage.disk import Damaged
@@ -122,12 +121,12 @@ def log(run_dir: Path, step: int) -> None:
 
 
 def copy(stage: Stage, name: str = "iter_4") -> Any:
-    return copy_checkpoint(stage, name, RECIPE, Retries(stage.run_dir, stage.rank))
+    return copy_checkpoint(stage, name, RECIPE)
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("zoo.checkpoint.staging.stage.PAUSES", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0, 2], [1, 3]]])

@@ -12,7 +12,7 @@ import math
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,7 +92,7 @@ class ShardWriter:
         self._stream: FileStream | None = None
         self._sum = xxhash.xxh3_128() if checksums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
-        self._waiting = deque(_grouped(self.order, shard_bytes))
+        self._waiting = deque(grouped(self.order, lambda tensor: tensor.nbytes, shard_bytes))
         self._group: list[Planned] = []
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -154,16 +154,16 @@ class ShardWriter:
             self._sum = xxhash.xxh3_128()
 
 
-def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
-    """Tensors in groups of at most `most` bytes, or of one that is larger."""
-    groups: list[list[Planned]] = []
-    size = 0
-    for tensor in planned:
-        if not groups or size + tensor.nbytes > most:
+def grouped[T](items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Items in groups of at most `most` in all, or of one that is larger."""
+    groups: list[list[T]] = []
+    held = 0
+    for item in items:
+        if not groups or held + size(item) > most:
             groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
+            held = 0
+        groups[-1].append(item)
+        held += size(item)
     return groups
 
 

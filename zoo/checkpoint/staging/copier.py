@@ -8,7 +8,6 @@ from queue import SimpleQueue
 
 from zoo.checkpoint.progress import Saving
 from zoo.checkpoint.staging.copying import Copied, Meter, copy_checkpoint
-from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import Stage
 from zoo.config.schema import Recipe
 
@@ -18,7 +17,7 @@ class Copier:
 
     def __init__(self, stage: Stage, recipe: Recipe) -> None:
         self.stage, self._recipe = stage, recipe
-        self._retries, self._meter = Retries(stage.run_dir, stage.rank, stage.tick), Meter()
+        self._meter = Meter()
         self._orders: SimpleQueue[str] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._submitted = self._reported = 0
@@ -39,7 +38,7 @@ class Copier:
             name = self._orders.get()
             error, copied = None, None
             try:
-                copied = copy_checkpoint(self.stage, name, self._recipe, self._retries, self._meter)
+                copied = copy_checkpoint(self.stage, name, self._recipe, self._meter)
             except Exception as raised:
                 error = raised
             with self._changed:
@@ -68,8 +67,8 @@ class Copier:
         """The next checkpoint that was copied; waits for it. Raises what has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.ready or self.error is not None)
-        if not self.ready:
-            self._raise_failure()
+        if not self.ready and self.error is not None:
+            raise self.error
         self._reported += 1
         return self._copied[self._reported - 1]
 
@@ -78,14 +77,10 @@ class Copier:
         while self.left > most:
             with self._changed:
                 self._changed.wait_for(lambda: self.left <= most or self.error is not None, 1.0)
-            if self.left > most:  # a failure of one that need not be waited for is raised later
-                self._raise_failure()
+            if self.left > most and self.error is not None:  # one that need not be waited for is raised later
+                raise self.error
             show()
 
     def under_way(self) -> Saving | None:
         """How far the copy is that is being made, as this rank sees it."""
         return self._meter.state() if self.left else None
-
-    def _raise_failure(self) -> None:
-        if self.error is not None:
-            raise self.error

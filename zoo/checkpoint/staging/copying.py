@@ -23,8 +23,7 @@ import xxhash
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.progress import PARTIAL
 from zoo.checkpoint.selection import prune
-from zoo.checkpoint.staging.retries import Retries
-from zoo.checkpoint.staging.stage import Stage
+from zoo.checkpoint.staging.stage import Stage, why_refused
 from zoo.checkpoint.storage import disk
 from zoo.config.locate import STATE, step_in_name
 from zoo.config.schema import Recipe
@@ -79,22 +78,20 @@ class Meter:
             return progress.Saving(self._step, done, self._total, time.monotonic() - self._began, copying=True)
 
 
-def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, meter: Meter | None = None) -> Copied:
+def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, meter: Meter | None = None) -> Copied:
     """Copy a staged checkpoint on, publish it, and take the staged one away. Every rank calls it.
 
     Raises, on all ranks, what any has raised:
         UserError: it can't be read or written, also when tried again; or the staged one lacks a file.
         Damaged: a staged file is not what was written.
     """
-    began, control, main = time.monotonic(), stage.control, stage.is_main
+    began, control, main, staged = time.monotonic(), stage.control, stage.is_main, stage.staged(name)
     step = step_in_name(name)
     assert step is not None
-    seen: list[_VisibleFiles] = control.gather(control.together(lambda: _look(stage.staged(name))))
-    staged = stage.staged(name)
-    manifests = [visible.manifest for visible in seen if visible.manifest is not None]
-    if not manifests:
+    seen = control.gather(control.together(lambda: _look(staged)))
+    text = next((visible.manifest for visible in seen if visible.manifest is not None), None)
+    if text is None:
         raise UserError(f"{staged}: no rank sees its {integrity.MANIFEST}; take another checkpoint")
-    text = manifests[0]
     checksums = integrity.parse_manifest(text.encode(), staged / integrity.MANIFEST)
     parts = deal([visible.sizes for visible in seen], checksums, staged)
     sizes = {file: size for visible in seen for file, size in visible.sizes.items() if file in checksums}
@@ -102,21 +99,21 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
     meter = meter or Meter()
     meter.begin(step, total, sum(seen[stage.rank].sizes[file] for file in parts[stage.rank]))
 
-    def begin() -> Path | None:
-        return retries.run(lambda: _begin(stage, name, step, total), step) if main else None
+    def on_main[T](action: Callable[[], T]) -> T | None:
+        return control.together(lambda: stage.retried(action, step) if main else None)
 
     def copy(*, last: bool) -> None:
         names = [file for file in parts[stage.rank] if (file == STATE) == last]
         files = Files(staged, into, checksums, stage.tick, meter)
-        retries.run(lambda: files.copy(names), step)
+        stage.retried(lambda: files.copy(names), step)
 
     try:
-        begun = control.gather(control.together(begin))[0]
+        begun = control.gather(on_main(lambda: _begin(stage, name, step, total)))[0]
         assert begun is not None
         into = begun
         control.together(lambda: copy(last=False))
         control.together(lambda: copy(last=True))
-        control.together(lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None)
+        on_main(lambda: _finish(stage, name, into, text, recipe))
     except Exception as error:
         if main:
             with contextlib.suppress(OSError):
@@ -124,7 +121,7 @@ def copy_checkpoint(stage: Stage, name: str, recipe: Recipe, retries: Retries, m
         if isinstance(error, OSError):
             raise _refused(error, stage, name) from error
         raise
-    control.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
+    stage.remove(staged)
     return Copied(stage.target(name), step, time.monotonic() - began, total)
 
 
@@ -219,9 +216,7 @@ class Files:
         """
         left = [name for name in names if name not in self._done]
         self._failures.clear()
-        if not left:
-            return
-        with ThreadPoolExecutor(min(disk.THREADS, len(left)), "zoo-save-copier") as pool:
+        with ThreadPoolExecutor(disk.THREADS, "zoo-save-copier") as pool:
             try:
                 list(pool.map(self._copy_one, left))
             except BaseException as stopped:  # of the thread that waits: the others end too
@@ -312,11 +307,7 @@ def _refused(error: OSError, stage: Stage, name: str) -> UserError:
     with contextlib.suppress(OSError):
         held = sum((stage.staged(name) / file).stat().st_size for file in integrity.files_of(stage.staged(name)))
     return UserError(
-        f"{stage.target(name)}: the checkpoint can't be copied there ({_why(error)}). It is whole in {stage.staged(name)} "
+        f"{stage.target(name)}: the checkpoint can't be copied there ({why_refused(error)}). It is whole in {stage.staged(name)} "
         f"({size(held)} on this node). Make that folder writable, with room enough, and run the same command on the same machines: "
         "it finishes the copy and resumes"
     )
-
-
-def _why(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"

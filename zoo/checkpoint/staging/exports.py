@@ -12,7 +12,6 @@ from zoo.bridge.files.writer import ExportWriter
 from zoo.checkpoint import export, integrity, lora_files, model_card
 from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.copying import Files, deal
-from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import EXPORT, Stage
 from zoo.config.schema import Recipe
 from zoo.model.build import Assembly
@@ -33,7 +32,6 @@ def export_trained(
 
     Raises as `write_through` does.
     """
-
     settle_all()
 
     def write(folder: Path) -> None:
@@ -56,31 +54,27 @@ def export_trained(
 def write_through(stage: Stage | None, target: Path, step: int, write: Callable[[Path], object]) -> None:
     """Have `write` make a folder in the stage and copy it to `target`; without a stage that all ranks share, make it there.
 
-    Every rank calls it, after all checkpoints are copied, and leaves `write` when the folder is whole. Raises what `write` raises, and OSError where the copy fails, also when
-    it is tried again.
+    Every rank calls it, after all checkpoints are copied, and leaves `write` when the folder is whole. Raises what `write`
+    raises, and OSError where the copy fails, also when it is tried again.
     """
     if stage is None or len(stage.sharing) < stage.ranks:
         write(target)
         return
     staged = stage.folder / EXPORT
     write(staged)
-    control, writer = stage.control, ExportWriter(target, overwrite="aside")
+    control, main = stage.control, stage.is_main
     names = [name for name in integrity.files_of(staged) if name != RECORD]
     sizes = {name: (staged / name).stat().st_size for name in names}
     mine = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
-    files, retries = (Files(staged, writer.partial, {}, stage.tick), Retries(stage.run_dir, stage.rank, stage.tick))
 
     def publish() -> None:
         if (staged / CARD).is_file():
             write_card(writer.partial, writer.target, (staged / CARD).read_text(encoding="utf-8"))
         writer.replace_target()
 
-    try:
-        control.together(lambda: writer.begin() if stage.is_main else None)
-        control.together(lambda: retries.run(lambda: files.copy(mine), step, "the export"))
-        control.together(lambda: publish() if stage.is_main else None)
-    except BaseException:
-        if stage.is_main:
-            writer.discard()
-        raise
-    control.together(lambda: integrity.remove([staged]) if stage.leads else None)
+    with ExportWriter(target, overwrite="aside") as writer:
+        files = Files(staged, writer.partial, {}, stage.tick)
+        control.together(lambda: writer.begin() if main else None)
+        control.together(lambda: stage.retried(lambda: files.copy(mine), step, "the export"))
+        control.together(lambda: publish() if main else None)
+    stage.remove(staged)

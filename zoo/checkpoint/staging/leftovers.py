@@ -10,7 +10,6 @@ from pathlib import Path
 
 from zoo.checkpoint import integrity
 from zoo.checkpoint.staging.copying import copy_checkpoint
-from zoo.checkpoint.staging.retries import Retries
 from zoo.checkpoint.staging.stage import Stage, open_stage
 from zoo.config.locate import checkpoints, step_in_name, step_of
 from zoo.config.schema import Recipe
@@ -39,33 +38,24 @@ def finish(stage: Stage, recipe: Recipe) -> None:
     Raises:
         UserError: on all ranks, where one can't be copied; it stays where it is.
     """
-    control = stage.control
-    seen = control.gather(control.together(lambda: _staged(stage)))
+    control, staged = stage.control, stage.folder / "checkpoints"
+
+    def look() -> dict[str, bool]:  # name -> whether this rank sees what makes it whole
+        folders = [path for path in staged.glob("iter_*") if path.is_dir() and step_in_name(path.name) is not None]
+        return {path.name: (path / integrity.MANIFEST).is_file() for path in folders}
+
+    seen = control.gather(control.together(look))
     whole = {name for visible in seen for name, is_whole in visible.items() if is_whole}
     newest, reached = control.gather(control.together(lambda: _run_so_far(stage.run_dir, main=stage.is_main)))[0]
     for name in sorted({name for visible in seen for name in visible}, key=lambda name: step_in_name(name) or 0):
         step = step_in_name(name) or 0
         if name not in whole or step <= newest:
-            _remove(stage, name)
+            stage.remove(stage.staged(name))
         elif step > reached:
             why = f"{stage.run_dir}/train.jsonl " + (f"ends at step {reached}" if reached >= 0 else "has no steps")
             _put_aside(stage, name, f"{why}, so it is another run's")
         else:
-            _copy(stage, name, recipe)
-
-
-def _remove(stage: Stage, name: str) -> None:
-    stage.control.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
-
-
-def _staged(stage: Stage) -> dict[str, bool]:
-    """Staged checkpoints by name, and whether this rank sees what makes one whole."""
-    folders = (stage.folder / "checkpoints").glob("iter_*")
-    return {
-        path.name: (path / integrity.MANIFEST).is_file()
-        for path in folders
-        if path.is_dir() and step_in_name(path.name) is not None
-    }
+            _copy(stage, name, step, recipe)
 
 
 def _run_so_far(run_dir: Path, *, main: bool) -> tuple[int, int]:
@@ -77,25 +67,22 @@ def _run_so_far(run_dir: Path, *, main: bool) -> tuple[int, int]:
     return max(saved, default=-1), max(steps, default=-1)
 
 
-def _copy(stage: Stage, name: str, recipe: Recipe) -> None:
-    step = step_in_name(name) or 0
-    _say(stage, f"copying the checkpoint of step {step}, which an earlier start has left in {stage.staged(name)}, "
-         f"to {stage.run_dir} ...")  # fmt: skip
+def _copy(stage: Stage, name: str, step: int, recipe: Recipe) -> None:
+    if stage.is_main:
+        left = f"copying the checkpoint of step {step}, which an earlier start has left in {stage.staged(name)}"
+        print(f"{left}, to {stage.run_dir} ...", flush=True)
     try:
-        retries = Retries(stage.run_dir, stage.rank, stage.tick)
-        copied = copy_checkpoint(stage, name, recipe, retries)
+        copied = copy_checkpoint(stage, name, recipe)
     except UserError as error:
         if isinstance(error.__cause__, OSError):
             raise
         _put_aside(stage, name, str(error))
         return
-    _say(stage, f"copied {size(copied.size)} in {copied.seconds:.1f} s")
     if stage.is_main:
+        print(f"copied {size(copied.size)} in {copied.seconds:.1f} s", flush=True)
+        took = {"copy_ms": round(copied.seconds * 1e3, 1), "bytes": copied.size, "left": True}
         with contextlib.suppress(OSError):
-            append_event(
-                stage.run_dir, "copied", step, path=str(copied.folder), copy_ms=round(copied.seconds * 1e3, 1),
-                bytes=copied.size, left=True,
-            )  # fmt: skip
+            append_event(stage.run_dir, "copied", step, path=str(copied.folder), **took)
 
 
 def _put_aside(stage: Stage, name: str, why: str) -> None:
@@ -110,13 +97,5 @@ def _put_aside(stage: Stage, name: str, why: str) -> None:
 
     stage.control.together(rename)
     if stage.is_main:
-        print(
-            f"zoo: WARNING: {folder} is not taken: {why}. It is now {aside}; remove it when you need it no more",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _say(stage: Stage, text: str) -> None:
-    if stage.is_main:
-        print(text, flush=True)
+        text = f"{folder} is not taken: {why}. It is now {aside}; remove it when you need it no more"
+        print(f"zoo: WARNING: {text}", file=sys.stderr, flush=True)

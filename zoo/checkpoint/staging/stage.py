@@ -1,4 +1,4 @@
-"""A run's folder on the local disk (`run.stage`), and which ranks share it.
+"""A run's folder on the local disk (`run.stage`), which ranks share it, and trying again what a slow file system has refused.
 
 Each node has a folder of its own under the same path, with the files of its ranks. Which ranks share one is found by
 looking: each leaves a mark there and reads the marks of the others. So containers and shared folders need no rule of their own.
@@ -6,7 +6,10 @@ looking: each leaves a mark there and reads the marks of the others. So containe
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,9 +19,11 @@ from zoo.checkpoint import integrity
 from zoo.checkpoint.writer import ControlGroup
 from zoo.config.derived import stage_folder
 from zoo.config.schema import Recipe
+from zoo.logging.run_log import append_event
 from zoo.parallel.world import World
 
 EXPORT = "export"  # folder of the stage that an export is written to first
+PAUSES = (10.0, 60.0, 300.0)  # seconds before the second, third and fourth attempt
 _MARK = ".rank-"
 _PATIENCE = timedelta(days=7)  # a rank without files waits as long as another one copies; heartbeats find lost ranks
 
@@ -53,11 +58,40 @@ class Stage:
         """A checkpoint's folder in the run folder."""
         return self.run_dir / "checkpoints" / name
 
+    def remove(self, folder: Path) -> None:
+        """Take a folder of the stage away on every node. Every rank calls it."""
+        self.control.together(lambda: integrity.remove([folder]) if self.leads else None)
+
+    def retried[T](self, action: Callable[[], T], step: int, subject: str = "the checkpoint") -> T:
+        """What the action returns, which is tried up to four times where it raises OSError; the log says so.
+
+        Raises its last OSError. `subject` of which `step` is copied, for the message.
+        """
+        for pause in PAUSES:
+            try:
+                return action()
+            except OSError as error:
+                why, later = why_refused(error), f"tried again in {pause:.0f} s"
+            text = f"zoo: WARNING: {subject} of step {step} is not copied to the run folder yet ({why}); {later}"
+            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # of the same file system, as a rule
+                append_event(self.run_dir, "copy_retry", step, rank=self.rank, why=why, seconds=pause)
+            until = time.monotonic() + pause
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(1.0, left))
+                self.tick()  # a rank that waits does not hang
+        return action()
+
+
+def why_refused(error: OSError) -> str:
+    """What a file system has said, with the file's name where it is known."""
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"
+
 
 def open_stage(recipe: Recipe, world: World, tick: Callable[[], None] = lambda: None) -> Stage | None:
     """The run's folder in `run.stage`, made where it is missing; None without one. Every rank calls it.
 
-    Raises, on all ranks, the OSError of any that can't write there.
+    What a killed run has left unfinished there is taken away. Raises, on all ranks, the OSError of any that can't write there.
     """
     folder = stage_folder(recipe)
     if folder is None:
@@ -65,25 +99,22 @@ def open_stage(recipe: Recipe, world: World, tick: Callable[[], None] = lambda: 
     assert recipe.run.dir is not None
     control = ControlGroup(_PATIENCE, tick)
     token = control.gather(secrets.token_hex(8))[0]
-    mark = folder / f"{_MARK}{token}-{world.rank}"
 
     def leave_mark() -> None:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        (folder / f"{_MARK}{token}-{world.rank}").touch()
 
     def read_marks() -> tuple[int, ...]:
         return tuple(sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{_MARK}{token}-*")))
 
+    def clear() -> None:
+        for mark in folder.glob(f"{_MARK}*"):
+            mark.unlink(missing_ok=True)
+        integrity.remove([*folder.glob(f".{EXPORT}*"), *folder.glob(f"{EXPORT}*")])
+        integrity.remove((folder / "checkpoints").glob(".partial-*"))
+
     control.together(leave_mark)
     sharing = control.together(read_marks)
     stage = Stage(folder, Path(recipe.run.dir), world.rank, world.size, sharing, control, tick)
-    control.together(lambda: _clear(stage) if stage.leads else None)
+    control.together(lambda: clear() if stage.leads else None)
     return stage
-
-
-def _clear(stage: Stage) -> None:
-    """Take away what a killed run has left unfinished."""
-    for mark in stage.folder.glob(f"{_MARK}*"):
-        mark.unlink(missing_ok=True)
-    integrity.remove([*stage.folder.glob(f".{EXPORT}*"), *stage.folder.glob(f"{EXPORT}*")])
-    integrity.remove((stage.folder / "checkpoints").glob(".partial-*"))

@@ -7,7 +7,7 @@ groups, whatever the checkpoint's size: GROUP bytes each, or one tensor that is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from typing import Self
@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from zoo.bridge.files.writer import grouped
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.pieces import Box, Shape, whole
 from zoo.checkpoint.storage.reading import check_shapes, fill
@@ -54,21 +55,9 @@ class WholeTensors:
 
     def expect(self, names: Sequence[str]) -> None:
         """Tensors will be read in this order; each may be read several times before the next."""
-        self._groups = list(self._grouped(names))
+        sizes = {name: math.prod(self.shape(name)) * self.dtype(name).itemsize for name in names}
+        self._groups = grouped(names, sizes.__getitem__, GROUP)
         self._group_of = {name: number for number, group in enumerate(self._groups) for name in group}
-
-    def _grouped(self, names: Sequence[str]) -> Iterator[list[str]]:
-        group: list[str] = []
-        held = 0
-        for name in names:
-            size = math.prod(self.shape(name)) * self.dtype(name).itemsize
-            if group and held + size > GROUP:
-                yield group
-                group, held = [], 0
-            group.append(name)
-            held += size
-        if group:
-            yield group
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor that is expected. Don't write to them.
