@@ -97,7 +97,7 @@ def test_a_captured_tower_has_the_gradients_of_its_blocks(
     zoo, samples = loaded(name, tmp_path / "model", cpu_world, *case[1:])
     if zoo.model.decoder is not None:
         zoo.model.decoder.graphs = None
-    (tower,) = (part for part in zoo.model.modules() if any(hasattr(b, "place") for b in getattr(part, "blocks", ())))
+    (tower,) = (part for part in zoo.model.modules() if any(hasattr(b, "number") for b in getattr(part, "blocks", ())))
     graphs: Any = tower.blocks[0].graphs  # type: ignore[index, union-attr]
     graphs.recorder = RecordedAgain()
     monkeypatch.setattr(towers, "_run_block", _plain_block)
@@ -128,7 +128,7 @@ def _block_in_graphs(block: Any, states: Any, cu_seqlens: Any, position_embeddin
     graphs = towers._graphs(block, states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _plain_block(block, states, cu_seqlens, position_embeddings, **further)
-    return graphs.replay(block.place, states)
+    return graphs.replay(block.number, states)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])

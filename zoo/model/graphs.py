@@ -44,7 +44,7 @@ def use_graphs(chunks: Sequence[MegatronModule]) -> int:
                 changes = {index - 1 for index in range(1, len(windows)) if windows[index] != windows[index - 1]}
                 graphs = LayerGraphs(blocks, {*getattr(tower, "deepstack_visual_indexes", ()), *changes})
                 for index, (block, window) in enumerate(zip(blocks, windows, strict=True)):
-                    block.graphs, block.place, block.window = graphs, index, window
+                    block.graphs, block.number, block.window = graphs, index, window
                     block.enters_frames = None in windows and index == windows.index(None)
                 stacks += 1
     return stacks
@@ -100,5 +100,5 @@ def _missing_in_tower(tower: Module) -> str | None:
 
 
 def _missing_attention(weight: torch.Tensor, head: int) -> str | None:
-    takes = has_flash(weight.new_empty(0, head))
-    return None if takes else f"no attention kernel for packed rows takes heads of {head} in {weight.dtype}"
+    supported = has_flash(weight.new_empty(0, head))
+    return None if supported else f"no attention kernel for packed rows takes heads of {head} in {weight.dtype}"

@@ -35,19 +35,12 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices within one parameter, and how ranks cut each of them.
+    """The matrices within one parameter, and how ranks cut each of them."""
 
-    Attributes:
-        axis: the group whose ranks cut them, None where every rank has them whole.
-        dim: what is cut: 0 for rows, 1 for columns.
-        columns: of this rank's parameter, whose experts stand one below the other.
-        rows: by rank of the group, by matrix: the rows of that rank's parameter.
-    """
-
-    axis: Axis | None
-    dim: Literal[0, 1]
-    columns: int
-    rows: tuple[tuple[Spans, ...], ...]
+    axis: Axis | None  # the group whose ranks cut them, None where every rank has them whole
+    dim: Literal[0, 1]  # what is cut: 0 for rows, 1 for columns
+    columns: int  # of this rank's parameter, whose experts stand one below the other
+    rows: tuple[tuple[Spans, ...], ...]  # by rank of the group, by matrix: the rows of that rank's parameter
 
     def shapes(self) -> Iterator[tuple[int, int]]:
         """(rows, columns) of each matrix, whole."""

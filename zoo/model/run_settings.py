@@ -32,9 +32,8 @@ NOT_KEPT = (
 NOT_EXPORTED = ("root", "urls", "on_error")  # of the rows at hand: none of a stranger's business
 KEPT = tuple(item.name for item in fields(DataConfig) if item.name not in NOT_KEPT)
 FORM = ("format", "columns")  # of an entry: what its rows look like
-SHARED = tuple(
-    item.name for item in fields(DataEntry) if item.name in KEPT and item.name != "root"
-)  # of an entry as of data
+# Of an entry as of data.
+SHARED = tuple(item.name for item in fields(DataEntry) if item.name in KEPT and item.name != "root")
 READING = (*FORM, "root", *SHARED)  # of an entry: how its rows are read
 
 
@@ -71,22 +70,22 @@ class RunSettings:
 NONE = RunSettings()
 
 
-def settings_of(place: Place) -> RunSettings:
+def settings_of(source: Place) -> RunSettings:
     """The settings of the run that a checkpoint or an exported folder comes from; `NONE` where no run is known.
 
     Raises:
         ConfigError: they can't be read.
     """
-    if place.kind == "run":
-        config = place.folder / "config.yaml"
-        return _from_config(config, place.folder.parent.parent) if config.is_file() else NONE
-    run = place.folder.absolute().parent  # an export may lie in a run's folder
+    if source.kind == "run":
+        config = source.folder / "config.yaml"
+        return _from_config(config, source.folder.parent.parent) if config.is_file() else NONE
+    run = source.folder.absolute().parent  # an export may lie in a run's folder
     config, around = run / "config.yaml", NONE
-    if place.kind == "hf" and (run / "checkpoints").is_dir() and config.is_file() and is_saved_recipe(config):
+    if source.kind == "hf" and (run / "checkpoints").is_dir() and config.is_file() and is_saved_recipe(config):
         around = _from_config(config, run)
-    if not (place.files / FILE).is_file():  # weights of another tool
+    if not (source.files / FILE).is_file():  # weights of another tool
         return around
-    return replace(_from_export(place.files / FILE, place), entries=around.entries, rows=around.rows)
+    return replace(_from_export(source), entries=around.entries, rows=around.rows)
 
 
 def _from_config(config: Path, run: Path) -> RunSettings:
@@ -154,7 +153,8 @@ def _common(entries: tuple[DataEntry, ...], names: tuple[str, ...]) -> JsonObjec
     return common
 
 
-def _from_export(path: Path, place: Place) -> RunSettings:
+def _from_export(source: Place) -> RunSettings:
+    path = source.files / FILE
     hint = "take the file away, or export the run again"
     fields: dict[str, Check] = {"settings": is_object, "rows": is_object}
     record = read_record(path, fields, ("settings", "rows"), hint=hint, error=ConfigError)
@@ -164,7 +164,7 @@ def _from_export(path: Path, place: Place) -> RunSettings:
     taken = [f"data.{name}" for name in KEPT if name not in NOT_EXPORTED] + [BUDGET]
     entry = parse_entry({"path": ".", **{name: form[name] for name in FORM if name in form}}, str(path))
     values = {key: value for key, value in values.items() if key in taken}
-    return RunSettings(f"the run that wrote {place.folder}", values, _common((entry,), FORM))
+    return RunSettings(f"the run that wrote {source.folder}", values, _common((entry,), FORM))
 
 
 def source_of(entry: DataEntry) -> tuple[object, ...]:

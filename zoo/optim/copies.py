@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedRange:
-    """This rank's range of a weight that other pipeline stages have, too.
+    """This rank's range of a weight that other pipeline stages have, too."""
 
-    Attributes:
-        part: the optimizer's flat view of it.
-        group: the ranks that hold the same elements; the first of them updates them.
-    """
-
-    part: Tensor
-    group: dist.ProcessGroup
+    part: Tensor  # the optimizer's flat view of it
+    group: dist.ProcessGroup  # the ranks that hold the same elements; the first of them updates them
 
     @property
     def is_copy(self) -> bool:

@@ -12,8 +12,9 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 _LOGGERS = ("", "megatron", "torch.utils.cpp_extension")
@@ -24,9 +25,18 @@ def preserve_process_state() -> Iterator[None]:
     """Restore the process at the end of the block: environment, working folder, filters of warnings and logs, hooks, random
     states, and torch's settings. Also a decorator: `@preserve_process_state()`.
     """
-    restore = [_environment(), _warnings(), *map(_logger, _LOGGERS), _hooks(), _random()]
+    restore = [
+        _saved(lambda: dict(os.environ), _set_environment),
+        _saved(os.getcwd, _set_folder),
+        _saved(lambda: list(warnings.filters), _set_filters),
+        *(_saved(partial(_logger_state, logging.getLogger(name)), _set_logger) for name in _LOGGERS),
+        _saved(lambda: (sys.excepthook, threading.excepthook, sys.unraisablehook), _set_hooks),
+        _saved(random.getstate, random.setstate),
+    ]
+    if numpy := sys.modules.get("numpy"):
+        restore.append(_saved(numpy.random.get_state, numpy.random.set_state))
     if "torch" in sys.modules:
-        restore += [_torch_settings(), _torch_random()]
+        restore += _saved_of_torch()
     try:
         quiet()
         yield
@@ -51,102 +61,73 @@ def _no_toolkit(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No CUDA runtime is found")
 
 
-def _environment() -> Callable[[], None]:
-    variables, folder = dict(os.environ), os.getcwd()
-
-    def put_back() -> None:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        for name, value in variables.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
-        if os.getcwd() != folder:
-            os.chdir(folder)
-
-    return put_back
+def _saved[T](read: Callable[[], T], put_back: Callable[[T], object]) -> Callable[[], object]:
+    """What puts back the value that is read now."""
+    return partial(put_back, read())
 
 
-def _warnings() -> Callable[[], None]:
-    filters = list(warnings.filters)
-
-    def put_back() -> None:
-        if list(warnings.filters) != filters:
-            known: Any = warnings
-            known.filters[:] = filters
-            known._filters_mutated()
-
-    return put_back
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
-def _logger(name: str) -> Callable[[], None]:
-    logger = logging.getLogger(name)
-    level, filters, handlers = logger.level, list(logger.filters), list(logger.handlers)
-
-    def put_back() -> None:
-        logger.setLevel(level)
-        logger.filters[:], logger.handlers[:] = filters, handlers
-
-    return put_back
+def _set_folder(folder: str) -> None:
+    if os.getcwd() != folder:
+        os.chdir(folder)
 
 
-def _hooks() -> Callable[[], None]:
-    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-
-    def put_back() -> None:
-        sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
-
-    return put_back
+def _set_filters(filters: Sequence[object]) -> None:
+    if list(warnings.filters) != filters:
+        known: Any = warnings
+        known.filters[:] = filters
+        known._filters_mutated()
 
 
-def _random() -> Callable[[], None]:
-    state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numbers = None if numpy is None else numpy.random.get_state()
-
-    def put_back() -> None:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numbers)
-
-    return put_back
+type _LoggerState = tuple[logging.Logger, int, list[Any], list[logging.Handler]]
+type _Hooks = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 
-def _torch_settings() -> Callable[[], None]:
+def _logger_state(logger: logging.Logger) -> _LoggerState:
+    return logger, logger.level, list(logger.filters), list(logger.handlers)
+
+
+def _set_logger(state: _LoggerState) -> None:
+    logger, level, filters, handlers = state
+    logger.setLevel(level)
+    logger.filters[:], logger.handlers[:] = filters, handlers
+
+
+def _set_hooks(hooks: _Hooks) -> None:
+    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
+
+
+def _saved_of_torch() -> list[Callable[[], object]]:
     import torch
 
     from zoo.parallel.determinism import set_deterministic
 
-    more: Any = torch.utils.deterministic
-    cudnn = torch.backends.cudnn
-    strict, warn = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
-    switch = sys.getswitchinterval()
-    threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    cudnn, core = torch.backends.cudnn, torch._C
 
-    def put_back() -> None:
-        set_deterministic(strict, warn)
-        more.fill_uninitialized_memory = fill
+    def set_cudnn(flags: tuple[bool, bool]) -> None:
         cudnn.deterministic, cudnn.benchmark = flags
-        torch.set_num_threads(threads)
-        sys.setswitchinterval(switch)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
-        if device is not None:
-            torch.cuda.set_device(device)
 
-    return put_back
+    def deterministic() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-
-def _torch_random() -> Callable[[], None]:
-    import torch
-
-    state = torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def put_back() -> None:
-        torch.set_rng_state(state)
-        if gpus:
-            torch.cuda.set_rng_state_all(gpus)
-
-    return put_back
+    restore = [
+        _saved(deterministic, lambda flags: set_deterministic(*flags)),
+        _saved(core._get_deterministic_fill_uninitialized_memory, core._set_deterministic_fill_uninitialized_memory),
+        _saved(lambda: (cudnn.deterministic, cudnn.benchmark), set_cudnn),
+        _saved(torch.get_num_threads, torch.set_num_threads),
+        _saved(sys.getswitchinterval, sys.setswitchinterval),
+        _saved(torch.get_default_dtype, torch.set_default_dtype),
+        _saved(torch.is_grad_enabled, torch.set_grad_enabled),
+        _saved(torch.get_rng_state, torch.set_rng_state),
+    ]
+    if torch.cuda.is_initialized():
+        restore.append(_saved(torch.cuda.current_device, torch.cuda.set_device))
+        restore.append(_saved(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return restore

@@ -123,13 +123,13 @@ def handled() -> tuple[signal.Signals, ...]:
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
     """Handle signals through an :class:`Interrupts`; outside the main thread, where Python delivers none, do nothing."""
-    here = Interrupts()
+    stop = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield here
+        yield stop
         return
-    before = {number: signal.signal(number, here.note) for number in handled()}
+    before = {number: signal.signal(number, stop.note) for number in handled()}
     try:
-        yield here
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

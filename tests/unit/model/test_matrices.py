@@ -1,6 +1,7 @@
 """Which weights Muon updates in each family, and which matrices a fused parameter holds."""
 
 import re
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ CLIP = {f"vision.encoder.layers.N.{name}": 1 for name in (*SEPARATE, "mlp.fc1", 
 LLAVA = {**CLIP, "projector.linear_1": 1, "projector.linear_2": 1}
 
 VIT = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.projection_layer", "mlp.fc1", "mlp.fc2")
-INTERNVL = dict.fromkeys(
-    (*(f"vision.encoder.layer.N.{name}" for name in VIT), "projector.linear_1", "projector.linear_2"), 1
-)
 
 
 def _layer(prefix: str, *parts: dict[str, int]) -> dict[str, int]:
@@ -52,25 +50,23 @@ def _qwen3_vl(mlp: dict[str, int]) -> dict[str, int]:
     return {**vision, **deep, **_layer("decoder", ATTENTION, mlp)}
 
 
+def _ones(prefix: str, names: str | Iterable[str] = "") -> dict[str, int]:
+    return {f"{prefix}{name}": 1 for name in (names.split() if isinstance(names, str) else names)}
+
+
+AUDIO = _ones("audio.layers.N.", (*SEPARATE, "fc1", "fc2"))
 OMNI = {
-    **{f"vision.blocks.N.{name}": 1 for name in BLOCK},
-    **dict.fromkeys(("vision.merger.mlp.N", "vision.merger_list.N.mlp.N"), 1),
-    **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},
-    **dict.fromkeys(("audio.conv_out", "audio.proj1", "audio.proj2"), 1),
+    **_ones("vision.blocks.N.", BLOCK),
+    **_ones("", "vision.merger.mlp.N vision.merger_list.N.mlp.N audio.conv_out audio.proj1 audio.proj2"),
+    **AUDIO,
     **_layer("decoder", ATTENTION, EXPERTS),
 }
 GATED = ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-QWEN25 = {
-    **{f"vision.blocks.N.{name}": 1 for name in GATED},
-    "vision.merger.mlp.N": 1,
-    **_layer("decoder", ATTENTION, DENSE),
-}
-WINDOWED = {f"vision.blocks.N.{name}": 1 for name in (*(f"attn.{part}" for part in "qkv"), *GATED[1:])}
+QWEN25 = _ones("vision.blocks.N.", GATED) | {"vision.merger.mlp.N": 1} | _layer("decoder", ATTENTION, DENSE)
 QWEN25_OMNI = {
-    **WINDOWED,
-    "vision.merger.mlp.N": 1,
-    **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},
-    **dict.fromkeys(("audio.proj", "audio.audio_bos_eos_token"), 1),  # the second is not trained
+    **_ones("vision.blocks.N.", (*(f"attn.{part}" for part in "qkv"), *GATED[1:])),
+    **_ones("", "vision.merger.mlp.N audio.proj audio.audio_bos_eos_token"),  # the last is not trained
+    **AUDIO,
     **_layer("decoder", ATTENTION, DENSE),
 }
 GEMMA3 = {**CLIP, "projector.mm_input_projection_weight": 1, **_layer("decoder", ATTENTION, DENSE)}
@@ -80,12 +76,9 @@ GEMMA4 = {
     **_layer("decoder", ATTENTION, {"linear_qk": 2}, DENSE),
 }
 GLM = {
-    **{f"vision.blocks.N.{name}": 1 for name in GATED},
-    **{f"vision.merger.{name}_proj": 1 for name in ("gate", "up", "down")},
-    "vision.merger.proj": 1,
-    **_layer(
-        "decoder", ATTENTION, EXPERTS, DENSE, {name: n for name, n in SHARED.items() if "gate_weight" not in name}
-    ),
+    **_ones("vision.blocks.N.", GATED),
+    **_ones("vision.merger.", "gate_proj up_proj down_proj proj"),
+    **_layer("decoder", ATTENTION, EXPERTS, DENSE, SHARED),
 }
 WANTED = {  # parameter -> its matrices
     "gemma3_sft": GEMMA3,
@@ -93,8 +86,8 @@ WANTED = {  # parameter -> its matrices
     "gemma3_text_sft": _layer("decoder", ATTENTION, DENSE),
     "qwen25_vl_sft": QWEN25,
     "qwen3_asr_sft": {
-        **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},
-        **{"audio.conv_out": 1, "projector.linear_1": 1, "projector.linear_2": 1},
+        **_ones("", "audio.conv_out projector.linear_1 projector.linear_2"),
+        **AUDIO,
         **_layer("decoder", ATTENTION, DENSE),
     },
     "qwen25_omni_sft": QWEN25_OMNI,
@@ -111,7 +104,11 @@ WANTED = {  # parameter -> its matrices
         **_layer("multi_token", ATTENTION, EXPERTS, SHARED),
         "multi_token.eh_proj": 1,
     },
-    "internvl_sft": {**INTERNVL, **_layer("decoder", ATTENTION, DENSE)},
+    "internvl_sft": {
+        **_ones("vision.encoder.layer.N.", VIT),
+        **_ones("projector.", "linear_1 linear_2"),
+        **_layer("decoder", ATTENTION, DENSE),
+    },
     "llava_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
     "llava_onevision_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
 }

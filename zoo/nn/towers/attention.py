@@ -134,7 +134,7 @@ def _block(
     graphs = _graphs(self, hidden_states, cu_seqlens, position_embeddings)
     if graphs is None:
         return _run_block(self, hidden_states, cu_seqlens, position_embeddings, **further)
-    return graphs.replay(self.place, hidden_states)
+    return graphs.replay(self.number, hidden_states)
 
 
 def _graphs(
@@ -144,7 +144,7 @@ def _graphs(
     stack: LayerGraphs | None = getattr(block, "graphs", None)
     if stack is None or angles is None or not block.training:
         return None
-    if block.place > 0:
+    if block.number > 0:
         captured = captured_of(hidden_states)
         if captured is not None and block.enters_frames:
             captured.row.fill_outer_offsets(cu_seqlens)

@@ -70,18 +70,12 @@ class Permutation:
     """The rows of M tokens sorted by expert: a token has a row for each of its experts on this rank, C rows in all.
 
     Where the host doesn't wait for C (`ahead`), there is room for the most rows that M tokens can have, of which those behind the last expert's have no meaning.
-
-    Attributes:
-        tokens: (C,) int32, the token of each row.
-        choices: (C,) int32, the same in the tokens' choices laid end to end, token * k + choice.
-        places: (M, k) int32, the row of each choice of a token; -1: its expert is not here.
-        bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end.
     """
 
-    tokens: Tensor
-    choices: Tensor
-    places: Tensor
-    bounds: Tensor
+    tokens: Tensor  # (C,) int32, the token of each row
+    choices: Tensor  # (C,) int32, the same in the tokens' choices laid end to end, token * k + choice
+    places: Tensor  # (M, k) int32, the row of each choice of a token; -1: its expert is not here
+    bounds: Tensor  # (E + 1,) int32, where the rows of each expert begin, and where the last ones end
     ahead: bool = False
 
     @property
@@ -267,17 +261,11 @@ class ExchangeByChoice(ExpertExchange):
 
 @dataclass(frozen=True)
 class ExchangeWithAll(ExpertExchange):
-    """All tokens go to all ranks, whatever their experts, so that layers share the plan. Each rank sends `most` rows, the last ones empty: M = R * `most`.
+    """All tokens go to all ranks, whatever their experts, so that layers share the plan. Each rank sends `most` rows, the last ones empty: M = R * `most`."""
 
-    Attributes:
-        rank: this one's place in the group.
-        most: tokens of the rank that has most, or more.
-        places: (N, R) int32, the row of a token among those that come back from each rank.
-    """
-
-    rank: int
-    most: int
-    places: Tensor
+    rank: int  # this one's place in the group
+    most: int  # tokens of the rank that has most, or more
+    places: Tensor  # (N, R) int32, the row of a token among those that come back from each rank
 
     send_sms = ALL_GATHER_SMS
 

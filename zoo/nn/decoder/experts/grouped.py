@@ -152,19 +152,12 @@ class GroupedExperts(MegatronModule):
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """N rows of a grouped product, sorted by expert.
+    """N rows of a grouped product, sorted by expert."""
 
-    Attributes:
-        bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end: N.
-        taken: the product is given M tokens, whose rows these are; None: the rows themselves.
-        summed: the product gives the sum of each of M tokens' rows; None: the rows themselves.
-        free_sms: as of `products.multiply`, for the product, not for its gradients.
-    """
-
-    bounds: Tensor
-    taken: Permutation | None = None
-    summed: Permutation | None = None
-    free_sms: int = 0
+    bounds: Tensor  # (E + 1,) int32, where the rows of each expert begin, and where the last ones end: N
+    taken: Permutation | None = None  # the product is given M tokens, whose rows these are; None: the rows themselves
+    summed: Permutation | None = None  # the product gives the sum of each of M tokens' rows; None: the rows themselves
+    free_sms: int = 0  # as of `products.multiply`, for the product, not for its gradients
 
     def result(self, product: Tensor) -> Tensor:
         """What is given for the product of each row."""
