@@ -52,21 +52,13 @@ class BalanceOptions(Bounded):
 
 @dataclass(frozen=True)
 class Way:
-    """One way to plan one set.
-
-    Attributes:
-        name: of the way.
-        seconds: of a core for a million rows; 0 where nothing is planned.
-        unfilled: share of the budget without a real token; 0 where there is none.
-        worst: ranks -> by what share the rank with most work is above the mean of all, on average over steps.
-        worst99: the same of the step at the 99th percentile.
-    """
+    """One way to plan one set."""
 
     name: str
-    seconds: float
-    unfilled: float
-    worst: dict[int, float]
-    worst99: dict[int, float]
+    seconds: float  # of a core for a million rows; 0 where nothing is planned
+    unfilled: float  # share of the budget without a real token; 0 where there is none
+    worst: dict[int, float]  # ranks -> by what share the one with most work is above the mean, on average over steps
+    worst99: dict[int, float]  # the same of the step at the 99th percentile
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,8 @@ def losses(lines: Iterable[Line]) -> dict[int, float]:
 
 def furthest(mine: Sequence[float], theirs: Sequence[float]) -> str:
     """The largest difference, and of how large a loss."""
-    gap, of = max((abs(a - b), a) for a, b in zip(mine, theirs, strict=False))
-    return f"{gap:.1e} of {of:.2f}"
+    gap, loss = max((abs(a - b), a) for a, b in zip(mine, theirs, strict=False))
+    return f"{gap:.1e} of {loss:.2f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

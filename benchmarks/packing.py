@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from statistics import median
 from typing import Any
 
@@ -166,22 +167,10 @@ def operations(batch: Batch, layout: PackedLayout, cp: int) -> list[tuple[str, C
     packing, slicing, unpacking = [], [], []
     for name, x, dim, fill in batch.rows:
         row = layout.pack(x, fill, dim)
-        packing.append((f"pack {name}", partial(_pack, x, fill, dim)))
-        slicing.append((f"slice {name}", partial(_slice, row, cp, dim + 1)))
-        unpacking.append((f"unpack {name}", partial(_unpack, row, fill, dim)))
+        packing.append((f"pack {name}", methodcaller("pack", x, fill, dim)))
+        slicing.append((f"slice {name}", methodcaller("cp_shard", row, 0, cp, dim + 1)))
+        unpacking.append((f"unpack {name}", methodcaller("unpack", row, None, fill, dim)))
     return [*packing, *(slicing if cp > 1 else []), *unpacking]
-
-
-def _pack(x: Tensor, fill: int, dim: int, layout: PackedLayout) -> Tensor:
-    return layout.pack(x, fill, dim)
-
-
-def _slice(x: Tensor, cp: int, dim: int, layout: PackedLayout) -> Tensor:
-    return layout.cp_shard(x, 0, cp, dim)
-
-
-def _unpack(x: Tensor, fill: int, dim: int, layout: PackedLayout) -> Tensor:
-    return layout.unpack(x, None, fill, dim)
 
 
 def _traffic(call: Callable[[], object]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import linear_regression
 
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
@@ -33,25 +34,15 @@ class PackingOptions(Bounded):
 
 @dataclass(frozen=True)
 class Line:
-    """One operation, or all together; times are medians.
-
-    Attributes:
-        name: of the operation.
-        elements: int64 elements that it puts out.
-        ms: milliseconds.
-        flat_ms: one index_select, flat, that puts out as many elements; 0 where there are none.
-        rows_ms: one index_select of rows.
-        moved: bytes read and written.
-        flat_moved: those of the flat index_select.
-    """
+    """One operation, or all together; times are medians."""
 
     name: str
-    elements: int
+    elements: int  # int64 elements that it puts out
     ms: float
-    flat_ms: float
-    rows_ms: float
-    moved: int
-    flat_moved: int
+    flat_ms: float  # of one index_select, flat, that puts out as many elements; 0 where there are none
+    rows_ms: float  # of one index_select of rows
+    moved: int  # bytes read and written
+    flat_moved: int  # those of the flat index_select
 
     @property
     def time_ratio(self) -> float:
@@ -93,12 +84,12 @@ class Growth:
     @property
     def exponent(self) -> float:
         """1.0 is linear."""
-        return _slope([math.log(x) for x in self.tokens], [math.log(y) for y in self.ms])
+        return _exponent(self.tokens, self.ms)
 
     @property
     def flat_exponent(self) -> float:
         """That of the flat index_select."""
-        return _slope([math.log(x) for x in self.tokens], [math.log(y) for y in self.flat_ms])
+        return _exponent(self.tokens, self.flat_ms)
 
 
 @dataclass(frozen=True)
@@ -158,8 +149,6 @@ def table(report: PackingReport) -> str:
     return "\n".join(lines)
 
 
-def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The slope of the straight line that fits the points best."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+def _exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """The slope of the straight line that fits the logarithms of the points best."""
+    return linear_regression(list(map(math.log, x)), list(map(math.log, y))).slope

@@ -204,11 +204,11 @@ def _report(options: SoakOptions, marks: list[Mark], records: list[JsonObject], 
     tenth = (options.steps - options.after) // 10
     windows = ((options.after, options.after + tenth), (options.steps - tenth, options.steps))
 
-    def growth(of: Callable[[list[Mark]], float]) -> Growth:
+    def growth(metric: Callable[[list[Mark]], float]) -> Growth:
         chosen = [[m for m in marks if low <= m.step <= high] for low, high in windows]
         if any(len(some) < 2 for some in chosen):
             raise UserError("the run is too fast to be watched: a window is over at once; give more steps")
-        return Growth(*(of(some) for some in chosen))
+        return Growth(*map(metric, chosen))
 
     return SoakReport(
         options=options,

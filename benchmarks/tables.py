@@ -1,7 +1,7 @@
 """The results in results/, each what `zoo bench train` wrote with out=, as the tables of docs/benchmarks.md.
 
-python -m benchmarks.results               writes the tables into the page
-python -m benchmarks.results NAME [KEY=VALUE ...]    runs the command of results/NAME.json again, into ./NAME.json
+python -m benchmarks.tables               writes the tables into the page
+python -m benchmarks.tables NAME [KEY=VALUE ...]    runs the command of results/NAME.json again, into ./NAME.json
 """
 
 from __future__ import annotations

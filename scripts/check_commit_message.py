@@ -13,24 +13,9 @@ LONGEST = 71
 # Verbs that end like other forms, and words that no imperative begins with.
 VERBS = {"Bias", "Bring", "Canvas", "Embed", "Focus", "Ping", "Shed", "String"}
 OTHERS = {
-    "A",
-    "After",
-    "All",
-    "An",
-    "Before",
-    "Each",
-    "Every",
-    "For",
-    "If",
-    "In",
-    "It",
-    "No",
-    "Of",
-    "On",
-    "One",
-    "Only",
-}
-OTHERS |= {"The", "They", "This", "What", "When", "With"}
+    "A", "After", "All", "An", "Before", "Each", "Every", "For", "If", "In", "It", "No", "Of", "On", "One", "Only", "The",
+    "They", "This", "What", "When", "With",
+}  # fmt: skip
 LEFT_TO_GIT = re.compile(r"(Merge|Revert|fixup!|squash!|amend!) ")
 
 

@@ -25,9 +25,9 @@ def main() -> int:
     if done.returncode not in (0, 1) or done.stderr:
         print(done.stdout[-2000:] + done.stderr)
         return 1
-    found = [line for line in done.stdout.splitlines() if KEPT.search(line) and STARRED not in line]
-    print("\n".join(found) or "Tests call what is there")
-    return bool(found)
+    wrong = [line for line in done.stdout.splitlines() if KEPT.search(line) and STARRED not in line]
+    print("\n".join(wrong) or "Tests call what is there")
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def about_size(family: str, size: str) -> str:
     """The ids that a size was published under, or what its file says of a size that was not."""
     folder = files("zoo.recipes") / "sizes" / family
     first = (folder / f"{size}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    ids = [found.rstrip(".,;") for found in HUB_ID.findall(first)]
+    ids = [text.rstrip(".,;") for text in HUB_ID.findall(first)]
     if ids:
         return code(f"model.init={hub_id}" for hub_id in ids)
     return first.removeprefix("# ").partition(", for two CPU cores")[0] + "; random weights"

@@ -35,12 +35,8 @@ FORMS = {
 }
 # The optimizer and schedule of every tiny size here; some of their recipes use Muon, which has no such state.
 ADAMW = (
-    "train.optimizer=adamw",
-    "train.lr=1.2e-3",
-    "train.min_lr=2e-5",
-    "train.warmup_steps=40",
-    "train.weight_decay=0",
-)
+    "train.optimizer=adamw", "train.lr=1.2e-3", "train.min_lr=2e-5", "train.warmup_steps=40", "train.weight_decay=0",
+)  # fmt: skip
 EVERY = 100  # steps of a point of a curve
 
 
@@ -59,26 +55,18 @@ def run(recipe: str, size: str, form: str, seed: int, steps: int, more: list[str
         losses = [line["loss"] for line in lines if "grad_norm" in line]
     curve = [round(mean(losses[first : first + EVERY]), 5) for first in range(0, len(losses), EVERY)]
     held_out = {name: summary["metrics"][name] for name in ("loss", "exact_match")}
-    return {
-        "recipe": recipe,
-        "size": size,
-        "form": form,
-        "seed": seed,
-        "steps": steps,
-        "keys": more,
-        "curve": curve,
-        **held_out,
-    }
+    about = {"recipe": recipe, "size": size, "form": form, "seed": seed, "steps": steps, "keys": more}
+    return {**about, "curve": curve, **held_out}
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Held-out exact match and loss by recipe and form."""
     lines = ["| recipe | state | seeds | exact match | loss |", "|---|---|---|---|---|"]
     for recipe in RECIPES:
         for form in FORMS:
-            runs = [one for one in found if (one["recipe"], one["form"]) == (recipe, form)]
+            runs = [result for result in results if (result["recipe"], result["form"]) == (recipe, form)]
             if runs:
-                cells = (_cell([one[name] for one in runs]) for name in ("exact_match", "loss"))
+                cells = (_cell([result[name] for result in runs]) for name in ("exact_match", "loss"))
                 lines.append(f"| {recipe} | {form} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -98,25 +86,25 @@ def main() -> None:
     parser.add_argument("--size", help="instead of the recipe's tiny one")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--keys", nargs="*", default=[], help="further keys of every run")
-    given = parser.parse_args()
-    found = json.loads(given.out.read_text()) if given.out.exists() else []
-    done = {(one["seed"], one["recipe"], one["size"], one["form"], one["steps"]) for one in found}
+    options = parser.parse_args()
+    results = json.loads(options.out.read_text()) if options.out.exists() else []
+    done = {tuple(result[name] for name in ("seed", "recipe", "size", "form", "steps")) for result in results}
     wanted = (
-        (seed, recipe, given.size or RECIPES[recipe], form)
-        for seed, recipe, form in product(range(given.seeds), given.recipes.split(","), given.forms.split(";"))
+        (seed, recipe, options.size or RECIPES[recipe], form)
+        for seed, recipe, form in product(range(options.seeds), options.recipes.split(","), options.forms.split(";"))
     )
-    left = [one for one in wanted if (*one, given.steps) not in done]
+    left = [settings for settings in wanted if (*settings, options.steps) not in done]
     gpus = gpu_count()
-    with ThreadPoolExecutor(given.jobs) as pool:
-        runs = [
-            pool.submit(run, recipe, size, form, seed, given.steps, given.keys, number % gpus if gpus > 1 else None)
-            for number, (seed, recipe, size, form) in enumerate(left)
-        ]
-        for one in as_completed(runs):
-            found.append(one.result())
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
-            print(json.dumps(found[-1]), flush=True)
-    print(table(found))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        runs = []
+        for number, (seed, recipe, size, form) in enumerate(left):
+            gpu = number % gpus if gpus > 1 else None
+            runs.append(pool.submit(run, recipe, size, form, seed, options.steps, options.keys, gpu))
+        for future in as_completed(runs):
+            results.append(future.result())
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(json.dumps(results[-1]), flush=True)
+    print(table(results))
 
 
 if __name__ == "__main__":

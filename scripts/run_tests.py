@@ -36,8 +36,8 @@ def counts(output: str) -> Counter[str]:
     """The numbers of pytest's summary, which is the last such line of what it wrote."""
     for line in reversed(output.splitlines()):
         if re.search(r"\bin \d+\.\d+s\b", line):
-            found = re.findall(rf"(\d+) ({'|'.join(KINDS)})s?\b", line)
-            return Counter({kind: int(number) for number, kind in found})
+            numbers = re.findall(rf"(\d+) ({'|'.join(KINDS)})s?\b", line)
+            return Counter({kind: int(number) for number, kind in numbers})
     return Counter()
 
 
@@ -115,7 +115,7 @@ class Runs:
         self.run(names, "-m", "slow", spread=("-n", str(min(RANKED, self.workers)), *BY_FILE))
 
     def run(self, folders: Sequence[str], *selection: str, spread: Sequence[str] = ()) -> None:
-        code, found = self.pytest(folders, *spread, *selection)
+        code, first = self.pytest(folders, *spread, *selection)
         if code == 1:
             print("Once more, alone, what failed:", flush=True)
             again = ("--last-failed", "--last-failed-no-failures", "none")
@@ -125,9 +125,9 @@ class Runs:
                 code = 1
                 second = Counter({"error": 1})
             for kind in ("failed", "error"):
-                found.pop(kind, None)
-            found += Counter({kind: second[kind] for kind in ("failed", "error", "passed")})
-        self.total += found
+                first.pop(kind, None)
+            first += Counter({kind: second[kind] for kind in ("failed", "error", "passed")})
+        self.total += first
         if code not in (0, 5):  # 5: no test of these folders was asked for
             self.broken = self.broken or code
 

@@ -51,19 +51,19 @@ def linked(text: str, path: str) -> Iterator[str]:
     """Paths in the repository that the page at `path` links to."""
     for piece in FENCE.split(text)[::2]:
         for match in LINK.finditer(piece):
-            found = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
-            if "://" not in match[1] and (ROOT / found).exists():
-                yield found
+            file = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+            if "://" not in match[1] and (ROOT / file).exists():
+                yield file
 
 
 def rewritten(text: str, path: str, page: str) -> str:
     """The text of the file `path` with its links as the site's `page` needs them; a link to nothing stays for mkdocs to report."""
 
     def link(match: re.Match[str]) -> str:
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
-        if "://" in match[1] or not (ROOT / found).exists():
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        if "://" in match[1] or not (ROOT / file).exists():
             return match[0]
-        return f"]({posixpath.relpath(target(found), posixpath.dirname(page) or '.')}{match[2] or ''})"
+        return f"]({posixpath.relpath(target(file), posixpath.dirname(page) or '.')}{match[2] or ''})"
 
     pieces = FENCE.split(text)
     pieces[::2] = [LINK.sub(link, piece) for piece in pieces[::2]]
@@ -72,14 +72,14 @@ def rewritten(text: str, path: str, page: str) -> str:
 
 def content(path: str) -> str:
     """The page that shows a file or folder of the repository."""
-    place = ROOT / path
+    file = ROOT / path
     if path.endswith(".md"):
-        return place.read_text()
-    if place.is_dir():
-        names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith(("_", ".")))
+        return file.read_text()
+    if file.is_dir():
+        names = sorted(entry.name for entry in file.iterdir() if not entry.name.startswith(("_", ".")))
         return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
-    kind = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}.get(place.suffix, "text")
-    return f"# {path}\n\n`````{kind}\n{place.read_text()}\n`````\n"
+    kind = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}.get(file.suffix, "text")
+    return f"# {path}\n\n`````{kind}\n{file.read_text()}\n`````\n"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -94,10 +94,10 @@ def on_files(files: Any, config: Any) -> Any:
         if files.get_file_from_path(page) is None:
             level = InclusionLevel.INCLUDED if path in PAGES else InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, page, content=text, inclusion=level))
-        for found in linked(text, path) if path.endswith(".md") else ():
-            if found not in seen and target(found).endswith(".md"):
-                seen.add(found)
-                waiting.append(found)
+        for file in linked(text, path) if path.endswith(".md") else ():
+            if file not in seen and target(file).endswith(".md"):
+                seen.add(file)
+                waiting.append(file)
     return files
 
 

@@ -18,24 +18,10 @@ from zoo.data.tokenizer import ROOT
 
 VOCAB_SIZE = 384
 SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|audio_start|>",
-    "<|audio_end|>",
-    "<|audio_pad|>",
-    "<tts_pad>",
-    "<tts_text_bos>",
-    "<tts_text_eod>",
-    "<image>",
-    "<think>",
-    "</think>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>",
+    "<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>",
+    "<image>", "<think>", "</think>",
+)  # fmt: skip
 # Prompts of text rows that the merges are learnt from. They stay as they are when the set's own change: other merges would
 # give other ids to the text of every checkpoint.
 TEXT_PROMPTS = ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse.")

@@ -34,15 +34,9 @@ def machine() -> dict[str, str]:
         return versions | {"device": f"CPU ({platform.machine()})"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "-"
-    return versions | {
-        "cuda": torch.version.cuda or "-",
-        "driver": _driver(),
-        "cudnn": _cudnn(),
-        "nccl": nccl,
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory": f"{properties.total_memory / 2**30:.1f} GiB",
-    }
+    versions |= {"cuda": torch.version.cuda or "-", "driver": _driver(), "cudnn": _cudnn(), "nccl": nccl}
+    capability, memory = f"{properties.major}.{properties.minor}", f"{properties.total_memory / 2**30:.1f} GiB"
+    return versions | {"device": properties.name, "capability": capability, "memory": memory}
 
 
 def _driver() -> str:

@@ -69,18 +69,12 @@ class CheckResult:
     def as_dict(self) -> JsonObject:
         """Plain values, for `--json` and the cache."""
         check = self.check
+        errors = {name: e if math.isfinite(e) else None for name, e in self.errors.items()}  # None: not finite
         return {
-            "kernel": check.name,
-            "runs": check.kernel,
-            "shape": check.shape,
-            "dtype": check.dtype,
-            "bound": check.bound,
-            "errors": {name: e if math.isfinite(e) else None for name, e in self.errors.items()},  # None: not finite
-            "right": self.right,
-            "problem": self.problem,
-            "fix": None if self.right else check.fix,
-            "seconds": round(self.seconds, 3),
-        }
+            "kernel": check.name, "runs": check.kernel, "shape": check.shape, "dtype": check.dtype, "bound": check.bound,
+            "errors": errors, "right": self.right, "problem": self.problem,
+            "fix": None if self.right else check.fix, "seconds": round(self.seconds, 3),
+        }  # fmt: skip
 
 
 def run_check(check: Check) -> CheckResult:

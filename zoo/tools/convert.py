@@ -298,8 +298,8 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
         nbytes = sum(tensor.nbytes for tensor in planned)
         check_room(writer, nbytes)
         progress = Progress(f"writing {writer.target.name}", nbytes)
-        native_part = conversion.part == WEIGHTS_PART
-        shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes, checksums=native_part)
+        checksums = conversion.part == WEIGHTS_PART
+        shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes, checksums=checksums)
         try:
             run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
         finally:

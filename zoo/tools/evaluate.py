@@ -123,19 +123,14 @@ def _of_row(row: Row, losses: Sequence[float], said: JsonMapping | None) -> Json
     asked = row.messages[:-1] if row.messages and row.messages[-1].role == "assistant" else row.messages
     answer = said["reference"] if said else None
     single = len(asked) == 1
+    turns = "\n".join(text if single else f"{role}: {text}" for role, text in asked)
     return {
-        "source": row.source,
-        "kind": row.kind,
-        "task": row.task,
-        "media": sorted(row.media),
-        "prompt": row.text or plain("\n".join(text if single else f"{role}: {text}" for role, text in asked)),
-        "answer": answer,
+        "source": row.source, "kind": row.kind, "task": row.task, "media": sorted(row.media),
+        "prompt": row.text or plain(turns), "answer": answer,
         "answers": list(row.answers) or ([] if answer is None else [answer]),
-        "prediction": said["text"] if said else None,
-        "finish": said["finish"] if said else None,
-        "loss": losses[0] / (losses[1] or 1.0),
-        "loss_weight": losses[1],
-    }
+        "prediction": said["text"] if said else None, "finish": said["finish"] if said else None,
+        "loss": losses[0] / (losses[1] or 1.0), "loss_weight": losses[1],
+    }  # fmt: skip
 
 
 def summed(rows: Sequence[JsonMapping], scores: Scores) -> Evaluation:

@@ -7,7 +7,6 @@ on neither.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.sample import MicroBatch
 from zoo.generation.generator import gather_rows, load_model
 from zoo.launch.launcher import run_task
@@ -83,50 +81,36 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         step = build.build_step(assembly, recipe, world)
         source = open_asked(recipe, assembly.processor, options["max_rows"])
         kept = KeptRows(options.get("kept"), world)
-        mine = _Scorer(step, chunks, world, kept).run(recipe_batches(recipe, source, world))
-        scored = gather_rows(mine, world)
-        say_left_out(source, world)
-        return list(scored.values())
-
-
-@dataclass
-class _Scorer:
-    """Computes log-probabilities with a model on this rank."""
-
-    step: PackedStep
-    chunks: Sequence[MegatronModule]
-    world: World
-    kept: KeptRows
-
-    def run(self, batches: EvalBatches) -> dict[int, JsonObject]:
-        """The results of this rank's rows, by row number."""
-        scored: dict[int, JsonObject] = {}
-        for indices, batch in zip(batches.bins, batches, strict=True):
-            inputs = batch if batch is not None else batches.spare()
-            logprobs = self._forward(inputs)
-            new: dict[int, JsonObject] = {}
-            if batch is not None and logprobs is not None and self.world.cp_rank == 0:
-                rows = by_sample(inputs, inputs.input_ids, inputs.labels, logprobs)
-                for index, (ids, labels, values) in zip(indices, rows, strict=True):
+        batches = recipe_batches(recipe, source, world)
+        mine: dict[int, JsonObject] = {}  # by row number
+        for numbers, batch in zip(batches.bins, batches, strict=True):
+            logprobs = _logprobs(step, chunks, world, batches.spare() if batch is None else batch)
+            scored: dict[int, JsonObject] = {}
+            if batch is not None and logprobs is not None and world.cp_rank == 0:
+                rows = by_sample(batch, batch.input_ids, batch.labels, logprobs)
+                for number, (ids, labels, values) in zip(numbers, rows, strict=True):
                     labels = torch.cat((labels.new_full((1,), -100), labels[1:]))  # nothing stands before the first
-                    new[index] = {"source": batches.source.rows.name(index), "token_ids": ids.tolist()}
-                    new[index] |= {"labels": labels.tolist(), "logprobs": values.tolist()}
-            self.kept.add(new)
-            scored |= new
-        return scored
+                    scored[number] = {"source": source.rows.name(number), "token_ids": ids.tolist()}
+                    scored[number] |= {"labels": labels.tolist(), "logprobs": values.tolist()}
+            kept.add(scored)
+            mine |= scored
+        everyone = gather_rows(mine, world)
+        say_left_out(source, world)
+        return list(everyone.values())
 
-    def _forward(self, batch: MicroBatch) -> Tensor | None:
-        """(B, T0) log-probabilities on the host, on the last pipeline stage; None on the others."""
 
-        def forward(
-            data: Iterator[MicroBatch], model: MegatronModule
-        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
-            inputs, loss_inputs = self.step.prepare(next(data), logprobs=True)
-            output = self.step.forward(model, inputs)
-            return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, loss_inputs)})
+def _logprobs(step: PackedStep, chunks: Sequence[MegatronModule], world: World, batch: MicroBatch) -> Tensor | None:
+    """(B, T0) log-probabilities on the CPU, on the last pipeline stage; None on the others."""
 
-        results = forward_only(forward, self.chunks, batch, self.world)
-        return results[0]["logprobs"].float().cpu() if self.world.counts_loss and results else None
+    def forward(
+        data: Iterator[MicroBatch], model: MegatronModule
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+        inputs, loss_inputs = step.prepare(next(data), logprobs=True)
+        output = step.forward(model, inputs)
+        return output, lambda output: (output.sum(), {"logprobs": step.logprobs(output, loss_inputs)})
+
+    results = forward_only(forward, chunks, batch, world)
+    return results[0]["logprobs"].float().cpu() if world.counts_loss and results else None
 
 
 def by_sample(batch: MicroBatch, *tables: Tensor) -> list[tuple[Tensor, ...]]:

@@ -18,14 +18,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> bench_data.DataBenchRepo
     return bench_data.run(bench_data.DataBenchOptions(data=str(path), **SMALL))
 
 
-def test_figures(report: bench_data.DataBenchReport) -> None:
+def test_figures_in_table_and_json(report: bench_data.DataBenchReport) -> None:
     assert report.rows == 30 and report.samples >= 40
     assert report.encoded > 1 and report.tokens > 10 * report.encoded
     assert 0 <= report.wait <= 1 and report.prepared_ms > 0 and report.first_s > 0
     assert len(report.memory) == bench_data.MARKS + 1 and min(report.memory) > 10
-
-
-def test_table_and_json_say_the_same(report: bench_data.DataBenchReport) -> None:
     tree = json.loads(json.dumps(bench_data.as_dict(report)))
     text = bench_data.table(report)
     assert f"{tree['wait']:.1%} of the time" in text and f"{tree['growth']:+.1f} in the second half" in text

@@ -19,15 +19,9 @@ from zoo.model import build
 from zoo.parallel.signals import Interrupts
 
 LONGEST = 512
-MEDIA = {  # recipe -> a tensor of its media
-    "qwen3_sft": None,
-    "qwen3_asr_sft": "input_features",
-    "gemma3_sft": "pixel_values",
-    "gemma4_sft": "pixel_values",
-    "internvl_sft": "pixel_values",
-    "llava_sft": "pixel_values",
-    "llava_onevision_sft": "pixel_values",
-}
+IMAGES = ("gemma3_sft", "gemma4_sft", "internvl_sft", "llava_sft", "llava_onevision_sft")
+# Recipe -> a tensor of its media.
+MEDIA = {"qwen3_sft": None, "qwen3_asr_sft": "input_features", **dict.fromkeys(IMAGES, "pixel_values")}
 
 
 def tiny(name: str) -> Recipe:
@@ -71,25 +65,17 @@ def test_a_medium_that_leaves_no_room_for_text_is_refused() -> None:
 @pytest.mark.parametrize("name", MEDIA)
 def test_zoo_and_transformers_train_on_the_same_samples(name: str, cpu_world: Any, tmp_path: Path) -> None:
     recipe = tiny(name)
-    given = {
-        "samples": 4, "passes": 1, "warm_steps": 4, "longest": LONGEST, "data": "", "routing": "router", "profile": False,
-    }  # fmt: skip
+    given = {"samples": 4, "passes": 1, "warm_steps": 4, "longest": LONGEST}
+    given |= {"data": "", "routing": "router", "profile": False}
     row = {"packing.mode": "thd", "packing.budget": 4 * LONGEST, "train.global_batch": 1, "run.dir": str(tmp_path)}
     plain = hf.measure(recipe, given | {"setting": vars(Setting("hf", 2, backend="sdpa"))})
-    run = BenchRun(
-        recipe.replace(row),
-        cpu_world,
-        Interrupts(),
-        Startup("imports"),
-        given | {"setting": vars(Setting("packed", 2))},
-    )
-    with closing(run):
+    request = given | {"setting": vars(Setting("packed", 2))}
+    with closing(BenchRun(recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), request)) as run:
         packed = run.measure()
     for same in ("real_tokens_per_step", "tflop_per_step", "samples_per_step"):
         assert packed[same] == plain[same], same
-    buffers = (
-        4 + 2 * 64 if name == "gemma4_sft" else 0
-    )  # of transformers: factors of layers, the tower's mean and spread
+    # Of transformers: factors of layers, the tower's mean and spread.
+    buffers = 4 + 2 * 64 if name == "gemma4_sft" else 0
     assert packed["parameters"] == plain["parameters"] + buffers
     assert packed["real_share"] == 1.0 > plain["real_share"]
     assert set(packed["tflop_per_step"]) > {"decoder", "head"} or name == "qwen3_sft"

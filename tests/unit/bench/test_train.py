@@ -44,18 +44,13 @@ def test_samples_are_of_the_stated_sizes_and_always_the_same() -> None:
     torch.testing.assert_close(receipts(config, 3)[2].input_ids, samples[2].input_ids, rtol=0, atol=0)
     pixels = with_pixels(samples[1], config).media["pixel_values"]
     assert pixels.shape == (4 * images[1], 1536)
-    torch.testing.assert_close(
-        with_pixels(receipts(config, 2)[1], config).media["pixel_values"], pixels, rtol=0, atol=0
-    )
-
-
-def test_sizes_are_drawn_as_the_published_script_draws_them() -> None:
-    """The generator of seed 1234, in the order height, width, text, tokens."""
-    (sample,) = receipts(build.assemble(recipe("2b")).config, 1)
+    again = with_pixels(receipts(config, 2)[1], config).media["pixel_values"]
+    torch.testing.assert_close(again, pixels, rtol=0, atol=0)
+    # The published script has the generator of seed 1234, in the order height, width, text, tokens.
+    sample = samples[0]
     generator = torch.Generator().manual_seed(1234)
-    height, width, text = (
-        int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((20, 41), (20, 37), (100, 601))
-    )
+    bounds = ((20, 41), (20, 37), (100, 601))
+    height, width, text = (int(torch.randint(*ends, (1,), generator=generator)) for ends in bounds)
     assert sample.media["image_grid_thw"].tolist() == [[1, 2 * height, 2 * width]]
     assert sample.length == 8 + 2 + height * width + text
 
@@ -87,16 +82,19 @@ def test_figures_by_hand() -> None:
     assert found["ms"] == 150.0 and found["real_tokens_per_s"] == 10000 and found["samples_per_s"] == 20
     assert found["real_share"] == 0.8 and found["tokens_per_step"] == 1875
     # 19.79 and 9.895 TFLOP in 0.3 s on two GPUs of 989.5 TFLOP/s each.
-    assert found["mfu_parts"] == {"decoder": pytest.approx(1 / 30, abs=1e-4), "vision": pytest.approx(1 / 60, abs=1e-4)}  # fmt: skip
+    assert found["mfu_parts"] == pytest.approx({"decoder": 1 / 30, "vision": 1 / 60}, abs=1e-4)
     assert found["mfu"] == 0.05
     assert metrics(Setting("packed", 2), steps, "")["mfu"] is None
 
 
+PEAKS = {  # TFLOP/s
+    "NVIDIA H100 80GB HBM3": 989.5, "NVIDIA H200": 989.5, "NVIDIA GH200 480GB": 989.5, "NVIDIA H100 PCIe": 756, "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA A100-SXM4-40GB": 312,
+}  # fmt: skip
+
+
 def test_peaks_are_found_by_the_names_of_gpus() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989.5e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA L4") == 121e12
-    assert peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12
-    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12 and peak_flops("NVIDIA GH200 480GB") == 989.5e12
+    assert {name: peak_flops(name) for name in PEAKS} == {name: 1e12 * peak for name, peak in PEAKS.items()}
     assert peak_flops("NVIDIA RTX A1000 Laptop GPU") is None
 
 
@@ -197,9 +195,10 @@ def test_a_router_is_trained_before_steps_are_timed() -> None:
     assert len(balance) == len(lines[0]["losses"]) == 16 and balance[0] != balance[-1] >= 0.9
 
 
-@pytest.mark.parametrize(
-    ("name", "data"), [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]
-)
+RUNS = [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]
+
+
+@pytest.mark.parametrize(("name", "data"), RUNS)
 def test_a_run_of_the_bench_is_a_run(
     name: str, data: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,19 +206,11 @@ def test_a_run_of_the_bench_is_a_run(
     options = bench_train.TrainBenchOptions(recipe=name, size="tiny", longest=64, samples=2, passes=1, data=data)
     recipe = bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1", "data.workers=0"])
     row = {"packing.mode": "thd", "packing.budget": 256, "train.global_batch": 1, "run.dir": str(tmp_path)}
-    given = {
-        "setting": vars(Setting("row", 128)),
-        "samples": 2,
-        "passes": 1,
-        "warm_steps": 4,
-        "longest": 64,
-        "routing": "router",
-        "data": data,
-        "profile": False,
-    }
+    request = {"samples": 2, "passes": 1, "warm_steps": 4, "longest": 64, "routing": "router", "profile": False}
+    request |= {"setting": vars(Setting("row", 128)), "data": data}
     monkeypatch.setattr(Saver, "prepare", lambda *_: pytest.fail("takes memory for saves"))
-    run = (LoadedRun if data else BenchRun)(recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), given)
-    with closing(run):
+    kind = LoadedRun if data else BenchRun
+    with closing(kind(recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), request)) as run:
         line = run.measure()
     assert line["steps"] == 8 and line["loss"] > 0 and ("data_wait" in line) == bool(data)
     assert not list(tmp_path.rglob("*.safetensors")), "of 30 billion random weights they would take a minute"
@@ -267,18 +258,12 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         (["settings=hf:4", "batch=8"], "settings=hf:4: a step of transformers takes one micro-batch"),
         (["routing=even"], "routing=even: qwen35_vl_sft size=2b has no experts"),
         (["routing=odd"], "routing=odd: wanted one of router, even"),
-        (
-            ["recipe=qwen3_vl_moe_sft", "size=tiny-moe", "settings=hf:2", "routing=even"],
-            "settings=hf:2: routing=even is of zoo's settings",
-        ),
+        (["recipe=qwen3_vl_moe_sft", "size=tiny-moe", "settings=hf:2", "routing=even"], "settings=hf:2: routing=even is of zoo's"),
         (["passes=0"], "passes=0: wanted a whole number from 1 to 1,000,000"),
         (["recipe=llava_sft", "size=tiny", "settings=packed:2", "longest=12"], "give longest="),
-        (
-            ["data=digits:train", "settings=packed:2"],
-            "settings=packed:2 takes ready samples, and data=digits:train come from",
-        ),
+        (["data=digits:train", "settings=packed:2"], "settings=packed:2 takes ready samples, and data=digits:train come from"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(given: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["bench", "train", *given])
     shown = capfd.readouterr()

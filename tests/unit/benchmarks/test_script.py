@@ -22,12 +22,6 @@ def test_a_script_runs_from_a_clone() -> None:
     assert case["align"] == 16 and case["together"]["bytes_ratio"] > 0
 
 
-def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(packing.__doc__, PackingOptions, packing.run, table, as_dict, arguments=SMALL) == 0
-    printed = capsys.readouterr().out
-    assert "3 samples of 4 to 9 tokens" in printed and printed.count("all together") == 2
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -43,9 +37,13 @@ def test_mistakes_are_one_line(argument: str, message: str, capsys: pytest.Captu
     assert code == 2 and shown.startswith(message) and shown.count("\n") == 1
 
 
-def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(soak.__doc__, soak.SoakOptions, soak.run, soak.table, arguments=["--help"]) == 0
-    assert "steps=10000 every=500" in capsys.readouterr().out
+def test_help_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, shown in (
+        (SMALL, "3 samples of 4 to 9 tokens"),
+        (["--help"], "how many samples, and their lengths"),
+    ):
+        assert script.main(packing.__doc__, PackingOptions, packing.run, table, as_dict, arguments=arguments) == 0
+        assert shown in capsys.readouterr().out
 
 
 def test_keys_of_the_recipe_are_handed_on() -> None:

@@ -1,6 +1,7 @@
 """The doctor: its references against loops, the result of a check, kernels that are refused, and the verb."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from zoo.cli.runs import doctor as verb
 from zoo.doctor import expert_checks, inputs, machine, references
 from zoo.doctor.measure import Check, Trial, run_check
 from zoo.errors import UserError
+from zoo.nn.backend import TEBackend, TorchBackend, core_attention
 from zoo.nn.decoder.attention import gated_delta_net, self_attention
 from zoo.packing import PackedLayout
 
@@ -27,9 +29,8 @@ def test_the_delta_rule_token_by_token() -> None:
     for start, stop in inputs.spans(layout):
         state = torch.zeros(4, width, 5, dtype=torch.float64)
         for t in range(start, stop):
-            key, query = (
-                (x[t] / (x[t].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0) for x in (k, q)
-            )
+            norms = ((x[t].square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (k, q))
+            key, query = ((x[t] / norm).repeat_interleave(2, 0) for x, norm in zip((k, q), norms, strict=True))
             state = state * decay[t].exp()[:, None, None]
             correction = beta[t][:, None] * (v[t] - torch.einsum("gkv,gk->gv", state, key))
             state = state + torch.einsum("gk,gv->gkv", key, correction)
@@ -61,18 +62,17 @@ def test_an_error_and_a_result_that_is_not_finite_are_reported() -> None:
     assert not undefined.right and undefined.as_dict()["errors"]["out"] is None
 
 
-@pytest.mark.parametrize(
-    ("triton", "capability", "wrong"),
-    [
-        ("3.3.1", 9, False),
-        ("3.4.0", 9, True),
-        ("3.6.0", 9, True),
-        ("3.7.0", 9, True),
-        ("3.7.1", 9, False),
-        ("3.6.0", 8, False),
-        ("3.6.0", 10, False),
-    ],
-)
+VERSIONS = [
+    ("3.3.1", 9, False),
+    ("3.4.0", 9, True),
+    ("3.7.0", 9, True),
+    ("3.7.1", 9, False),
+    ("3.6.0", 8, False),
+    ("3.6.0", 10, False),
+]
+
+
+@pytest.mark.parametrize(("triton", "capability", "wrong"), VERSIONS)
 def test_the_miscompiled_delta_rule_is_refused(
     triton: str, capability: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,34 +97,25 @@ def test_the_miscompiled_delta_rule_is_refused(
 
 
 def test_te_is_not_given_heads_it_gets_wrong() -> None:
-    from types import SimpleNamespace
-
-    from zoo.nn.backend import TEBackend, TorchBackend, core_attention
-
     class Named(TEBackend):
         def core_attention(self) -> type:
             return str
 
-    for width, window, backend, wanted in (
-        (256, None, Named(), self_attention.VarlenCoreAttention),
-        (128, None, Named(), str),
-        (128, (9, 0), Named(), self_attention.VarlenCoreAttention),
-        (256, None, TorchBackend(), self_attention.VarlenCoreAttention),
-    ):
+    own = self_attention.VarlenCoreAttention
+    for width, window, wanted in ((256, None, own), (128, None, str), (128, (9, 0), own)):
         config: Any = SimpleNamespace(kv_channels=width, window_size=window)
-        assert core_attention(config, backend) is wanted
+        assert core_attention(config, Named()) is wanted and core_attention(config, TorchBackend()) is own
 
 
 def test_pytorch_s_message_stands_for_a_cudnn_it_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Transformer Engine built for another cuDNN brings one: PyTorch raises where it is asked for the version."""
+    said = "cuDNN version incompatibility: compiled against 9.19, found 9.14"
 
     def version() -> int:
-        raise RuntimeError(
-            "cuDNN version incompatibility: compiled against 9.19, found 9.14. PyTorch comes with its own."
-        )
+        raise RuntimeError(f"{said}. PyTorch comes with its own.")
 
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
-    assert machine._cudnn() == "cuDNN version incompatibility: compiled against 9.19, found 9.14"
+    assert machine._cudnn() == said
 
 
 def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,17 +60,15 @@ def test_media_that_are_gone_leave_the_texts(tmp_path: Path) -> None:
     assert plot_predictions(tmp_path, 1, [Prediction(row, "1", "", False)], DECODER).is_file()
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("<image> <image>What is it?", "What is it?"),
-        ("<image> then <image>. Read.", "then [image] . Read."),
-        ("Write 5.", "Write 5."),
-    ],
-)
-def test_prompts_are_shown_without_the_marks_before_them(text: str, wanted: str) -> None:
-    row = Row((Message("user", "first"), Message("assistant", "a"), Message("user", text), Message("assistant", "b")))
-    assert Prediction(row, "b", "c", False).prompt == wanted
+SHOWN = {
+    "<image> <image>What is it?": "What is it?", "<image> then <image>. Read.": "then [image] . Read.", "Write 5.": "Write 5.",
+}  # fmt: skip
+
+
+def test_prompts_are_shown_without_the_marks_before_them() -> None:
+    before, after = (Message("user", "first"), Message("assistant", "a")), Message("assistant", "b")
+    for text, wanted in SHOWN.items():
+        assert Prediction(Row((*before, Message("user", text), after)), "b", "c", False).prompt == wanted
 
 
 def test_the_log_has_them_and_forgets_those_of_repeated_steps(tmp_path: Path) -> None:

@@ -49,10 +49,7 @@ def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
     assert "902,606 tok/s" in line
     assert ("|" in line) == (width >= 80)
     assert ("data 12%" in line) == (width >= 120) == ("pad 3.1%" in line)
-
-
-def test_a_very_narrow_terminal_does_not_wrap() -> None:
-    assert len(shown(20, METRICS, 99_999)) == 19
+    assert len(shown(20, METRICS, 99_999)) == 19, "a very narrow terminal does not wrap either"
 
 
 def test_the_bar_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +60,9 @@ def test_the_bar_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -
     assert plain.isascii() and re.search(r"\|#+5? +\|", plain)
 
 
-def test_a_dumb_terminal_gets_what_a_file_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_all_of_it_and_so_does_a_dumb_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    line = shown(60, METRICS, 99_999, erases=False)
-    assert line.startswith("step 12345/99999  loss") and "real tokens/s  pad 3.1%  data 12%  ETA " in line
-
-
-def test_a_file_gets_all_of_it(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         StepLine(99_999, METRICS["step"] - 1, 10, stream).step(METRICS)
-    line = (tmp_path / "log").read_text()
-    assert "real tokens/s  pad 3.1%  data 12%  ETA " in line
+    for line in (shown(60, METRICS, 99_999, erases=False), (tmp_path / "log").read_text()):
+        assert line.startswith("step 12345/99999  loss") and "real tokens/s  pad 3.1%  data 12%  ETA " in line

@@ -84,9 +84,7 @@ def test_where_a_thread_stands() -> None:
 
     home = str(Path(zoo.__file__).parent)
     ours = [(f"{home}/training/trainer.py", 5, "run"), (f"{home}/parallel/megatron/cpu_host.py", 9, "gather")]
-    theirs = [
-        ("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
-        ("/x/torch/distributed/distributed_c10d.py", 2, "barrier"),
-    ]
+    torch = "/x/torch/distributed"
+    theirs = [(f"{torch}/c10d_logger.py", 1, "wrapper"), (f"{torch}/distributed_c10d.py", 2, "barrier")]
     assert where([*ours, *theirs]) == ("zoo/training/trainer.py:5", "barrier")
     assert where([*theirs, *ours]) == ("zoo/training/trainer.py:5", "")

@@ -36,14 +36,11 @@ def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return watch
 
 
-def test_rank_0_died(orphan: Any) -> None:
+def test_rank_0_died_or_left_on_a_diagnosis_that_was_not_read_in_time(orphan: Any, tmp_path: Path) -> None:
     with pytest.raises(Left) as left:
         orphan._without_store()
     diagnosis = left.value.args[0]
     assert diagnosis.reason == "died" and diagnosis.message.startswith("rank 0 died, last seen after step 0")
-
-
-def test_rank_0_left_on_a_diagnosis_that_was_not_read_in_time(orphan: Any, tmp_path: Path) -> None:
     append_event(tmp_path, "end", 3, reason="hangs", ranks=[1], message="rank 1 got no further")
     with pytest.raises(Left) as left:
         orphan._without_store()

@@ -130,15 +130,12 @@ def test_early_stop_counts_on_after_a_resume(tmp_path: Path) -> None:
     second.load_state_dict(first.state_dict())
     second.start(3)
     second.evaluation(4, {"loss": float("nan")})
-    assert second.reason == (
-        "loss has not improved on 1.5 for 2 evaluations (train.early_stop=loss) (train.early_stop)"
-    )
+    stopped = "loss has not improved on 1.5 for 2 evaluations (train.early_stop=loss) (train.early_stop)"
+    assert second.reason == stopped
     third = early(tmp_path, "train.early_stop_patience=3")
     third.load_state_dict(second.state_dict())
     assert second.finished and not third.finished
-
-
-def test_early_stop_sees_an_evaluation_that_came_after_the_save(tmp_path: Path) -> None:
+    # It sees an evaluation that came after the save.
     (tmp_path / "train.jsonl").write_text('{"event": "eval", "step": 4, "loss": 3.0, "by_kind": {}}\n')
     run = early(tmp_path)
     run.evaluation(2, {"loss": 1.0})
@@ -159,23 +156,18 @@ def test_metrics_that_never_come_are_refused(tmp_path: Path) -> None:
         validate(recipe(tmp_path, "train.early_stop=loss", "train.eval_every=0"), 1)
 
 
-def test_copies_for_another_process() -> None:
+def test_copies_for_another_process_come_back(tmp_path: Path) -> None:
     class Local:
         def on_step(self, event: zoo.Event) -> None: ...
 
-    one = Local()
-    one.limit = 3  # type: ignore[attr-defined]
-    assert copied([one])
+    local = Local()
+    local.limit = 3  # type: ignore[attr-defined]
+    (tmp_path / "copies").write_bytes(copied([local, Watch()]))
+    assert list(map(vars, read_copies(tmp_path / "copies"))) == [{"limit": 3}, {"told": []}]
     with pytest.raises(UserError, match=r"a Watch can't be copied .*generator"):
         watch = Watch()
         watch.told = (n for n in ())  # type: ignore[assignment]
         copied([watch])
-
-
-def test_copies_come_back(tmp_path: Path) -> None:
-    watch = Watch()
-    (tmp_path / "copies").write_bytes(copied([watch]))
-    assert vars(read_copies(tmp_path / "copies")[0]) == {"told": []}
     (tmp_path / "copies").write_bytes(b"cno_such_module\nA\n.")
     with pytest.raises(UserError, match="No module named 'no_such_module'"):
         read_copies(tmp_path / "copies")

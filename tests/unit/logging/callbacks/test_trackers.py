@@ -65,20 +65,26 @@ class FakeRun:
         self.ended = True
 
 
-def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "name", "resumes"), [("wandb", "id", ("allow",) * 2), ("trackio", "name", ("never", "allow"))]
+)
+def test_a_run_goes_on_where_it_was(
+    key: str, name: str, resumes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[Any] = []
 
-    def init(*, project: str, dir: str, id: str | None, resume: str, config: dict[str, Any]) -> FakeRun:
-        runs.append((project, id, resume, config["train"]["lr"], FakeRun(id or "r1")))
+    def init(*, project: str, resume: str, config: dict[str, Any], dir: str = "", **named: str | None) -> FakeRun:
+        assert project == "mine" and config["train"]["lr"] and {*named} == {name}
+        runs.append((named[name], resume, FakeRun(named[name] or "r1")))
         return runs[-1][-1]
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    state = drive(told(tmp_path, "wandb")[0], tmp_path)
-    assert runs[0][:3] == ("mine", None, "allow") and runs[0][-1].logged == LOGGED and runs[0][-1].ended
-    again, _ = told(tmp_path, "wandb")
+    monkeypatch.setitem(sys.modules, key, types.SimpleNamespace(init=init))
+    state = drive(told(tmp_path, key)[0], tmp_path)
+    again, _ = told(tmp_path, key)
     again.load_state_dict(state)
     drive(again, tmp_path)
-    assert runs[1][1] == "r1"
+    assert [run[:2] for run in runs] == [(None, resumes[0]), ("r1", resumes[1])]
+    assert runs[0][-1].logged == LOGGED and runs[0][-1].ended and runs[1][-1].ended
 
 
 def picture_in(folder: Path) -> Path:
@@ -138,22 +144,6 @@ drive(again, Path({str(tmp_path)!r}))
     assert len({name for name, _, _ in found}) == 1
     assert [step for _, step, _ in found] == [1, 1, 1, 1]
     assert json.loads(found[0][2]) == LOGGED[0][0]
-
-
-def test_trackio_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Any] = []
-
-    def init(project: str, name: str | None, *, config: dict[str, Any], resume: str) -> FakeRun:
-        runs.append((project, name, resume, FakeRun(name or "quiet-sun")))
-        return runs[-1][-1]
-
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    state = drive(told(tmp_path, "trackio")[0], tmp_path)
-    again, _ = told(tmp_path, "trackio")
-    again.load_state_dict(state)
-    drive(again, tmp_path)
-    assert [one[:3] for one in runs] == [("mine", None, "never"), ("mine", "quiet-sun", "allow")]
-    assert runs[0][-1].logged == LOGGED and runs[1][-1].ended
 
 
 def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
