@@ -38,6 +38,8 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 
+_RANKED = ("train", "generate", "eval", "score")  # whose process is a rank under torchrun and SLURM
+
 # subcommand -> what others call it
 _ALIKE = {
     "train": "sft finetune fine-tune pretrain pt dpo kto rlhf rm tune lora run launch fit",
@@ -132,6 +134,10 @@ def _run(arguments: list[str]) -> int:
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())
         return 0
+    if subcommand in _RANKED and "--slurm-template" not in rest and "SLURM_PROCID" in os.environ:
+        from zoo.launch.slurm import join_slurm
+
+        join_slurm()  # for the whole command: what is said after the ranks have ended is said by rank 0 alone
     return module.run(rest)
 
 

@@ -194,6 +194,20 @@ def test_exit_codes_of_a_run(
     assert capsys.readouterr().err == err
 
 
+@pytest.mark.parametrize("verb", ["train", "generate", "eval", "score"])
+def test_a_task_of_slurm_is_a_rank_for_the_whole_command(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in ours:  # set and deleted, so that they are gone again behind the test
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    for name, value in {"PROCID": "1", "NTASKS": "2", "LOCALID": "1", "STEP_ID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert main([verb, "recipe=nosuch"]) == 2
+    assert capsys.readouterr().err.startswith("zoo: error (rank 1): ")
+
+
 @pytest.mark.parametrize(
     ("module", "name", "arguments"),
     [
