@@ -7,9 +7,8 @@ not trained and pass through, with the file of speakers that transformers wants 
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import decoder
+from zoo.bridge.mapping.shared_rules import THINKER_ALONE, decoder, module_names, whole_config
 from zoo.bridge.mapping.table import Bridge
-from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
 
 BRIDGE = Bridge(
     name="qwen25_omni",

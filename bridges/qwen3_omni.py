@@ -8,9 +8,8 @@ code2wav are not trained and pass through.
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import decoder, singles, stacks
+from zoo.bridge.mapping.shared_rules import THINKER_ALONE, decoder, module_names, singles, stacks, whole_config
 from zoo.bridge.mapping.table import Bridge
-from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
 
 BRIDGE = Bridge(
     name="qwen3_omni",

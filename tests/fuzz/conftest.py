@@ -1,6 +1,7 @@
 """A small processor, and a folder with media, one of them outside of the data root."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
+from support.fuzz import memory_below
 from support.tiny_omni import PROCESSOR_ARCH
 
 
@@ -29,3 +31,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.symlink("..", folder / "up")
     soundfile.write(folder / "b.wav", 0.1 * np.ones(4000, np.float32), 16_000)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def bounded(request: pytest.FixtureRequest) -> Any:
+    """A test takes less memory than its module's MEMORY_MB, where that has one."""
+    limit = getattr(request.module, "MEMORY_MB", None)
+    with memory_below(limit) if limit else nullcontext():
+        yield

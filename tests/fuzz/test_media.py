@@ -77,6 +77,7 @@ SOUNDS = [
     sound("WAV"), sound("WAV", "FLOAT"), sound("WAV", "ULAW"), sound("FLAC"), sound("AIFF"), sound("AU"), sound("W64"), sound("CAF"), sound("OGG", "VORBIS"),
     sound("OGG", "OPUS"), sound("MP3"), video("mp4", "libx264", "aac"), video("webm", "libvpx", "libopus"),
 ]  # fmt: skip
+FILES = {"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +96,13 @@ def check(workers: DecodingWorkers, kind: str, data: bytes) -> None:
             medium = Blob(data, f"x.{kind}")
             if kind == "image":
                 assert workers.image(medium, row).mode == "RGB"
-                return
-            if kind == "video":
+            elif kind == "video":
                 workers.video_size(medium, row)
                 frames, fps = workers.video(medium, row, 2.0, 4)
                 assert 2 <= len(frames) <= 4 and fps > 0
-                return
-            workers.sound_samples(medium, row)
-            assert np.isfinite(workers.audio(medium, row)).all()
+            else:
+                workers.sound_samples(medium, row)
+                assert np.isfinite(workers.audio(medium, row)).all()
     except RowError as error:
         assert error.cause in ("corrupt_media", "memory", "timeout"), error
         assert str(error).isprintable() and len(str(error)) < 1200
@@ -110,32 +110,21 @@ def check(workers: DecodingWorkers, kind: str, data: bytes) -> None:
 
 
 @fuzzed()
-@given(data=mutated(IMAGES))
-def test_images(data: bytes, workers: DecodingWorkers) -> None:
-    check(workers, "image", data)
-
-
-@fuzzed()
-@given(data=mutated(VIDEOS))
-def test_videos(data: bytes, workers: DecodingWorkers) -> None:
-    check(workers, "video", data)
-
-
-@fuzzed()
-@given(data=mutated(SOUNDS))
-def test_sounds(data: bytes, workers: DecodingWorkers) -> None:
-    check(workers, "audio", data)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", FILES)
+def test_files(kind: str, data: Any, workers: DecodingWorkers) -> None:
+    check(workers, kind, data.draw(mutated(FILES[kind])))
 
 
 @fuzzed(0.5)
-@given(kind=st.sampled_from(["image", "video", "audio"]), data=st.data())
+@given(kind=st.sampled_from([*FILES]), data=st.data())
 def test_in_the_rank_itself(kind: str, data: Any) -> None:
     """With data.workers=0, and headers with any number of workers: no other error than a RowError."""
     from zoo.data.media.decoder import InProcessDecoder
     from zoo.data.media.sizes import image_size
 
     here = InProcessDecoder()
-    medium = Blob(data.draw(mutated({"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind])), f"x.{kind}")
+    medium = Blob(data.draw(mutated(FILES[kind])), f"x.{kind}")
     row = Row(messages=(), source="x:1", root=Path())
     with within():
         for decode in {

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import fuzzed, inside, memory_below, mutated, read_as_rows, within
+from support.fuzz import fuzzed, inside, mutated, read_as_rows, within
 
 from zoo.config.entries import DataEntry
 from zoo.data.sources.references import Access
@@ -64,12 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         yield folder
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Any:
-    with memory_below(MEMORY_MB):
-        yield
 
 
 def check(folder: Path, data: bytes, form: str | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import NUMBERS, fuzzed, memory_below, mutated, within
+from support.fuzz import NUMBERS, fuzzed, mutated, within
 
 from zoo.bridge import native
 from zoo.bridge.files import record
@@ -113,14 +113,6 @@ def locked(run: Path) -> None:
     resumed(run)
 
 
-def saved(run: Path) -> None:
-    str(saving(run))
-
-
-def bad_step(run: Path) -> None:
-    table(Step.read(run, 2))
-
-
 def state(run: Path) -> None:
     checkpoint = run / "checkpoints" / "iter_3"
     checkpoints(run), step_of(checkpoint)
@@ -134,10 +126,6 @@ def sums(run: Path) -> None:
         one_sentence(fault)
     integrity.strangers(checkpoint)
     integrity.block_checksums(checkpoint)
-
-
-def index(run: Path) -> None:
-    Index(run / "checkpoints" / "iter_3")
 
 
 def config(run: Path) -> None:
@@ -166,11 +154,7 @@ def exported(run: Path) -> None:
     check_side_files(folder)
 
 
-def adapter(run: Path) -> None:
-    check_config(read_object(run / "adapter_config.json"), "there", 4, 8.0)
-
-
-FILES: dict[str, tuple[Callable[[Path], None], Any]] = {
+FILES: dict[str, tuple[Callable[[Path], object], Any]] = {
     "train.jsonl": (all_of_run, LOG),
     "predictions.jsonl": (resumed, [{"step": 1, "source": "a"}, {"step": 3}]),
     "bad_rows.jsonl": (resumed, [{"source": "a:1", "cause": "overlong", "message": "m"}]),
@@ -180,17 +164,17 @@ FILES: dict[str, tuple[Callable[[Path], None], Any]] = {
     "run.lock": (locked, {"token": "t", "host": "h", "machine": "m", "boot": "b", "pid": 1, "born": 2, "time": 1e9}),
     "config.yaml": (config, CONFIG),
     "checkpoints/iter_3/config.yaml": (config, CONFIG),
-    "checkpoints/.partial-iter_6/saving.json": (saved, {"step": 6, "bytes": 100, "time": 1e9, "copied_to": None}),
+    "checkpoints/.partial-iter_6/saving.json": (lambda run: str(saving(run)), {"step": 6, "bytes": 100, "time": 1e9, "copied_to": None}),
     "checkpoints/iter_3/state.json": (state, STATE),
     "checkpoints/iter_3/integrity.json": (sums, {"algorithm": "xxh3_128", "files": {"state.json": "00", "rank0_0.bin": ["00"]}}),
-    "checkpoints/iter_3/index.json": (index, INDEX),
-    "bad_steps/step_2.json": (bad_step, BAD_STEP),
+    "checkpoints/iter_3/index.json": (lambda run: Index(run / "checkpoints" / "iter_3"), INDEX),
+    "bad_steps/step_2.json": (lambda run: table(Step.read(run, 2)), BAD_STEP),
     "teacher/teacher.json": (tokens, None),
     "export/zoo_settings.json": (exported, SETTINGS),
     "export/zoo_files.json": (exported, {"algorithm": "xxh3_128", "files": {"config.json": None}}),
     "export/generation_config.json": (exported, {"eos_token_id": [1, 2]}),
     "native/zoo.json": (converted, ABOUT),
-    "adapter_config.json": (adapter, ADAPTER),
+    "adapter_config.json": (lambda run: check_config(read_object(run / "adapter_config.json"), "there", 4, 8.0), ADAPTER),
 }  # fmt: skip
 DEEP = [b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"step": 1, "loss": ' + b"[" * 500 + b"]" * 500 + b"}"]
 TEXTS = [b"", b" ", b"{}", b"[]", b"null", b"1", b'"x"', b"\xff\xfe{}", b'{"step": 1', b"1" * 5000, b'{"step": ' + b"9" * 5000 + b"}", b"\0" * 64,
@@ -229,12 +213,6 @@ def written(name: str, content: Any) -> bytes:
     if name.endswith(".jsonl"):
         return "".join(f"{json.dumps(line)}\n" for line in content).encode()
     return json.dumps(content).encode()
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Any:
-    with memory_below(MEMORY_MB):
-        yield
 
 
 @st.composite
@@ -288,13 +266,8 @@ def test_damaged(name: str, run: Path, data: Any) -> None:
         parsed = json.loads(whole)
     kinds = [mutated([whole]), st.sampled_from(TEXTS)]
     if not isinstance(parsed, bytes):
-        kinds += 3 * [
-            changed(parsed).map(
-                lambda value: written(
-                    name, value if isinstance(value, list) or not name.endswith(".jsonl") else [value]
-                )
-            )
-        ]
+        is_one = not name.endswith(".jsonl")
+        kinds += 3 * [changed(parsed).map(lambda v: written(name, v if is_one or isinstance(v, list) else [v]))]
     try:
         (run / name).write_bytes(data.draw(st.one_of(kinds)))
         read(name, run)

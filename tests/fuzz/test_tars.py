@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import NUMBERS, fuzzed, memory_below, mutated, read_as_rows, within
+from support.fuzz import NUMBERS, fuzzed, mutated, read_as_rows, within
 
 from zoo.config.entries import DataEntry
 from zoo.data.sources.references import Access
@@ -26,26 +26,14 @@ TYPES = [
     tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE,
     tarfile.CONTTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE, tarfile.XGLTYPE, b"Z",
 ]  # fmt: skip
-NAMES = [
-    "0.json",
-    "0.png",
-    "1.json",
-    "1.txt",
-    "../0.png",
-    "/etc/passwd.png",
-    "a/../../0.png",
-    ".json",
-    "",
-    "0.",
-    "0..png",
-    "x" * 90,
-    "0.mp4",
-    "é.png",
-    "\udcff.png",
-]
+NAMES = ["0.json", "0.png", "1.json", "1.txt", "../0.png", "/etc/passwd.png", "a/../../0.png", ".json", "", "0.", "0..png", "x" * 90, "0.mp4", "é.png",
+         "\udcff.png"]  # fmt: skip
 LINKS = ["", "/etc/passwd", "../secret.png", "0.png", "0.json"]
 IMAGES = [[], ["0.png"], ["../secret.png"], ["/etc/passwd"], ["secret.png"], [{"path": "secret.png"}], ["png"], ["file:///etc/passwd"], ["http://127.0.0.1:1/x.png"], [7], "png"]  # fmt: skip
 PARTS = [{"type": "image", "image": "secret.png"}, {"type": "image_url", "image_url": {"url": "secret.png"}}]
+
+ROWS = [{"messages": TALK, "images": images} for images in IMAGES]
+ROWS += [{"messages": [{"role": "user", "content": [part]}, TALK[1]]} for part in PARTS]
 
 
 def tar_of(members: list[tuple[str, bytes, bytes, str]]) -> bytes:
@@ -71,10 +59,7 @@ member = st.tuples(
     st.one_of(
         st.binary(max_size=40),
         st.just(PNG),
-        st.sampled_from(IMAGES).map(lambda images: json.dumps({"messages": TALK, "images": images}).encode()),
-        st.sampled_from(PARTS).map(
-            lambda part: json.dumps({"messages": [{"role": "user", "content": [part]}, TALK[1]]}).encode()
-        ),
+        st.sampled_from(ROWS).map(lambda row: json.dumps(row).encode()),
         st.sampled_from(NUMBERS).map(lambda number: f"20 size={number}\n".encode()),
     ),
     st.sampled_from(LINKS),
@@ -86,12 +71,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tars")
     (folder / "secret.png").write_bytes(PNG)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def bounded() -> Any:
-    with memory_below(MEMORY_MB):
-        yield
 
 
 def check(folder: Path, data: bytes, form: str | None) -> None:

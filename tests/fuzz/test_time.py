@@ -39,23 +39,7 @@ from zoo.errors import UserError
 
 LIMIT = 4.0  # seconds of the process
 LETTERS, ITEMS = 256_000, 32_000  # of one text; of what is made of several characters or objects
-TEXTS = [
-    "<",
-    " ",
-    "\n",
-    "<image>",
-    "<think>",
-    "</think>",
-    "<think>\n",
-    "<bbox>",
-    "é",
-    "\ufdd0",
-    "{",
-    "[",
-    '\\"',
-    "<|im_start|>",
-    "a ",
-]
+TEXTS = ["<", " ", "\n", "<image>", "<think>", "</think>", "<think>\n", "<bbox>", "é", "\ufdd0", "{", "[", '\\"', "<|im_start|>", "a "]  # fmt: skip
 
 
 def assert_soon(made: Callable[[int], Callable[[], object]], size: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zoo.bridge.export_plan import Plan
 from zoo.bridge.mapping.table import Entry
 from zoo.bridge.mapping.transforms import Dims, Transposed
-from zoo.bridge.parallel import AnyShard, ShardInfo, cut, full_shape, shard_axis
+from zoo.bridge.parallel import ShardInfo, cut, full_shape, shard_axis
 from zoo.bridge.weight_stream import Local
 
 
@@ -76,8 +76,8 @@ def _blocks(
     kind = entry.rule.shard_for(dims)
     rank, size = info.on(shard_axis(kind)) if kind is not None else (info.tp_rank, 1)
     first = (info.dp_rank if expert is None else info.edp_rank) == 0 and (kind is not None or rank == 0)
-    whole = _full(tuple(held.shape), kind, info, expert)
-    names = entry.hf_names() if expert is None else entry.hf_names(expert)
+    whole = full_shape(held.shape, kind, info) if expert is None else full_shape((1, *held.shape), kind, info)[1:]
+    names = entry.hf_names(expert)
     if not whole:
         yield WeightShard(names[0], held, (), (), first)
         return
@@ -91,20 +91,14 @@ def _blocks(
     rows = [numbers] if turned else entry.layout.transform.to_hf(numbers, dims)
     for name, part in zip(names, rows, strict=True):
         for start, chosen in _runs(held_row[part]):
-            block = _taken(held, chosen)
+            first_row, follow = int(chosen[0]), bool((chosen.diff() == 1).all())
+            block = held[first_row : first_row + len(chosen)] if follow else held[chosen.to(held.device)]
             offset, shape = [start, *[0] * (len(whole) - 1)], [len(part), *whole[1:]]
             if by_columns:
                 offset[1] = column
             if turned:
                 block, offset, shape = block.T, offset[::-1], shape[::-1]
             yield WeightShard(name, block, tuple(offset), tuple(shape), first)
-
-
-def _full(shape: tuple[int, ...], kind: AnyShard, info: ShardInfo, expert: int | None) -> tuple[int, ...]:
-    """The whole tensor's shape (of one expert)."""
-    if expert is None:
-        return full_shape(shape, kind, info)
-    return full_shape((1, *shape), kind, info)[1:]
 
 
 def _runs(held_row: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -115,11 +109,3 @@ def _runs(held_row: Tensor) -> Iterator[tuple[int, Tensor]]:
     breaks = (rows.diff() != 1).nonzero()[:, 0] + 1
     for run in torch.tensor_split(rows, breaks):
         yield int(run[0]), held_row[run]
-
-
-def _taken(held: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a parameter; a view where they follow one another."""
-    start = int(rows[0])
-    if bool((rows.diff() == 1).all()):
-        return held[start : start + len(rows)]
-    return held[rows.to(held.device)]

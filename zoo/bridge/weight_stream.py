@@ -140,18 +140,13 @@ class WeightStream:
                 else:
                     yield Piece(entry, stage, shape, dtype)
 
-    def _axes(self, piece: Piece) -> tuple[Axis, ...]:
-        """The groups whose ranks share a piece, or have other experts."""
-        rule = piece.entry.rule
-        if rule.stacked:
-            axes: tuple[Axis, ...] = ("etp", "ep")
-        else:
-            axes = () if rule.shard is None else (shard_axis(rule.shard_for(self.dims)),)
-        return tuple(axis for axis in axes if self.shard.on(axis)[1] > 1)
-
     def _buckets(self, pieces: Iterator[Piece], most: int) -> Iterator[Bucket]:
         def kind(piece: Piece) -> tuple[int, torch.dtype, tuple[Axis, ...]]:
-            return piece.stage, piece.dtype, self._axes(piece)
+            rule = piece.entry.rule
+            axes: tuple[Axis, ...] = ("etp", "ep")  # whose ranks share a piece, or have other experts
+            if not rule.stacked:
+                axes = () if rule.shard is None else (shard_axis(rule.shard_for(self.dims)),)
+            return piece.stage, piece.dtype, tuple(axis for axis in axes if self.shard.on(axis)[1] > 1)
 
         for (_, dtype, axes), group in groupby(pieces, key=kind):
             ranks = math.prod(self.shard.on(axis)[1] for axis in axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.selection import is_reward_model
 from zoo.checkpoint.sharded_state import cut_of_parameters
 from zoo.checkpoint.storage.index import Index
-from zoo.checkpoint.storage.whole_tensors import WholeTensors
+from zoo.checkpoint.storage.reading import WholeTensors
 from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import Place, read_arch, read_origin, step_of
 from zoo.config.schema import Recipe
@@ -51,20 +51,12 @@ def export(
     """
     source_has_frozen = source is None or source.kind != "run"
     source = _beginning(source, world)
+    bridge, dims, ends = assembly.family.load("bridge"), build.model_dims(assembly), [*assembly.processor.ends.values()]
     return export_hf(
-        chunks,
-        target,
-        assembly.family.load("bridge"),
-        build.model_dims(assembly),
-        ShardInfo.from_groups(world.groups),
-        TorchComm.from_groups(world.groups),
-        config=assembly.config.hf,
-        source=source,
-        source_has_frozen=source_has_frozen,
-        processor=assembly.served,
-        ends=list(assembly.processor.ends.values()),
-        **options,
-    )
+        chunks, target, bridge, dims, ShardInfo.from_groups(world.groups), TorchComm.from_groups(world.groups),
+        config=assembly.config.hf, source=source, source_has_frozen=source_has_frozen, processor=assembly.served,
+        ends=ends, **options,
+    )  # fmt: skip
 
 
 def _beginning(source: Place | None, world: World) -> Place | None:
@@ -82,13 +74,11 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
     Tensors go from file to file, a few at a time. Those of reward models with adapters go through a model in memory.
     """
     with _opened(run) as (assembly, recipe, world):
-        about = partial(
-            model_card.trained,
-            _recipe_of(run),
-            step_of(run.folder),
-            loading.started_from(run),
-            ends=assembly.processor.ends,
-        )
+        trained = None  # by a recipe of another zoo, whose keys are not known here
+        with suppress(UserError):
+            trained = load_recipe(run.folder / "config.yaml")
+        started = step_of(run.folder), loading.started_from(run)
+        about = partial(model_card.trained, trained, *started, ends=assembly.processor.ends)
         with _held(run, assembly, recipe, world) as held:
             if held is not None:
                 progress = None if quiet else partial(Progress, f"writing {target.name}")
@@ -167,20 +157,5 @@ def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, world: World) 
     added, whole = {parameter.target.zoo: parameter.adapter for parameter in adapters.held}, adapters.whole.trained
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None
-    return HeldTensors(
-        MergedTensors(source, shapes, added, whole),
-        shapes,
-        bridge,
-        dims,
-        assembly.config.hf,
-        base,
-        frozen=sorted(shapes.keys() - added.keys() - whole.keys()),
-    )
-
-
-def _recipe_of(run: Place) -> Recipe | None:
-    """The recipe that a checkpoint was trained by; None for one of another zoo, whose keys are not known here."""
-    try:
-        return load_recipe(run.folder / "config.yaml")
-    except UserError:
-        return None
+    merged, frozen = MergedTensors(source, shapes, added, whole), sorted(shapes.keys() - added.keys() - whole.keys())
+    return HeldTensors(merged, shapes, bridge, dims, assembly.config.hf, base, frozen=frozen)

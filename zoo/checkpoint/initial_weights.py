@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zoo.bridge import Bridge, Dims, ShardInfo, load_hf
+from zoo.bridge import Bridge, ShardInfo, load_hf
 from zoo.bridge.files.record import verify_checksums
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import native
@@ -92,31 +92,19 @@ def attach_adapters(chunks: list[MegatronModule], assembly: Assembly, recipe: Re
     return adapters
 
 
+@torch.no_grad()
 def _draw(
     chunks: list[MegatronModule], assembly: Assembly, recipe: Recipe, world: World, only: Collection[str] | None = None
 ) -> None:
-    """Random weights of a recipe, or of some of its parameters."""
-    bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
-    shard, std = ShardInfo.from_groups(world.groups), assembly.config.text.initializer_range
-    randomise(chunks, bridge, dims, shard, recipe.run.seed, std, only=only)
-
-
-@torch.no_grad()
-def randomise(
-    chunks: list[MegatronModule],
-    bridge: Bridge,
-    dims: Dims,
-    shard: ShardInfo,
-    seed: int,
-    std: float,
-    only: Collection[str] | None = None,
-) -> None:
-    """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
+    """Normal numbers for every matrix of the decoder, cut from the full tensor that its name and the run's seed give.
 
     So a run from random weights starts from the same model under any parallel layout of GPUs of one model, or of CPUs:
     the numbers are drawn where the parameter lies (a core makes some 50 million a second). A parameter may bring its
     own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with. `only`: parameters of these names.
     """
+    bridge: Bridge = assembly.family.load("bridge")
+    dims, shard = model_dims(assembly), ShardInfo.from_groups(world.groups)
+    seed, std = recipe.run.seed, assembly.config.text.initializer_range
     parameters = {name: parameter for name, parameter in model_parameters(chunks) if only is None or name in only}
     for name, entry in bridge.publish(parameters).items():
         parameter = parameters[name]

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 
 from zoo.checkpoint.integrity import block_checksums
 from zoo.checkpoint.selection import faults, together
-from zoo.checkpoint.sharded_state import (
-    Trainable,
-    key_of,
-    load_objects,
-    load_optimizer,
-    set_random_state,
-    spread_completed,
-    weights_wanted,
-)  # fmt: skip
+from zoo.checkpoint.sharded_state import Trainable, load_objects, load_optimizer, load_random_state, weights_wanted
 from zoo.checkpoint.storage.disk import Damaged
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.reading import fill
@@ -31,6 +23,7 @@ from zoo.config.schema import LoraConfig, Recipe
 from zoo.errors import UserError
 from zoo.logging import terminal
 from zoo.model.lora import Adapters, settings_of
+from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
 from zoo.records import reading_back
 from zoo.types import JsonMapping, JsonObject
@@ -110,9 +103,12 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
         trainable.scheduler.num_steps = 0  # megatron-core's adds those that it loads
         with reading_back(checkpoint / STATE, "take another checkpoint"):
             trainable.scheduler.load_state_dict(schedule)
-        if ranks == world.size and (random_state := index.object(key_of(world.rank, ranks))) is not None:
-            set_random_state(random_state)
-    spread_completed(trainable)
+        if ranks == world.size:
+            load_random_state(index, world)
+    for each in trainable.optimizers:  # fp32 weights that masters have completed go to the ranks that hold them, too
+        each.optimizer.send_shared()
+        each.start_param_sync_for_bucket_group_subset()
+    settle_all()
 
 
 def updates_of(state: JsonMapping, scheduled: int) -> int:

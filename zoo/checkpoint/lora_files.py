@@ -39,16 +39,9 @@ if TYPE_CHECKING:
 
 
 def adapt(
-    chunks: list[MegatronModule],
-    assembly: build.Assembly,
-    recipe: Recipe,
-    world: World,
-    *,
-    fresh: bool = True,
-    new: bool = True,
-    kept: bool = True,
-    originals: bool = False,
-) -> tuple[build.Assembly, Adapters]:
+    chunks: list[MegatronModule], assembly: build.Assembly, recipe: Recipe, world: World,
+    *, fresh: bool = True, new: bool = True, kept: bool = True, originals: bool = False,
+) -> tuple[build.Assembly, Adapters]:  # fmt: skip
     """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `new`.
 
     `originals`: passes without the adapters will be wanted, also where they are no reference, with copies of the weights that are trained
@@ -191,11 +184,8 @@ def _pairs(adapters: Adapters, adapted: AdaptedWeight) -> Iterator[tuple[str, Te
             full.append(local)
             continue
         pieces = comm.gather(local, axis)
-        if stacked:
-            local = torch.stack([join(list(parts), kind) for parts in zip(*pieces, strict=True)])
-        else:
-            local = join(pieces, kind)
-        full.append(local)
+        experts = [join(list(parts), kind) for parts in zip(*pieces, strict=True)] if stacked else []
+        full.append(torch.stack(experts) if stacked else join(pieces, kind))
     if (shard.etp_rank or shard.ep_rank) if stacked else shard.tp_rank:
         return
     names = tensor_names(adapted.target.named, adapters.stacks)
@@ -221,19 +211,13 @@ def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
 def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> JsonObject:
     """PEFT's adapter_config.json of these adapters."""
     assert assembly.source is not None
-    init, settings = recipe.model.init, recipe.lora
+    init, settings, whole = recipe.model.init, recipe.lora, adapters.whole
     own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
+    base = init if is_hub_id(init) and not own else str(assembly.source.folder.absolute())
     return peft.peft_config(
-        adapters.linears,
-        adapters.stacks,
-        rank=settings.rank,
-        alpha=settings.alpha,
-        dropout=settings.dropout,
-        base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
-        experts=adapters.dims.experts > 0,
-        whole=adapters.whole.modules,
-        head=adapters.whole.head,
-    )
+        adapters.linears, adapters.stacks, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
+        base=base, experts=adapters.dims.experts > 0, whole=whole.modules, head=whole.head,
+    )  # fmt: skip
 
 
 def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = "rank") -> list[Path]:

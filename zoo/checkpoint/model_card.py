@@ -62,14 +62,9 @@ def name_of(source: Place, path: str) -> str:
 
 
 def trained(
-    recipe: Recipe | None,
-    steps: int,
-    source: Place | None,
-    arch: JsonMapping,
-    *,
-    adapter: bool = False,
-    ends: Mapping[str, int] = NO_ENDS,
-) -> str:
+    recipe: Recipe | None, steps: int, source: Place | None, arch: JsonMapping,
+    *, adapter: bool = False, ends: Mapping[str, int] = NO_ENDS,
+) -> str:  # fmt: skip
     """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json.
 
     `ends` are the tokens that training taught as ends of answers, text -> id.
@@ -130,15 +125,9 @@ def converted(source: Place, arch: JsonMapping, how: Mapping[str, str], *, nativ
 
 
 def _card(
-    summary: str,
-    rows: Mapping[str, str],
-    base: Base | None,
-    arch: JsonMapping,
-    *,
-    adapter: bool = False,
-    native: bool = False,
-    ends: Mapping[str, int] = NO_ENDS,
-) -> str:
+    summary: str, rows: Mapping[str, str], base: Base | None, arch: JsonMapping,
+    *, adapter: bool = False, native: bool = False, ends: Mapping[str, int] = NO_ENDS,
+) -> str:  # fmt: skip
     licence = dict(base.licence) if base else {}
     not_known = "not known; that of the base model and of the data hold" if base else "not stated"
     about = {
@@ -213,13 +202,7 @@ def _classifier(arch: JsonMapping, name: str) -> list[str]:
     if arch.get("model_type") not in MODEL_MAPPING_NAMES:
         return []
     base = name.replace(_CLASSIFIER, "PreTrainedModel")
-    return [
-        f"from transformers import AutoProcessor, {base}",
-        f"from transformers.modeling_layers import Generic{_CLASSIFIER}",
-        "",
-        "",
-        f"class {name}(Generic{_CLASSIFIER}, {base}):",
-        "    pass",
-        "",
-        "",
-    ]
+    imports = (
+        f"from transformers import AutoProcessor, {base}\nfrom transformers.modeling_layers import Generic{_CLASSIFIER}"
+    )
+    return f"{imports}\n\n\nclass {name}(Generic{_CLASSIFIER}, {base}):\n    pass\n\n\n".split("\n")[:-1]

@@ -20,8 +20,7 @@ from zoo.checkpoint import integrity
 from zoo.checkpoint.progress import PARTIAL, Saving, saving
 from zoo.checkpoint.selection import prune
 from zoo.checkpoint.sharded_state import Trainable, to_write
-from zoo.checkpoint.staging.copier import Copier
-from zoo.checkpoint.staging.copying import Copied
+from zoo.checkpoint.staging.copying import Copied, Copier
 from zoo.checkpoint.staging.stage import Stage
 from zoo.checkpoint.storage import disk
 from zoo.checkpoint.storage.cpu_copy import CpuCopy

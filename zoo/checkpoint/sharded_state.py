@@ -27,7 +27,7 @@ from zoo.nn.kernels import has_triton
 from zoo.parallel.megatron.inner_optimizer import held_ranges
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
-from zoo.types import JsonMapping, JsonObject
+from zoo.types import JsonObject
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
@@ -45,7 +45,7 @@ _REST = "remainder"  # what completes bf16 weights to fp32
 _READ_AT_ONCE = 2**28  # bytes of state that are read before they are converted
 _DIVIDED = 2**20  # bytes of a frozen parameter that several ranks write
 
-type Wanted = tuple[list[Piece], Callable[[], None] | None]
+type Wanted = tuple[list[Piece], Callable[[], object] | None]
 """Pieces to fill, and what is to be done once they are filled."""
 
 
@@ -84,10 +84,6 @@ class _Range:
     start: int
     optimizer: AdamW
     part: Tensor
-
-    def complete(self, remainder: Tensor) -> None:
-        """Add the bits to fp32 weights that those of a bf16 run lack."""
-        self.part.detach().copy_(join(self.part.detach().bfloat16(), remainder))
 
 
 def _described(
@@ -230,7 +226,7 @@ def load_optimizer(trainable: Trainable, world: World, index: Index, step: int) 
         each.optimizer.allocate()
         each.optimizer.updates = step
     pieces: list[Piece] = []
-    actions: list[Callable[[], None]] = []
+    actions: list[Callable[[], object]] = []
 
     def read() -> None:
         fill(pieces, index, direct=True)
@@ -245,14 +241,6 @@ def load_optimizer(trainable: Trainable, world: World, index: Index, step: int) 
         if actions and sum(piece.nbytes for piece in pieces) >= _READ_AT_ONCE:
             read()
     read()
-
-
-def spread_completed(trainable: Trainable) -> None:
-    """Give the fp32 weights that this rank's masters have completed to the ranks that hold them, too. Every rank calls it."""
-    for each in trainable.optimizers:
-        each.optimizer.send_shared()
-        each.start_param_sync_for_bucket_group_subset()
-    settle_all()
 
 
 def _state_wanted(trainable: Trainable, world: World, stored: Mapping[str, TensorStorageMetadata]) -> Iterator[Wanted]:
@@ -288,8 +276,8 @@ def _master_wanted(
     part = mine.part.detach()
     is_half = part.dtype == torch.bfloat16
     rest = mine.optimizer.state[mine.part][MASTER] if is_half else torch.zeros_like(part, dtype=torch.int16)
-    if wanted := pieces(_REST, rest):
-        return wanted, None if is_half else partial(mine.complete, rest)
+    if wanted := pieces(_REST, rest):  # bits that fp32 weights lack of those of a bf16 run are added
+        return wanted, None if is_half else lambda: part.copy_(join(part.bfloat16(), rest))
     if not is_half:
         return [], None
     if all(stored[piece.key].properties.dtype == part.dtype for piece in pieces("", part)):
@@ -329,10 +317,13 @@ def random_state() -> JsonObject:
     }
 
 
-def set_random_state(state: JsonMapping) -> None:
-    """Resume from a state that `random_state` gave."""
+def load_random_state(index: Index, world: World) -> None:
+    """Resume from the state that `random_state` gave on this rank, where a checkpoint of as many ranks has it."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    state = index.object(key_of(world.rank, world.size))
+    if state is None:
+        return
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -20,81 +20,34 @@ EXPERTS, MOE_WIDTH, DENSE_WIDTH, VOCAB, LAYERS = 4, 10, 28, 98, 4
 DENSE_LAYER = 1
 
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": DENSE_WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "moe_intermediate_size": MOE_WIDTH,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "mlp_only_layers": [DENSE_LAYER],
-    "max_position_embeddings": 128,
-}
-THINKER = {
-    "text_config": TEXT,
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": HIDDEN,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    },
-    "audio_config": {
-        "num_mel_bins": 16,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 20,
-        "d_model": 16,
-        "output_dim": HIDDEN,
-        "downsample_hidden_size": 4,
-        "max_source_positions": 32,
-    },
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": DENSE_WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "moe_intermediate_size": MOE_WIDTH,
+    "num_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": [DENSE_LAYER], "max_position_embeddings": 128,
+}  # fmt: skip
+VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4, "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+}  # fmt: skip
+AUDIO = {
+    "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 20, "d_model": 16,
+    "output_dim": HIDDEN, "downsample_hidden_size": 4, "max_source_positions": 32,
+}  # fmt: skip
+THINKER = {"text_config": TEXT, "vision_config": VISION, "audio_config": AUDIO}
+_SPEAKER = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 TALKER = {
     "text_config": {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "moe_intermediate_size": 6,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 8,
+        **_SPEAKER, "vocab_size": 50, "num_hidden_layers": 2, "moe_intermediate_size": 6, "num_experts": 4,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8,
     },
     "code_predictor_config": {
-        "vocab_size": 30,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "num_code_groups": 3,
+        **_SPEAKER, "vocab_size": 30, "intermediate_size": 20, "num_hidden_layers": 1, "num_code_groups": 3,
     },
-    "num_code_groups": 3,
-    "thinker_hidden_size": HIDDEN,
-    "spatial_merge_size": 2,
-}
+    "num_code_groups": 3, "thinker_hidden_size": HIDDEN, "spatial_merge_size": 2,
+}  # fmt: skip
 CODE2WAV = {
-    "codebook_size": 20,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_quantizers": 3,
-    "upsample_rates": [2, 2],
-    "upsampling_ratios": [2],
-    "decoder_dim": 16,
-}
+    "codebook_size": 20, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 20,
+    "num_hidden_layers": 1, "num_quantizers": 3, "upsample_rates": [2, 2], "upsampling_ratios": [2], "decoder_dim": 16,
+}  # fmt: skip
 DIMS = Dims.from_hf(TEXT)
 
 
@@ -126,6 +79,13 @@ def write_tiny_checkpoints(folder: Path) -> Tiny:
     return Tiny(folder / "thinker", folder / "silent", folder / "talking", state)
 
 
+COPIED = {  # parts of a layer
+    "input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj", "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}  # fmt: skip
+
+
 def zoo_state(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full zoo tensors by global name, from the thinker's parameters in memory (experts fused)."""
     state = {"embedding.word_embeddings.weight": hf["model.embed_tokens.weight"]}
@@ -134,12 +94,8 @@ def zoo_state(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         q, k, v = (hf[f"{old}.self_attn.{p}_proj.weight"].split(HEAD_DIM) for p in "qkv")
         ratio = HEADS // KV_HEADS
         heads = [h for g in range(KV_HEADS) for h in (*q[g * ratio : (g + 1) * ratio], k[g], v[g])]
-        state[f"{new}.input_layernorm.weight"] = hf[f"{old}.input_layernorm.weight"]
         state[f"{new}.self_attention.linear_qkv.weight"] = torch.cat(heads)
-        state[f"{new}.self_attention.linear_proj.weight"] = hf[f"{old}.self_attn.o_proj.weight"]
-        state[f"{new}.self_attention.q_layernorm.weight"] = hf[f"{old}.self_attn.q_norm.weight"]
-        state[f"{new}.self_attention.k_layernorm.weight"] = hf[f"{old}.self_attn.k_norm.weight"]
-        state[f"{new}.pre_mlp_layernorm.weight"] = hf[f"{old}.post_attention_layernorm.weight"]
+        state |= {f"{new}.{ours}.weight": hf[f"{old}.{theirs}.weight"] for ours, theirs in COPIED.items()}
         if i == DENSE_LAYER:
             halves = [hf[f"{old}.mlp.{p}_proj.weight"] for p in ("gate", "up")]
             state[f"{new}.mlp.linear_fc1.weight"] = torch.cat(halves)
@@ -275,23 +231,14 @@ class ThreadComm(Comm):
 
 def grid(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1, etp: int = 1) -> ThreadWorld:
     """tp * dp ranks per stage, the same ranks as ep * etp * (the rest) for experts, in Megatron-Core's order."""
-    infos, stages = [], []
-    for stage in range(pp):
-        for r in range(tp * dp):
-            infos.append(
-                ShardInfo(
-                    tp_rank=r % tp,
-                    tp_size=tp,
-                    dp_rank=r // tp,
-                    etp_rank=r % etp,
-                    etp_size=etp,
-                    ep_rank=r // etp % ep,
-                    ep_size=ep,
-                    edp_rank=r // (etp * ep),
-                )
-            )
-            stages.append(stage)
-    return ThreadWorld(infos, stages)
+    sizes = {"tp_size": tp, "ep_size": ep, "etp_size": etp}
+
+    def info(r: int) -> ShardInfo:
+        experts = {"etp_rank": r % etp, "ep_rank": r // etp % ep, "edp_rank": r // (etp * ep)}
+        return ShardInfo(tp_rank=r % tp, dp_rank=r // tp, **experts, **sizes)
+
+    stages = [stage for stage in range(pp) for _ in range(tp * dp)]
+    return ThreadWorld([info(r) for _ in range(pp) for r in range(tp * dp)], stages)
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:

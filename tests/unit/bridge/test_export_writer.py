@@ -1,6 +1,5 @@
 """An export appears whole or not at all."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -38,19 +37,18 @@ def planned(names: str) -> list[Planned]:
     return [Planned(name, (2, 3), torch.float32) for name in names]
 
 
-def test_one_shard_has_no_index(tmp_path: Path) -> None:
-    export(tmp_path / "out", "abc", 1000)
-    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["model.safetensors", RECORD]
-    assert [f.name for f in tmp_path.iterdir()] == ["out"]
-
-
-def test_shards_keep_to_their_size(tmp_path: Path) -> None:
-    export(tmp_path / "out", "abcde", 50)
-    files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
-    assert files == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 5 * 24}
-    assert SafetensorsFolder(tmp_path / "out").names() == list("abcde")
+@pytest.mark.parametrize(("names", "size", "count"), [("abc", 1000, 1), ("abcde", 50, 3), ("ab", 1, 2)])
+def test_shards_keep_to_their_size(names: str, size: int, count: int, tmp_path: Path) -> None:
+    """A tensor that is larger has a shard of its own; one shard has no index."""
+    export(tmp_path / "out", names, size)
+    files = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    expected = {"model.safetensors"} if count == 1 else files | {"model.safetensors.index.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == expected | {RECORD}
+    if count > 1:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": len(names) * 24}
+    assert SafetensorsFolder(tmp_path / "out").names() == list(names)
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["past the page cache", "through it"])
@@ -83,28 +81,15 @@ def test_the_disk_holds_every_file_before_the_folder_has_its_name(
     assert calls[final + 1] == f"sync {tmp_path.name}"
 
 
-def test_a_tensor_over_the_shard_size_gets_its_own(tmp_path: Path) -> None:
-    export(tmp_path / "out", "ab", 1)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-
-
 def test_views_casts_and_pieces(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
     whole = torch.arange(12.0).view(3, 4)
-    told = [
-        Planned("right", (2, 3), torch.bfloat16),
-        Planned("left", (3, 2), torch.float32),
-        Planned("none", (0, 4), torch.float32),
-        Planned("one", (), torch.int64),
-    ]
-    shards = ShardWriter(writer.partial, told)
-    pieces = {
-        "right": [whole.t()[2:]],
-        "left": [whole[:1, :2], whole[1:, :2]],
-        "none": [whole[:0]],
-        "one": [torch.tensor(7)],
-    }
+    shapes = {"right": (2, 3), "left": (3, 2), "none": (0, 4), "one": ()}
+    dtypes = {"right": torch.bfloat16, "one": torch.int64}
+    shards = ShardWriter(writer.partial, [Planned(n, s, dtypes.get(n, torch.float32)) for n, s in shapes.items()])
+    left = [whole[:1, :2], whole[1:, :2]]
+    pieces = {"right": [whole.t()[2:]], "left": left, "none": [whole[:0]], "one": [torch.tensor(7)]}
     assert [tensor.name for tensor in shards.order] == ["one", "left", "none", "right"], "wide dtypes first"
     for tensor in shards.order:
         shards.write(tensor.name, pieces[tensor.name])
@@ -185,19 +170,6 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out", "real"]
 
 
-def test_sums_of_another_algorithm_are_refused(tmp_path: Path) -> None:
-    files = [tmp_path / f"model-{number}.safetensors" for number in range(3)]
-    for number, file in enumerate(files):
-        file.write_bytes(bytes([number]) * 1000)
-    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    (tmp_path / RECORD).write_text(json.dumps({"zoo": "0", "files": checksums}))
-    with pytest.raises(CheckpointError, match=f"{RECORD} is missing or can't be read"):
-        verify_checksums(tmp_path, Comm())
-    (tmp_path / RECORD).write_text(json.dumps({"algorithm": "md5", "files": checksums}))
-    with pytest.raises(CheckpointError, match="has sums by 'md5'; wanted xxh3_128"):
-        verify_checksums(tmp_path, Comm())
-
-
 def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
@@ -212,20 +184,6 @@ def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
         record["files"][f"weights/{file.name}"] == xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files
     )
     verify_checksums(tmp_path / "out", Comm())
-    for change, message in ((flip, "is damaged"), (Path.unlink, "is missing")):
-        change(files[1])
-        with pytest.raises(CheckpointError, match=f"{files[1].name} {message}"):
-            verify_checksums(tmp_path / "out", Comm())
-    for text in ("", "[]", '{"files": {}}', '{"files": {"../x": "00"}}'):
-        (tmp_path / "out" / RECORD).write_text(text)
-        with pytest.raises(CheckpointError, match=RECORD):
-            verify_checksums(tmp_path / "out", Comm())
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:

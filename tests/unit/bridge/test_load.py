@@ -1,5 +1,6 @@
 """Tiny Qwen3-Omni checkpoints into (parts of) a model with Megatron-Core's names."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,12 @@ def test_experts_fused_as_in_memory(tiny: Tiny, tmp_path: Path) -> None:
     ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()),
 )
 def test_shards(tiny: Tiny, sizes: dict[str, int]) -> None:
-    combined = {"tp": 1, "ep": 1, "etp": 1, **sizes}
-    for tp in range(combined["tp"]):
-        for ep in range(combined["ep"]):
-            for etp in range(combined["etp"]):
-                info = ShardInfo(
-                    tp_rank=tp,
-                    tp_size=combined["tp"],
-                    ep_rank=ep,
-                    ep_size=combined["ep"],
-                    etp_rank=etp,
-                    etp_size=combined["etp"],
-                )
-                chunk = fakes.build_chunk(tiny.state, info)
-                load_hf([chunk], tiny.thinker, BRIDGE, DIMS, info)
-                assert_loaded(chunk, fakes.expected_chunk(tiny.state, info, ALL))
+    for ranks in itertools.product(*map(range, sizes.values())):
+        own = {f"{axis}_rank": rank for axis, rank in zip(sizes, ranks, strict=True)}
+        info = ShardInfo(**own, **{f"{axis}_size": size for axis, size in sizes.items()})
+        chunk = fakes.build_chunk(tiny.state, info)
+        load_hf([chunk], tiny.thinker, BRIDGE, DIMS, info)
+        assert_loaded(chunk, fakes.expected_chunk(tiny.state, info, ALL))
 
 
 def test_pipeline_stages_and_virtual_chunks(tiny: Tiny) -> None:

@@ -58,26 +58,20 @@ def test_table_covers_the_published_names_of_a_dense_checkpoint() -> None:
 
 
 def test_table_covers_the_published_names_of_a_checkpoint_with_experts() -> None:
-    """Qwen3.5-35B-A3B has 1811 tensors, 333 of them the tower's: experts in stacks, but one by one under MTP."""
+    """Qwen3.5-35B-A3B has 1811 tensors, 333 of them the tower's: experts in stacks, but one by one under MTP; Qwen3.6's are stacks there too."""
     zoo = names(40, experts=True)
     published = BRIDGE.published_names(BRIDGE.publish(zoo).values(), SPARSE)
     assert len(published) == 1811 - 333 + 1
     assert "model.language_model.layers.39.mlp.experts.gate_up_proj" in published
-    assert "mtp.layers.0.mlp.experts.255.up_proj.weight" in published
-    assert len(set(BRIDGE.resolve(published, zoo, SPARSE).source)) == len(published)
-
-
-def test_table_covers_stacked_experts_of_mtp() -> None:
-    """Qwen3.6-35B-A3B has two stacks where Qwen3.5-35B-A3B has three tensors for each of MTP's 256 experts."""
-    zoo = names(40, experts=True)
-    published = BRIDGE.published_names(BRIDGE.publish(zoo).values(), SPARSE)
     prefix = "mtp.layers.0.mlp.experts."
+    assert f"{prefix}255.up_proj.weight" in published
     stacked = [name for name in published if not name.startswith(prefix)]
     stacked += [f"{prefix}gate_up_proj", f"{prefix}down_proj"]
     assert len(stacked) == len(published) - 3 * 256 + 2
-    found = BRIDGE.resolve(stacked, zoo, SPARSE)
-    assert set(found.source) == set(stacked) and not found.passed_through
-    assert not found.entries["multi_token.layers.0.mlp.experts.weight1"].layout.per_expert
+    for stored in (published, stacked):
+        found = BRIDGE.resolve(stored, zoo, SPARSE)
+        assert set(found.source) == set(stored) and len(found.source) == len(stored) and not found.passed_through
+        assert found.entries["multi_token.layers.0.mlp.experts.weight1"].layout.per_expert == (stored is published)
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -49,19 +49,27 @@ def test_a_config_counts_as_far_as_its_tokens_are_special(tmp_path: Path, part: 
     assert made(tmp_path, config, (9,)) == {"eos_token_id": [7, 9], "pad_token_id": 8}
 
 
-def test_an_end_that_stands_in_the_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "</s>": 2}}}))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert made(tmp_path, {"eos_token_id": 5}) == {"eos_token_id": [2, 5], "pad_token_id": 2}
+VOCABULARY = {
+    "tokenizer.json": {"model": {"vocab": {"a": 1, "</s>": 2}}},
+    "tokenizer_config.json": {"eos_token": "</s>"},
+}
 
 
-def test_without_a_tokenizer_the_config_is_believed(tmp_path: Path) -> None:
-    told = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}
-    assert made(tmp_path, told) == {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
-
-
-def test_nothing_known_nothing_written(tmp_path: Path) -> None:
-    assert made(tmp_path, {"eos_token_id": None}) is None
+@pytest.mark.parametrize(
+    ("files", "config", "wanted"),
+    [
+        (VOCABULARY, {"eos_token_id": 5}, {"eos_token_id": [2, 5], "pad_token_id": 2}),
+        ({}, {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}, {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}),
+        ({}, {"eos_token_id": None}, None),
+    ],
+    ids=["an end in the vocabulary", "no tokenizer: the config is believed", "nothing known"],
+)  # fmt: skip
+def test_tokens_without_special_ones(
+    tmp_path: Path, files: dict[str, Any], config: dict[str, Any], wanted: Any
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert made(tmp_path, config) == wanted
 
 
 def test_what_the_source_has_stays(tmp_path: Path) -> None:

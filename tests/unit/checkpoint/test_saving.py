@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,16 @@ from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
 from zoo.errors import UserError
-from zoo.logging.messages import late_save
 from zoo.tools.runs.status import describe, read_status
 
 
-def make(run_dir: Path, *steps: int) -> list[Path]:
+def make(run_dir: Path, *steps: int, files: Mapping[str, str] = {"hf/config.json": "{}"}) -> list[Path]:
     """Whole checkpoints, as far as files go."""
     for step in steps:
         folder = run_dir / "checkpoints" / f"iter_{step}"
         (folder / "hf").mkdir(parents=True)
-        (folder / "state.json").write_text("{}")
-        (folder / "hf" / "config.json").write_text(f'{{"step": {step}}}')
+        for name, text in {"state.json": f'{{"step": {step}}}', **files}.items():
+            (folder / name).write_text(text)
         integrity.write_manifest(folder, {})
     return checkpoints(run_dir)
 
@@ -72,23 +72,12 @@ def test_sums_find_every_change(tmp_path: Path) -> None:
     assert integrity.faults(folder) == [f"{folder}/hf/config.json leads out of the checkpoint"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        '{"files": 3, "algorithm": "xxh3_128"}',
-        '{"algorithm": "xxh3_128"}',
-        "[" * 10_000,
-        '{"files": {"state.json": 3}, "algorithm": "xxh3_128"}',
-        '{"files": {}, "algorithm": "sha256"}',
-        '{"files": {"a\\u0000": "x"}, "algorithm": "xxh3_128"}',
-    ],
-)
-def test_sums_that_are_none(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [None, 3, {"state.json": 3}, {"a\0": "x"}, "", "[]", "{", "[" * 10_000, "sha256"])
+def test_sums_that_are_none(files: Any, tmp_path: Path) -> None:
     (folder,) = make(tmp_path, 3)
-    (folder / integrity.MANIFEST).write_text(text)
+    content = {"files": {}, "algorithm": "sha256"} if files == "sha256" else {"files": files, "algorithm": "xxh3_128"}
+    is_text = isinstance(files, str) and files != "sha256"
+    (folder / integrity.MANIFEST).write_text(files if is_text else json.dumps(content))
     (fault,) = integrity.faults(folder)
     assert fault.startswith(f"{folder}/integrity.json") and any(
         why in fault for why in ("can't be read", "too deep", "sums by 'sha256'; wanted xxh3_128")
@@ -142,14 +131,7 @@ def test_files_that_are_alike_are_made_once_and_are_no_names_of_one_file(tmp_pat
 
 def save(run_dir: Path, *steps: int) -> list[Path]:
     """Whole checkpoints of one run: files beside the weights are alike."""
-    for step in steps:
-        folder = run_dir / "checkpoints" / f"iter_{step}"
-        (folder / "hf").mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
-        (folder / "hf" / "tokenizer.json").write_text("words")
-        (folder / "config.yaml").write_text("seed: 1")
-        integrity.write_manifest(folder, {})
-    return checkpoints(run_dir)
+    return make(run_dir, *steps, files={"hf/tokenizer.json": "words", "config.yaml": "seed: 1"})
 
 
 @pytest.mark.parametrize("name", ["hf/tokenizer.json", "config.yaml"])
@@ -346,7 +328,9 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
         found.expect(saver.expected_seconds, log)  # type: ignore[arg-type]
     found.note(Saved(tmp_path, 4, 1.0, 300.0, 10**9), log)  # type: ignore[arg-type]
     (said,) = log.messages
-    assert "a save takes about 200 s" in said and "run.save_within=400" in said
+    assert (
+        "a save takes about 200 s" in said and "run.save_within=400" in said and "after 110 s (run.save_within)" in said
+    )
     assert log.events == [
         {"event": "save", "step": 4, "path": str(tmp_path), "stall_ms": 1e3, "write_ms": 3e5, "bytes": 10**9}
     ]
@@ -374,14 +358,6 @@ def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(tmp_path: Path, m
 def test_the_test_of_a_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "TESTED", 2**16)
     assert disk.rate(tmp_path) > 0 and not os.listdir(tmp_path)
-
-
-def test_a_save_that_a_signal_would_cut_short_is_logged() -> None:
-    recipe: Any = SimpleNamespace(run=SimpleNamespace(save_within=110.0))
-    assert late_save(101.0, recipe) is None
-    said = late_save(160.0, recipe)
-    assert said is not None and "a save takes 160 s" in said and "after 110 s (run.save_within)" in said
-    assert "run.save_within=320" in said
 
 
 def test_what_is_read_is_not_removed(tmp_path: Path) -> None:

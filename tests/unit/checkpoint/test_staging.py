@@ -18,8 +18,7 @@ from support.disks import mounted
 from zoo.checkpoint import integrity, progress
 from zoo.checkpoint.selection import choose
 from zoo.checkpoint.staging import copying, leftovers
-from zoo.checkpoint.staging.copier import Copier
-from zoo.checkpoint.staging.copying import Files, Meter, copy_checkpoint, deal
+from zoo.checkpoint.staging.copying import Copier, Files, Meter, copy_checkpoint, deal
 from zoo.checkpoint.staging.exports import write_through
 from zoo.checkpoint.staging.stage import Stage
 from zoo.checkpoint.storage import disk

@@ -8,10 +8,10 @@ import torch
 from support.stored import described, save, two_halves
 from torch import Tensor
 
-from zoo.checkpoint.storage import whole_tensors
+from zoo.checkpoint.storage import reading
 from zoo.checkpoint.storage.disk import Damaged
 from zoo.checkpoint.storage.pieces import boxes, flat
-from zoo.checkpoint.storage.whole_tensors import WholeTensors
+from zoo.checkpoint.storage.reading import WholeTensors
 from zoo.errors import UserError
 
 SIZES = {"a": (3, 4, 2), "b": (7, 5), "c": (6,), "d": (4, 6, 3)}
@@ -47,7 +47,7 @@ def reader(tensors: dict[str, Tensor], tmp_path: Path) -> WholeTensors:
 def test_tensors_are_those_that_were_written(
     group: int, reader: WholeTensors, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_tensors, "GROUP", group)
+    monkeypatch.setattr(reading, "GROUP", group)
     order = ["d", "a", "c", "b"]
     reader.expect(order)
     with reader:

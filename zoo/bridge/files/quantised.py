@@ -9,6 +9,7 @@ blocks, which is wrong where the last block is cut short; here it is the one tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,20 +102,17 @@ def block_size(folder: Path) -> tuple[int, int] | None:
     for key, known in (("activation_scheme", "dynamic"), ("scale_fmt", "float"), ("fmt", "e4m3")):
         if stated.get(key, known) not in (known, None):
             raise _refusal(folder, f"as fp8 with {key} {str(stated[key])[:80]!r} ({known!r} is read)")
-    sizes = isinstance(block, list) and len(block) == 2
-    if not sizes or not all(type(n) is int and 0 < n < 2**31 for n in block):
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in block):
         raise _refusal(folder, f"as fp8 with weight_block_size {str(block)[:80]} (two sizes are wanted)")
     return block[0], block[1]
 
 
 def _refusal(folder: Path, how: str) -> UserError:
-    return UserError(
-        printable(
-            f"{folder}: its weights are quantised {how}; zoo reads block-scaled FP8 (quant_method fp8 with weight_block_size) "
-            "and weights that are not quantised: take the model's bf16 checkpoint",
-            LONGEST,
-        )
+    text = (
+        f"{folder}: its weights are quantised {how}; zoo reads block-scaled FP8 (quant_method fp8 with weight_block_size) "
+        "and weights that are not quantised: take the model's bf16 checkpoint"
     )
+    return UserError(printable(text, LONGEST))
 
 
 def scaled(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None) -> dict[str, Scaled]:
@@ -129,27 +127,18 @@ def scaled(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, in
         raise _refusal(folder, f"in another way than its config.json says (it has {signs[0][:200]})")
     if block is None:
         if eight or scales:
-            raise _refusal(
-                folder,
-                f"and its config.json has no quantization_config that says how (it has {min(eight | scales)[:200]})",
-            )
+            how = f"and its config.json has no quantization_config that says how (it has {min(eight | scales)[:200]})"
+            raise _refusal(folder, how)
         return {}
-    problems = [
-        f"{name} has no {name.rpartition('.')[2]}{SCALE}" for name in sorted(eight) if name + SCALE not in tensors
-    ]
-    scaled_weights = {}
-    for scale in sorted(scales):
-        name = scale.removesuffix(SCALE)
-        fitting = _fit(name, tensors, block)
-        if isinstance(fitting, str):
-            problems.append(fitting)
-        else:
-            scaled_weights[name] = fitting
+    alone = [name for name in sorted(eight) if name + SCALE not in tensors]
+    problems = [f"{name} has no {name.rpartition('.')[2]}{SCALE}" for name in alone]
+    fits = {scale.removesuffix(SCALE): _fit(scale.removesuffix(SCALE), tensors, block) for scale in sorted(scales)}
+    problems += [fit for fit in fits.values() if isinstance(fit, str)]
     if problems:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
         problem = f"{folder}: its FP8 weights can't be read: {'; '.join(problems[:10])}{more}"
         raise UserError(printable(problem, LONGEST))
-    return scaled_weights
+    return {name: fit for name, fit in fits.items() if isinstance(fit, Scaled)}
 
 
 def _fit(name: str, tensors: Mapping[str, TensorInfo], block: tuple[int, int]) -> Scaled | str:
@@ -166,9 +155,8 @@ def _fit(name: str, tensors: Mapping[str, TensorInfo], block: tuple[int, int]) -
         for axis in ways:
             if axis[0].size % 2 == 0:
                 axis.append(Axis(axis[0].size, axis[0].block, halves=True))
-    for rows in ways[0]:
-        for columns in ways[1]:
-            if factors.shape == (*info.shape[:-2], rows.count, columns.count):
-                return Scaled(name + SCALE, rows, columns)
+    for rows, columns in itertools.product(*ways):
+        if factors.shape == (*info.shape[:-2], rows.count, columns.count):
+            return Scaled(name + SCALE, rows, columns)
     wanted = [*info.shape[:-2], ways[0][0].count, ways[1][0].count]
     return f"{name}{SCALE} is {list(factors.shape)}, wanted {wanted} for {list(info.shape)} in blocks of {list(block)}"

@@ -74,8 +74,7 @@ def write_generation_config(folder: Path, config: JsonMapping, ends: Sequence[in
         _add_ends(folder / GENERATION, ends)
         return
     fast = _read(folder / "tokenizer.json")
-    special = _special_tokens(folder, fast)
-    model = fast.get("model")
+    special, model = _special_tokens(folder, fast), fast.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     known = {**(vocabulary if isinstance(vocabulary, dict) else {}), **special}
     named = {name: known.get(_token(folder, f"{name}_token")) for name in ("eos", "bos", "pad")}
@@ -144,8 +143,7 @@ def _special_tokens(folder: Path, fast: JsonMapping) -> dict[str, int]:
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit():
             tokens.setdefault(entry["content"], int(number))
-    more = _read(folder / "added_tokens.json")
-    for text, number in more.items():
+    for text, number in _read(folder / "added_tokens.json").items():
         if type(number) is int:
             tokens.setdefault(text, number)
     return tokens
@@ -168,8 +166,7 @@ def licence_of(folder: Path) -> dict[str, str]:
     if not lines or lines[0].strip() != "---":
         return {}
     end = next((at for at, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
-    matches = filter(None, map(_LICENCE.fullmatch, lines[1:end]))
-    fields = {match[1]: match[2] for match in matches}
+    fields = {match[1]: match[2] for match in map(_LICENCE.fullmatch, lines[1:end]) if match}
     if not _LINK.fullmatch(fields.get("license_link", "")):
         fields.pop("license_link", None)
     return fields

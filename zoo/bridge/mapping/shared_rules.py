@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from zoo.bridge.mapping.rules import Layout, PaddedRows, Rule, Shard, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.mapping.transforms import QKV, Dims, GateUp, Transform, Transposed
-from zoo.types import JsonObject
+from zoo.types import JsonMapping, JsonObject
 
 LAYERS = "decoder.layers.{layer}"  # zoo's names of a decoder's layers
 
@@ -59,14 +59,17 @@ def attention_layer(zoo: str, hf: str, qkv: Transform | None = None, *, sandwich
     `sandwich`: with norms behind attention and MLP too, as Gemma names the four.
     """
     parts = [f"{hf}.self_attn.{part}_proj.weight" for part in "qkv"]
-    attention = f"{zoo}.self_attention"
+    attention, norms = f"{zoo}.self_attention", {"pre_mlp_layernorm": "post_attention_layernorm"}
+    if sandwich:
+        norms = {"post_self_attn_layernorm": "post_attention_layernorm"}
+        norms |= {f"{place}_mlp_layernorm": f"{place}_feedforward_layernorm" for place in ("pre", "post")}
     return (
         rule(f"{zoo}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
         rule(f"{attention}.linear_qkv.weight", *parts, transform=qkv or QKV(), shard="tp0"),
         rule(f"{attention}.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", shard="tp1"),
         rule(f"{attention}.q_layernorm.weight", f"{hf}.self_attn.q_norm.weight"),
         rule(f"{attention}.k_layernorm.weight", f"{hf}.self_attn.k_norm.weight"),
-        *_further_norms(zoo, hf, sandwich),
+        *(rule(f"{zoo}.{ours}.weight", f"{hf}.{theirs}.weight") for ours, theirs in norms.items()),
     )
 
 
@@ -74,18 +77,6 @@ def qkv_bias(zoo: str, hf: str) -> Rule:
     """Biases of a layer's queries, keys and values."""
     biases = (f"{hf}.self_attn.{part}_proj.bias" for part in "qkv")
     return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=QKV(), shard="tp0")
-
-
-def _further_norms(zoo: str, hf: str, sandwich: bool) -> tuple[Rule, ...]:
-    """The norms of a layer but the first."""
-    if not sandwich:
-        return (rule(f"{zoo}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),)
-    names = {
-        "post_self_attn_layernorm": "post_attention_layernorm",
-        "pre_mlp_layernorm": "pre_feedforward_layernorm",
-        "post_mlp_layernorm": "post_feedforward_layernorm",
-    }
-    return tuple(rule(f"{zoo}.{ours}.weight", f"{hf}.{theirs}.weight") for ours, theirs in names.items())
 
 
 def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:
@@ -139,3 +130,30 @@ def published_experts(config: JsonObject, names: Collection[str] = ()) -> JsonOb
 def swapped(prefixes: Mapping[str, str]) -> dict[str, str]:
     """Published prefixes by the names that they have in memory, of those by published ones."""
     return {there: published for published, there in prefixes.items()}
+
+
+# Names as transformers saves a thinker by itself -> those of the whole model.
+THINKER_ALONE = {name: f"thinker.{name}" for name in ("model.", "lm_head.", "visual.", "audio_tower.")}
+
+
+def whole_config(kind: str, speaking: str, silent: str) -> Callable[[JsonObject, Collection[str]], JsonObject]:
+    """A bridge's `export_config`: the whole model's config.json, of model_type `kind`.
+
+    A thinker's own config is wrapped, as ours are the published names, which begin with `thinker.`; the special token ids
+    outside the thinker then have HF's defaults. `speaking` and `silent` are the classes of `architectures` with a talker in the
+    weights and without one, when HF must not build one either (enable_audio_output).
+    """
+
+    def export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
+        if config.get("model_type") == f"{kind}_thinker":
+            thinker = {key: value for key, value in config.items() if key != "architectures"}
+            config = {"model_type": kind, "thinker_config": thinker}
+        speaks = any(name.startswith("talker.") for name in names)
+        return {**config, "architectures": [speaking if speaks else silent], "enable_audio_output": speaks}
+
+    return export_config
+
+
+def module_names(thinker: str) -> Callable[[JsonMapping], Mapping[str, str]]:
+    """A bridge's `module_names`: a thinker by itself, of model_type `thinker`, has no name."""
+    return lambda config: {"thinker.": ""} if config.get("model_type") == thinker else {}

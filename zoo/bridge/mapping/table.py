@@ -70,13 +70,11 @@ class Entry:
             shapes = [tuple(part.shape) for part in self.layout.transform.to_hf(full, dims)]
         except RuntimeError as error:
             raise ValueError(str(error)) from None
-        if not self.rule.stacked:
-            return dict(zip(self.hf_names(), shapes, strict=True))
-        if not self.layout.per_expert:
-            stacks = [(zoo_shape[0], *shape) for shape in shapes]
-            return dict(zip(self.hf_names(), stacks, strict=True))
-        pairs = [zip(self.hf_names(expert), shapes, strict=True) for expert in range(zoo_shape[0])]
-        return {name: shape for pair in pairs for name, shape in pair}
+        if self.layout.per_expert:
+            names = [name for expert in range(zoo_shape[0]) for name in self.hf_names(expert)]
+            return dict(zip(names, shapes * zoo_shape[0], strict=True))
+        experts = tuple(zoo_shape[:1]) if self.rule.stacked else ()
+        return dict(zip(self.hf_names(), [(*experts, *shape) for shape in shapes], strict=True))
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,9 @@ class Bridge:
         buffers = sorted(name for name in unused if _BUFFERS.fullmatch(name))
         doubles = {n: tied for n in sorted(unused) if (tied := self._tied_to(n)) in source} if dims.tied else {}
         for name in sorted(unused - set(buffers) - set(doubles)):
-            problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
+            target = self.zoo_name(name)
+            why = f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
+            problems.append(f"{source[name]}: {'unmapped: no rule has it' if target is None else why}")
         refused = [problem for problem in problems if not is_allowed(problem, allow)]
         if refused:
             raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused))
@@ -244,12 +244,6 @@ class Bridge:
         if len(wanted) < len(problems):
             helps.append("zoo convert with allow=NAME,... leaves out tensors that are of no use (allow='talker.*')")
         return helps
-
-    def _why_unused(self, hf_name: str, entries: Mapping[str, Entry]) -> str:
-        target = self.zoo_name(hf_name)
-        if target is None:
-            return "unmapped: no rule has it"
-        return f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
 
     def _translate(self, hf_names: Collection[str]) -> tuple[dict[str, str], list[str]]:
         """Published name -> given name, in the prefixes that leaves the fewest names unknown; names met twice."""

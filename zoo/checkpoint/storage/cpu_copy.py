@@ -105,9 +105,9 @@ class CpuCopy:
         if self._workers is not None:
             self._from_cpu = [self._workers.submit(copy, piece, start) for piece, start in on_cpu]
         # A stream queues a thousand calls ahead of the GPU, and the CPU waits to give it another: the long ones come last.
-        on_gpu = sorted(
-            ((piece, start) for piece, start in placed if not piece.on_cpu), key=lambda pair: pair[0].nbytes
-        )
+        on_gpu = [
+            (piece, start) for piece, start in sorted(placed, key=lambda pair: pair[0].nbytes) if not piece.on_cpu
+        ]
         # What a step changes before its update is copied in the step's own order.
         for steady, stream in ((False, current), (True, self._stream)):
             with torch.cuda.stream(stream):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import mmap
 import os
@@ -68,20 +69,21 @@ def write(
     Raises:
         OSError: a write failed; it names the file.
     """
-    starts = [sum(size for _, size in files[:i]) for i in range(len(files))]
+    starts = itertools.accumulate((size for _, size in files), initial=0)
     failures: list[BaseException] = []
 
-    def write_file(number: int) -> list[str]:
-        name, size = files[number]
-        part = memory[starts[number] : starts[number] + size]
+    def write_file(file: tuple[str, int], start: int) -> list[str]:
+        name, size = file
         try:
-            return _write_file(folder / name, part, done, failures)
+            return _write_file(folder / name, memory[start : start + size], done, failures)
         except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(folder / name)
             failures.append(error)
             return []
 
     with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer", _lower_priority) as pool:
-        checksums = list(pool.map(write_file, range(len(files))))
+        checksums = list(pool.map(write_file, files, starts))
     if failures:
         raise failures[0]
     return {name: value for (name, _), value in zip(files, checksums, strict=True)}
@@ -110,29 +112,25 @@ def _write_file(
 ) -> list[str]:
     """Write one file; it is left unfinished once another thread has failed."""
     summed, waiting = Digests(), 0
+    handle, direct = open_new(path)
     try:
-        handle, direct = open_new(path)
-        try:
-            for at in range(0, len(memory), CHUNK):
-                if failures:
-                    return []
-                chunk = memory[at : at + CHUNK]
-                direct = write_at(handle, chunk, at, direct)
-                summed.update(chunk)
-                waiting += 0 if direct else len(chunk)
-                if waiting >= FLUSH:
-                    os.fdatasync(handle)
-                    os.posix_fadvise(handle, 0, at + len(chunk), os.POSIX_FADV_DONTNEED)
-                    waiting = 0
-                done(len(chunk))
-            os.fsync(handle)
-            if not direct:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        for at in range(0, len(memory), CHUNK):
+            if failures:
+                return []
+            chunk = memory[at : at + CHUNK]
+            direct = write_at(handle, chunk, at, direct)
+            summed.update(chunk)
+            waiting += 0 if direct else len(chunk)
+            if waiting >= FLUSH:
+                os.fdatasync(handle)
+                os.posix_fadvise(handle, 0, at + len(chunk), os.POSIX_FADV_DONTNEED)
+                waiting = 0
+            done(len(chunk))
+        os.fsync(handle)
+        if not direct:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
     return summed.values()
 
 

@@ -72,13 +72,8 @@ def write_index(folder: Path, ranks: Sequence[RankTable]) -> None:
     for key, entry in tensors.items():
         held = sum(math.prod(sizes) for _, _, _, sizes in entry["pieces"])
         assert held == math.prod(entry["shape"]), f"{key}: the ranks hold {held} elements of {entry['shape']}"
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "files": [table.files for table in ranks],
-        "tensors": tensors,
-        "objects": objects,
-    }
+    files = [table.files for table in ranks]
+    content = {"format": _FORMAT, "version": _VERSION, "files": files, "tensors": tensors, "objects": objects}
     write_atomically(folder / INDEX, json.dumps(content, separators=(",", ":")) + "\n")
 
 
@@ -98,9 +93,8 @@ class Index:
         try:
             self._read(content)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(
-                f"{path} is not the index of a checkpoint: {printable(str(error), 200)}; take another one"
-            ) from None
+            said = printable(str(error), 200)
+            raise UserError(f"{path} is not the index of a checkpoint: {said}; take another one") from None
 
     def _read(self, content: JsonMapping) -> None:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -131,8 +125,7 @@ class Index:
                     raise ValueError("a piece begins within an element")
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 self.starts[key].append((rank, at))
-            properties = TensorProperties(dtype=dtype)
-            self.tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+            self.tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
         self._objects = {key: tuple(span) for key, span in content["objects"].items()}
         for span in self._objects.values():
             self._check(*span)
@@ -157,8 +150,7 @@ class Index:
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            why = str(error).splitlines()[0]
-            fault = f"its object {key!r} is refused ({why})"
+            fault = f"its object {key!r} is refused ({str(error).splitlines()[0]})"
         except Exception:  # whatever bytes that are no such object lead to
             fault = f"{key!r} holds no values"
         raise UserError(f"{self.folder} can't be read: {fault}; take another checkpoint")

@@ -49,10 +49,8 @@ class Piece:
         """The values to write."""
         if self.source is None:
             return self.data
-        view = self.data
-        start = int(view.storage_offset())
-        steps = zip(view.shape, view.stride(), strict=True)
-        end = start + 1 + sum((size - 1) * stride for size, stride in steps)
+        view, start = self.data, int(self.data.storage_offset())
+        end = start + 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         return self.source(start, end).as_strided(view.shape, view.stride())
 
     @property
@@ -158,7 +156,7 @@ def part_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Ten
 
 def _piece(box: Box, prefix: str, view: Tensor, offsets: Shape, sizes: Shape, steady: bool) -> Piece:
     """`offsets` and `sizes` are the parameter's, `view` lies there."""
-    moved = (a - b for a, b in zip(offsets, box.offsets, strict=True))
-    at = (*box.origin[: box.lead], *(o + m for o, m in zip(box.origin[box.lead :], moved, strict=True)))
-    lead = (1,) * box.lead
-    return Piece(prefix + box.key, tuple(box.shape), at, (*lead, *sizes), view[(None,) * box.lead], steady)
+    moved = zip(box.origin[box.lead :], offsets, box.offsets, strict=True)
+    at = (*box.origin[: box.lead], *(origin + offset - first for origin, offset, first in moved))
+    sizes = (*(1,) * box.lead, *sizes)
+    return Piece(prefix + box.key, tuple(box.shape), at, sizes, view[(None,) * box.lead], steady)
