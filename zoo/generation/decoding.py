@@ -35,25 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Makes answers with a model on this rank, in evaluation mode.
-
-    Attributes:
-        assembly: family, config and processor.
-        chunks: this rank's model chunks.
-        recipe: parallel sizes and packing.align.
-        world: the process groups.
-        sampling: which tokens are taken.
-        ends: tokens that end an answer.
-        cached: keep keys, values and states between passes; default: where the layout allows it.
-    """
+    """Makes answers with a model on this rank, in evaluation mode."""
 
     assembly: build.Assembly
     chunks: Sequence[MegatronModule]
-    recipe: Recipe
+    recipe: Recipe  # parallel sizes and packing.align are used
     world: World
     sampling: Sampling
-    ends: Collection[int]
-    cached: bool | None = None
+    ends: Collection[int]  # tokens that end an answer
+    cached: bool | None = None  # keep keys, values and states between passes; default: where the layout allows it
 
     @cached_property
     def step(self) -> Any:

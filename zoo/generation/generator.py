@@ -67,10 +67,8 @@ class Generator:
             read = prompts or filler
             samples = [prompt.sample for prompt in read.values()]
             tokens = decoding.answer(samples, list(read))
-            new = {
-                number: self.result(prompt, answer)
-                for (number, prompt), answer in zip(prompts.items(), tokens, strict=False)
-            }
+            answered = zip(prompts.items(), tokens, strict=False)
+            new = {number: self.result(prompt, answer) for (number, prompt), answer in answered}
             keep(new)
             mine |= new
         return gather_rows(mine, world)
@@ -97,8 +95,7 @@ class Generator:
     def prompt(self, row: Row, answered: bool = True) -> Prompt:
         """The prompt of a row; RowError as `make_prompt` raises it."""
         assembly, data = self.decoding.assembly, self.decoding.recipe.data
-        most = most_positions(assembly.config)
-        return make_prompt(assembly.processor, row, data, most=most, answered=answered)
+        return make_prompt(assembly.processor, row, data, most=most_positions(assembly.config), answered=answered)
 
     def _bins(
         self, groups: Sequence[Sequence[int]], rows: Sequence[Row], unanswered: frozenset[int]

@@ -64,14 +64,8 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
     calls = (*row.calls, "") if row.calls and reference is None else row.calls
     whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
     limits = row.limits or MediaLimits.from_data(data)
-    sample = processor.encode(
-        whole,
-        video_fps=limits.video_fps,
-        max_frames=limits.max_frames,
-        pixels=limits.pixels,
-        labels="last",
-        decoder=decoder_for(data),
-    )
+    video: JsonObject = {"video_fps": limits.video_fps, "max_frames": limits.max_frames}
+    sample = processor.encode(whole, **video, pixels=limits.pixels, labels="last", decoder=decoder_for(data))
     length = int((sample.labels != IGNORE).nonzero()[0])
     if length >= most:
         text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."

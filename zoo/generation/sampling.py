@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,14 +33,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
-            raise UserError(f"max_new_tokens={self.max_new_tokens}: wanted a whole number from 1")
-        if not 0 <= self.temperature <= 100:
-            raise UserError(f"temperature={self.temperature}: wanted a number from 0 (greedy) to 100")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p}: wanted a number above 0, at most 1")
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
-            raise UserError(f"seed={self.seed}: wanted a whole number from 0, below 2**32")
+        most, seed = self.max_new_tokens, self.seed
+        for name, valid, wanted in (
+            ("max_new_tokens", isinstance(most, int) and most >= 1, "a whole number from 1"),
+            ("temperature", 0 <= self.temperature <= 100, "a number from 0 (greedy) to 100"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            ("seed", isinstance(seed, int) and 0 <= seed < 2**32, "a whole number from 0, below 2**32"),
+        ):
+            if not valid:
+                raise UserError(f"{name}={getattr(self, name)}: wanted {wanted}")
 
     def choose(self, logits: Tensor, rows: Sequence[int], step: int) -> list[int]:
         """The next token of each sequence.
@@ -66,20 +67,13 @@ class Sampling:
 
 @dataclass
 class Answers:
-    """Answers that grow a token at a time, until an end token or their limit.
+    """Answers that grow a token at a time, until an end token or their limit."""
 
-    Attributes:
-        limits: most tokens of each.
-        ends: tokens that end an answer, of which they are the last.
-        tokens: of each answer so far.
-    """
-
-    limits: Sequence[int]
-    ends: Collection[int]
-    tokens: list[list[int]] = field(default_factory=list)
+    limits: Sequence[int]  # most tokens of each
+    ends: Collection[int]  # tokens that end an answer, of which they are the last
 
     def __post_init__(self) -> None:
-        self.tokens = [[] for _ in self.limits]
+        self.tokens: list[list[int]] = [[] for _ in self.limits]
 
     @property
     def growing(self) -> list[int]:

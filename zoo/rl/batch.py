@@ -77,9 +77,8 @@ class PaddedRows:
                 raise ValueError(f"the batch has no tensor {name}; wanted input_ids and attention_mask, both (B, T)")
         ids = batch["input_ids"].cpu()
         if ids.ndim != 2:
-            raise ValueError(
-                f"the batch's input_ids have shape {tuple(ids.shape)}; (B, T) is wanted, a row for each sample"
-            )
+            shape = tuple(ids.shape)
+            raise ValueError(f"the batch's input_ids have shape {shape}; (B, T) is wanted, a row for each sample")
         mask = _same_shape(batch["attention_mask"], "attention_mask", ids)
         lengths = rows_from_mask(mask)[0] if len(mask) else ()
         real = mask == 1
@@ -155,8 +154,7 @@ def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
                 f"row {row} of the batch has {length} tokens (padded to a multiple of {align}), packing.budget is {budget}; "
                 "give a larger packing.budget"
             )
-    bins = plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))
-    return [tuple(rows) for rows in bins]
+    return [tuple(rows) for rows in plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))]
 
 
 def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
@@ -189,17 +187,12 @@ def _one_of(batch: JsonMapping, names: Sequence[str]) -> str | None:
 
 
 def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
-    heat = value.detach().float().cpu() if isinstance(value, Tensor) else float(value)
-    if isinstance(heat, Tensor) and heat.ndim == 0:
-        heat = float(heat)
-    if isinstance(heat, Tensor) and heat.shape != (rows,):
+    heat = value.detach().float().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if heat.ndim and heat.shape != (rows,):
         raise ValueError(f"temperature has shape {tuple(heat.shape)}; a number, or ({rows},) for the rows is wanted")
-    if isinstance(heat, Tensor) and not len(heat):
-        return heat
-    least = float(heat.min()) if isinstance(heat, Tensor) else heat
-    if not least > 0:
-        raise ValueError(f"temperature is {least:g}; a number above 0 is wanted")
-    return heat
+    if heat.numel() and not float(heat.min()) > 0:
+        raise ValueError(f"temperature is {float(heat.min()):g}; a number above 0 is wanted")
+    return heat if heat.ndim else float(heat)
 
 
 def _media(batch: JsonMapping, processor: Processor, rows: int) -> tuple[Mapping[str, Tensor], ...]:
@@ -213,10 +206,9 @@ def _media(batch: JsonMapping, processor: Processor, rows: int) -> tuple[Mapping
             f"the batch's {name} is {seen}; wanted a list of {rows}, for each row what the Hugging Face processor returned of "
             "its media, or None"
         )
-    return tuple(
-        features if isinstance(features, Prepared) else processor.media_tensors(features) if features else {}
-        for features in media
-    )
+    empty: Mapping[str, Tensor] = {}
+    made = (row if isinstance(row, Prepared) or not row else processor.media_tensors(row) for row in media)
+    return tuple(tensors or empty for tensors in made)
 
 
 def _experts(batch: JsonMapping, ids: Tensor, sparse: Sparse | None) -> Tensor | None:

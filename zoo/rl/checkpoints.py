@@ -48,10 +48,14 @@ class Checkpoints:
 
     def save(self, folder: Path, step: int, counts: Counts) -> Path:
         """Write `checkpoints/iter_{step}` in the folder, and wait until the disk has it; returns its path."""
+
+        def begin() -> None:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            save_recipe(self.recipe, folder / "config.yaml")
+
         trainable = self._trainable("save")
-        if self._control is None:
-            self._control = ControlGroup(TIMEOUT)
-        agreed(lambda: self._begin(folder))
+        self._control = self._control or ControlGroup(TIMEOUT)
+        agreed(begin)
         allocate_state(trainable.optimizer)
         state: JsonObject = {
             "step": step,
@@ -94,18 +98,12 @@ class Checkpoints:
             raise UserError(
                 "engine.load_weights: the model has adapters, which belong to other weights; open an engine with these"
             )
-        source = agreed(lambda: locate(init))
-        initial_weights.init_weights(
-            list(parts.chunks), replace(parts.assembly, source=source), self.recipe, self.world
-        )
+        assembly = replace(parts.assembly, source=agreed(lambda: locate(init)))
+        initial_weights.init_weights(list(parts.chunks), assembly, self.recipe, self.world)
         for optimizer in optimizers(parts.optimizer) if parts.optimizer is not None else ():
             for state in optimizer.state.values():
                 if state[MASTER].dtype == torch.int16:  # what completed the former bf16 weights to fp32
                     state[MASTER].zero_()
-
-    def _begin(self, folder: Path) -> None:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        save_recipe(self.recipe, folder / "config.yaml")
 
     def _trainable(self, call: str) -> Trainable:
         parts = self.parts

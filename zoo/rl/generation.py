@@ -89,14 +89,12 @@ def _row(item: JsonMapping, literal: bool) -> Row:
 
 def _batch(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], pad: int) -> JsonObject:
     """Prompts and answers in rows (B, T), padded on the right."""
-    pairs = [
-        (prompt.sample.input_ids, torch.tensor(tokens, dtype=torch.int64))
-        for prompt, tokens in zip(prompts, answers, strict=True)
-    ]
-    shape = (len(pairs), max((len(asked) + len(said) for asked, said in pairs), default=0))
+    pairs = zip(prompts, answers, strict=True)
+    rows = [torch.cat([prompt.sample.input_ids, torch.tensor(tokens, dtype=torch.int64)]) for prompt, tokens in pairs]
+    shape = (len(rows), max(map(len, rows), default=0))
     ids, real, chosen = torch.full(shape, pad), torch.zeros(shape).bool(), torch.zeros(shape).bool()
-    for row, (asked, said) in enumerate(pairs):
-        end = len(asked) + len(said)
-        ids[row, :end], real[row, :end], chosen[row, len(asked) : end] = torch.cat([asked, said]), True, True
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        ids[number, : len(row)], real[number, : len(row)] = row, True
+        chosen[number, prompt.sample.length : len(row)] = True
     media: list[Mapping[str, Tensor]] = [Prepared(prompt.sample.media) for prompt in prompts]
     return {"input_ids": ids, "attention_mask": real, "loss_mask": chosen, "media": media}

@@ -55,9 +55,8 @@ class OpenModel:
         self.dp_rank, self.dp_size = world.dp_rank, world.dp_size
         self.processor = parts.assembly.processor.hf
         self._ranks, self._world, self._parts, self._stack = ranks, world, parts, stack
-        self._passes: Passes | None = Passes(
-            parts.step, parts.chunks, world, recipe.packing.budget, recipe.packing.align or 1
-        )
+        budget, align = recipe.packing.budget, recipe.packing.align or 1
+        self._passes: Passes | None = Passes(parts.step, parts.chunks, world, budget, align)
         self._memory, self._weights = Memory(parts), Weights(parts, world)
         self._checkpoints = Checkpoints(recipe, world, parts)
         config = parts.chunks[0].config
@@ -103,14 +102,14 @@ class OpenModel:
                     raise UserError(
                         "the recipe has other parallel sizes than that of the engine beside which it is to be opened; give it the same"
                     )
-            stack = ExitStack()
-            device = beside.device if beside is not None else None
-            with settings(recipe, device) as device, ExitStack() as failed:
+            stack, of_groups = ExitStack(), ExitStack()
+            with settings(recipe, None if beside is None else beside.device) as device, ExitStack() as failed:
                 failed.enter_context(stack)
-                ranks = beside._ranks if beside is not None else None
-                if ranks is None:
-                    made = failed.enter_context(ExitStack())
-                    ranks = Ranks(made.enter_context(groups(recipe, device)), made)
+                failed.enter_context(of_groups)
+                if beside is None:
+                    ranks = Ranks(of_groups.enter_context(groups(recipe, device)), of_groups)
+                else:
+                    ranks = beside._ranks
                 refuse_different(recipe)
                 parts = build_parts(recipe, ranks.world, stack, train=train)
                 failed.pop_all()
@@ -257,12 +256,6 @@ class OpenModel:
 
 def _for_loops(recipe: Recipe, ranks: int) -> Recipe:
     """The recipe without losses that are not the caller's, and with a batch that fits any layout."""
-    replicas = max(1, data_parallel(recipe, ranks))
-    return recipe.replace(
-        {
-            "train.mtp_loss": 0.0,
-            "train.aux_loss": 0.0,
-            "train.z_loss": 0.0,
-            "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
-        }
-    )
+    batch = max(1, data_parallel(recipe, ranks)) * recipe.train.micro_batch * recipe.parallel.pp
+    losses = dict.fromkeys(("train.mtp_loss", "train.aux_loss", "train.z_loss"), 0.0)
+    return recipe.replace({**losses, "train.global_batch": batch})

@@ -69,19 +69,14 @@ class Memory:
     def _give(self, kind: Kind) -> int:
         if kind in self.away:
             return 0
-        held, total = [], 0
-        for tensor in self._tensors(kind):
-            storage = tensor.untyped_storage()
-            size = storage.nbytes()
-            copy = None if kind == "gradients" else _copied(tensor)
-            held.append((storage, copy, size))
-            total += size
+        storages = self._storages(kind)
+        held = [(storage, None if kind == "gradients" else _copied(storage), storage.nbytes()) for storage in storages]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for storage, _, _ in held:
             storage.resize_(0)
         self.away[kind] = held
-        return total
+        return sum(size for _, _, size in held)
 
     def _take(self, kind: Kind) -> int:
         total = 0
@@ -97,18 +92,18 @@ class Memory:
             forget(self.parts.optimizer)
         return total
 
-    def _tensors(self, kind: Kind) -> Iterator[Tensor]:
-        """One tensor of each storage of a kind that has any bytes."""
-        seen = set() if kind == "model" else {_key(tensor) for tensor in self._of_model()}
-        by_kind = {"model": self._of_model, "optimizer": self._of_optimizer, "gradients": self._of_gradients}
-        for tensor in by_kind[kind]():
-            if _key(tensor) not in seen and tensor.untyped_storage().nbytes():
-                seen.add(_key(tensor))
-                yield tensor
-
-    def _of_model(self) -> Iterator[Tensor]:
-        for chunk in self.parts.chunks:
-            yield from chunk.parameters()
+    def _storages(self, kind: Kind) -> list[torch.UntypedStorage]:
+        """The storages of a kind that have any bytes, once each, and without the model's for the other kinds."""
+        model: list[Tensor] = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
+        tensors = model
+        if kind == "optimizer":
+            tensors = list(self._of_optimizer())
+        elif kind == "gradients":
+            chunks = self.parts.chunks if self.parts.optimizer is not None else ()
+            tensors = [b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        storages = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
+        of_model = set() if kind == "model" else {parameter.untyped_storage()._cdata for parameter in model}
+        return [storage for key, storage in storages.items() if key not in of_model and storage.nbytes()]
 
     def _of_optimizer(self) -> Iterator[Tensor]:
         for optimizer in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
@@ -121,24 +116,14 @@ class Memory:
                     if exponents is not None:
                         yield exponents
 
-    def _of_gradients(self) -> Iterator[Tensor]:
-        if self.parts.optimizer is None:
-            return
-        for chunk in self.parts.chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """The whole storage as (N,) uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's whole storage on the host, pinned where it comes from a GPU."""
-    whole = _bytes(tensor.untyped_storage())
+def _copied(storage: torch.UntypedStorage) -> Tensor:
+    """A copy of a whole storage on the host, pinned where it comes from a GPU."""
+    whole = _bytes(storage)
     copy = torch.empty(whole.shape, dtype=torch.uint8, device="cpu", pin_memory=whole.is_cuda)
     return copy.copy_(whole, non_blocking=True)

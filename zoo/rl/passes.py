@@ -23,30 +23,14 @@ type LossFunction = Callable[..., Any]  # what `zoo.Engine.train_step` says
 
 
 @dataclass(frozen=True)
-class Micro:
-    """One micro-batch on its way through the pipeline."""
-
-    rows: PaddedRows
-    bin: Bin
-    filler: int  # a token of text, which runs where there is no row
-
-
-@dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of a model over a loop's batches.
-
-    Attributes:
-        step: the family's PackedStep.
-        chunks: this rank's model chunks.
-        world: the process groups.
-        budget, align: tokens of a micro-batch, and what each row is padded to.
-    """
+    """Forward and backward passes of a model over a loop's batches."""
 
     step: PackedStep
     chunks: Sequence[MegatronModule]
     world: World
-    budget: int
-    align: int
+    budget: int  # tokens of a micro-batch
+    align: int  # what each row is padded to a multiple of
 
     def bins(self, rows: PaddedRows) -> list[Bin]:
         """Micro-batches of this rank, at least one: as many as those of the ranks that it exchanges tokens of experts with."""
@@ -73,36 +57,34 @@ class Passes:
             noted = torch.full((*shape, sparse.layers, sparse.topk), -1, dtype=torch.int32, device=device)
         for chunk in self.chunks:
             chunk.eval()
-        outputs = self._schedule(
-            rows,
-            bins,
-            lambda values, micro: (next(iter(values.values())).sum(), values),
-            entropy=entropy,
-            forward_only=True,
-            noted=noted,
-        )
+
+        def loss(values: dict[str, Tensor], _: Bin) -> tuple[Tensor, JsonObject]:
+            return next(iter(values.values())).sum(), values
+
+        outputs = self._schedule(rows, bins, loss, entropy=entropy, forward_only=True, noted=noted)
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
         whole = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
         for bin_rows, values in zip(bins, outputs, strict=False):
-            if bin_rows:
-                for name in names:
-                    whole[name][torch.tensor(bin_rows, device=device)] = values[name].float()
-        results = {name: self._from_last_stage(value) for name, value in whole.items()}
+            for name in names if bin_rows else ():
+                whole[name][torch.tensor(bin_rows, device=device)] = values[name].float()
+        pp = self.world.groups.pp
+        if pp.size() > 1:
+            for value in whole.values():
+                dist.broadcast(value, src=dist.get_process_group_ranks(pp)[-1], group=pp)
         if noted is not None:
-            for group in (self.world.groups.tp_cp, self.world.groups.pp):
+            for group in (self.world.groups.tp_cp, pp):
                 if group.size() > 1:  # each token's are on one rank, or alike on several, and -1 on the others
                     dist.all_reduce(noted, op=dist.ReduceOp.MAX, group=group)
-            results["routing"] = noted.to(torch.int16)
-        return results
+            whole["routing"] = noted.to(torch.int16)
+        return whole
 
     def gradients(
         self, rows: PaddedRows, loss_fn: LossFunction, scale: float, *, entropy: bool
     ) -> tuple[list[JsonObject], int]:
         """Accumulate the gradient of `scale` times the sum of `loss_fn` over all micro-batches of all replicas.
 
-        Returns:
-            of each micro-batch, on the last pipeline stage, `loss`, scaled, and what else the function returned; and the number of
-            this rank's micro-batches.
+        Returns of each micro-batch, on the last pipeline stage, `loss`, scaled, and what else the function returned; and how many this
+        rank has.
         """
         bins = self.bins(rows)
         for chunk in self.chunks:
@@ -110,10 +92,10 @@ class Passes:
         # What DDP and megatron-core's schedule divide by: replicas, of which the mean is taken, and micro-batches.
         divisor = self.world.dp_size * len(bins)
 
-        def loss(values: dict[str, Tensor], micro: Micro) -> tuple[Tensor, JsonObject]:
-            if not micro.bin:
+        def loss(values: dict[str, Tensor], bin_rows: Bin) -> tuple[Tensor, JsonObject]:
+            if not bin_rows:
                 return values["logprobs"].sum() * 0.0, {}
-            total, metrics = _called(loss_fn, values, micro.rows.part(micro.bin, self.world.device))
+            total, metrics = _called(loss_fn, values, rows.part(bin_rows, self.world.device))
             total = total * scale
             return total * divisor, {**metrics, "loss": total.detach()}
 
@@ -123,7 +105,7 @@ class Passes:
         self,
         rows: PaddedRows,
         bins: Sequence[Bin],
-        loss: Callable[[dict[str, Tensor], Micro], tuple[Tensor, JsonObject]],
+        loss: Callable[[dict[str, Tensor], Bin], tuple[Tensor, JsonObject]],
         *,
         entropy: bool,
         forward_only: bool,
@@ -136,37 +118,36 @@ class Passes:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         step, chunks = self.step, list(self.chunks)
+        media = {token for tokens in step.tower_tokens().values() for token in tokens}
+        filler = next(token for token in range(len(media) + 1) if token not in media)  # runs where there is no row
 
         def forward(
-            data: Iterator[Micro], model: MegatronModule
+            data: Iterator[Bin], model: MegatronModule
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, JsonObject]]]:
-            micro = next(data)
-            taken, heat = micro.rows.take(micro.bin, micro.filler), micro.rows.temperatures(micro.bin)
-            experts: Tensor | Literal["noted"] | None = micro.rows.routing(micro.bin)
+            bin_rows = next(data)
+            taken, heat = rows.take(bin_rows, filler), rows.temperatures(bin_rows)
+            experts: Tensor | Literal["noted"] | None = rows.routing(bin_rows)
             if experts is None and noted is not None:
                 experts = "noted"
-            inputs, about = step.prepare(taken, logprobs=True, entropy=entropy, temperature=heat, experts=experts)
+            inputs, loss_inputs = step.prepare(taken, logprobs=True, entropy=entropy, temperature=heat, experts=experts)
 
             def of_output(output: Tensor) -> tuple[Tensor, JsonObject]:
-                values = {"logprobs": step.logprobs(output, about)}
+                values = {"logprobs": step.logprobs(output, loss_inputs)}
                 if entropy:
-                    values["entropy"] = step.entropy(output, about)
-                return loss(values, micro)
+                    values["entropy"] = step.entropy(output, loss_inputs)
+                return loss(values, bin_rows)
 
             output = step.forward(model, inputs)
-            if noted is not None and micro.bin:
-                assert inputs.routing is not None and about.token_source is not None
-                self._note(noted, micro.bin, inputs.routing, about.token_source)
+            if noted is not None and bin_rows:
+                assert inputs.routing is not None and loss_inputs.token_source is not None
+                self._note(noted, bin_rows, inputs.routing, loss_inputs.token_source)
             return output, of_output
 
-        media = {token for tokens in step.tower_tokens().values() for token in tokens}
-        filler = next(token for token in range(len(media) + 1) if token not in media)
-        micros = [Micro(rows, rows_of_bin, filler) for rows_of_bin in bins]
         results: list[JsonObject] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
+            data_iterator=[iter(bins) for _ in chunks] if len(chunks) > 1 else iter(bins),
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(micros),
+            num_microbatches=len(bins),
             seq_length=max(1, rows.input_ids.shape[1]),
             micro_batch_size=1,
             forward_only=forward_only,
@@ -182,13 +163,6 @@ class Passes:
         known, columns = known.to(noted.device), columns.to(noted.device)
         for layer, taken in routing.noted.items():
             noted.flatten(0, 1)[columns, layer] = taken[known].to(noted.dtype)
-
-    def _from_last_stage(self, value: Tensor) -> Tensor:
-        """The last pipeline stage's tensor, on all stages."""
-        group = self.world.groups.pp
-        if group.size() > 1:
-            dist.broadcast(value, src=dist.get_process_group_ranks(group)[-1], group=group)
-        return value
 
 
 def _called(loss_fn: LossFunction, values: Mapping[str, Tensor], batch: JsonObject) -> tuple[Tensor, JsonMapping]:

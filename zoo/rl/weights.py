@@ -39,12 +39,6 @@ class Weights:
         stream = self._stream(dtype, BUCKET)
         return weight_shards(stream.parameters, stream.plan, stream.dims, stream.shard, self._merged)
 
-    def _stream(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
-        key = (dtype, bucket)
-        if key not in self._plans:
-            self._plans[key] = self._plan(dtype, bucket)
-        return self._plans[key]
-
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) of the adapters alone."""
         return lora_files.gathered(self._held())
@@ -72,9 +66,14 @@ class Weights:
         """PEFT's adapter_config.json."""
         return lora_files.peft_config_of(self._held(), self.parts.assembly, recipe)
 
-    def _plan(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
+    def _stream(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
+        """The plan for the model's own parameters, without those of adapters."""
+        if (dtype, bucket) in self._plans:
+            return self._plans[dtype, bucket]
         assembly, source = self.parts.assembly, self.parts.assembly.source
-        parameters = self._own_parameters()
+        adapters = self.parts.adapters.held if self.parts.adapters is not None else ()
+        adapter_ids = {id(parameter) for entry in adapters for parameter in entry.adapter.parameters()}
+        parameters = [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in adapter_ids]
         if any(parameter.dtype == frozen_fp8.DTYPE for _, parameter in parameters):
             raise UserError(
                 "the model's frozen weights are held in FP8 (lora.base_dtype=fp8), so they can't be published; call "
@@ -82,16 +81,10 @@ class Weights:
             )
         while source is not None and source.kind == "run":
             source = loading.started_from(source)
-        return WeightStream(
-            parameters,
-            assembly.family.load("bridge"),
-            build.model_dims(assembly),
-            self.world.groups,
-            config=assembly.config.hf,
-            source=source,
-            dtype=dtype,
-            bucket=bucket,
-        )
+        bridge, dims = assembly.family.load("bridge"), build.model_dims(assembly)
+        options: JsonObject = {"config": assembly.config.hf, "source": source, "dtype": dtype, "bucket": bucket}
+        self._plans[dtype, bucket] = WeightStream(parameters, bridge, dims, self.world.groups, **options)
+        return self._plans[dtype, bucket]
 
     def _merged(self, name: str, parameter: Tensor) -> Tensor:
         """The parameter with its adapter added, as `Adapters.merge` adds it; itself where it has none."""
@@ -99,9 +92,3 @@ class Weights:
             if entry.target.zoo == name:
                 return entry.merged()
         return parameter
-
-    def _own_parameters(self) -> list[tuple[str, Tensor]]:
-        """Parameters of the model itself, without those of adapters."""
-        adapters = self.parts.adapters.held if self.parts.adapters is not None else ()
-        adapter_ids = {id(parameter) for entry in adapters for parameter in entry.adapter.parameters()}
-        return [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in adapter_ids]

@@ -103,9 +103,8 @@ class KLEstimate:
             if policy is None:  # an earlier pipeline stage
                 return [*batches]
             assert batch.reference is not None  # rows of labelled answers bring theirs
-            own, other = batch.reference[::2], batch.reference[1::2]
-            drift = policy - other.to(policy.device)
-            with_drift.append(replace(batch, reference=own, drift=drift))
+            drift = policy - batch.reference[1::2].to(policy.device)
+            with_drift.append(replace(batch, reference=batch.reference[::2], drift=drift))
             if not batch.spare:
                 sums += torch.stack((drift.sum(), drift.new_tensor(float(len(drift)))))
         if self.world.dp_size > 1:

@@ -53,18 +53,11 @@ def write(
     """
     own: JsonObject = {"rank": world.dp_rank, "rows": None, "losses": ()}
     if world.counts_data:
-        own["rows"] = [
-            {
-                "tokens": batch.total,
-                "labels": batch.num_labels,
-                "samples": [
-                    {"source": source, "kind": kind, "tokens": length}
-                    for source, kind, length in zip(batch.sources, batch.kinds, batch.lengths, strict=True)
-                ],
-            }
-            for batch in batches
-            if not batch.spare
-        ]
+        own["rows"] = []
+        for batch in (batch for batch in batches if not batch.spare):
+            facts = zip(batch.sources, batch.kinds, batch.lengths, strict=True)
+            samples = [{"source": source, "kind": kind, "tokens": length} for source, kind, length in facts]
+            own["rows"].append({"tokens": batch.total, "labels": batch.num_labels, "samples": samples})
     if world.counts_loss:
         own["losses"] = [(float(sums["nll"]), float(sums["weight"])) for sums in loss_sums]
     everyone: list[JsonObject] = [{} for _ in range(world.size)]

@@ -94,8 +94,7 @@ def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter |
     steps = train.steps
     if steps is None:
         if rows_read is not None:
-            rows = len(loader.source)
-            measured = rows if rows <= EXACT_ROWS else LENGTH_PROBES
+            measured = LENGTH_PROBES if len(loader.source) > EXACT_ROWS else len(loader.source)
             rows_read.expected = rows_read.read + measured // loader.lengths.group.size
         terminal.set_status("reading lengths")
         steps = loader.steps_for_epochs(train.epochs or 1.0)
@@ -151,9 +150,8 @@ def open_data(
             "are compared as they are; set data.blank_answers=0"
         )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
-    rows_read = RowCounter(tick)
+    rows_read, decoder = RowCounter(tick), decoder_for(recipe.data)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    decoder = decoder_for(recipe.data)
     decoder.tick = tick
     options: JsonObject = {
         "decoder": decoder,
@@ -165,16 +163,9 @@ def open_data(
         "media_dtype": torch.bfloat16 if recipe.engine.precision == "bf16" else None,
         "labelled": recipe.train.labelled,
     }
-    source = SampleSource.open(
-        settings.train,
-        assembly.processor,
-        settings,
-        augment=settings.augment,
-        blank=settings.blank_answers,
-        seed=recipe.run.seed,
-        workers=worker_processes.count_for(settings, local_ranks),
-        **options,
-    )
+    workers, blank = worker_processes.count_for(settings, local_ranks), settings.blank_answers
+    training: JsonObject = {"augment": settings.augment, "blank": blank, "seed": recipe.run.seed, "workers": workers}
+    source = SampleSource.open(settings.train, assembly.processor, settings, **options, **training)
     if teacher_on_disk(recipe):
         for key, value in (("augment", settings.augment), ("blank_answers", settings.blank_answers)):
             if value:
@@ -188,13 +179,11 @@ def open_data(
             f"train.loss={recipe.train.loss}: each row of data.train is compared with the one before it, which a stream no longer has; "
             "read it as a table"
         )
-    loader = BatchLoader(
-        source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size, cost=cost, group=object_group()
-    )
+    rank, size = world.dp_rank, world.dp_size
+    loader = BatchLoader(source, recipe, align=align, dp_rank=rank, dp_size=size, cost=cost, group=object_group())
     if not settings.eval or recipe.train.eval_rows == 0:
         return RunData(source, loader, None, None, decoder, rows_read)
-    held_out = SampleSource.open(
-        settings.eval, assembly.processor, settings, max_rows=recipe.train.eval_rows, evaluation=True, **options
-    )
+    options |= {"max_rows": recipe.train.eval_rows, "evaluation": True}
+    held_out = SampleSource.open(settings.eval, assembly.processor, settings, **options)
     eval_set = recipe_batches(recipe, held_out, world, cost=cost)
     return RunData(source, loader, held_out, eval_set, decoder, rows_read)

@@ -45,17 +45,12 @@ class LabelSums:
 
     def gather(self, world: World) -> JsonObject:
         """`loss`, `exact_match` and `rows`, and `by_kind`: kind -> the same."""
-        by_kind = _summed_over_ranks(self.kinds, world)
-        nll, weight, rows, matches = (sum(sums[i] for sums in by_kind.values()) for i in range(4))
-        return {
-            "loss": nll / (weight or 1.0),
-            "exact_match": matches / max(rows, 1.0),
-            "rows": int(rows),
-            "by_kind": {
-                kind: {"exact_match": sums[3] / sums[2], "rows": int(sums[2]), "loss": sums[0] / (sums[1] or 1.0)}
-                for kind, sums in sorted(by_kind.items())
-            },
-        }
+        by_kind, whole = _summed_over_ranks(self.kinds, world, 4)
+        return {**self._means(whole), "by_kind": {kind: self._means(sums) for kind, sums in by_kind.items()}}
+
+    def _means(self, sums: Sequence[float]) -> JsonObject:
+        nll, weight, rows, matches = sums
+        return {"exact_match": matches / max(rows, 1.0), "rows": int(rows), "loss": nll / (weight or 1.0)}
 
 
 class PairSums:
@@ -78,9 +73,8 @@ class PairSums:
 
     def gather(self, world: World) -> JsonObject:
         """Means over all ranks' pairs, `rows`, and `by_kind`: kind -> the same."""
-        by_kind = _summed_over_ranks(self.kinds, world)
-        whole = [sum(sums[i] for sums in by_kind.values()) for i in range(len(PAIR_METRICS) + 1)]
-        return {**self._means(whole), "by_kind": {kind: self._means(sums) for kind, sums in sorted(by_kind.items())}}
+        by_kind, whole = _summed_over_ranks(self.kinds, world, len(PAIR_METRICS) + 1)
+        return {**self._means(whole), "by_kind": {kind: self._means(sums) for kind, sums in by_kind.items()}}
 
     def _means(self, sums: Sequence[float]) -> JsonObject:
         count = sums[-1]
@@ -137,8 +131,11 @@ def _of_all_ranks[T](kinds: dict[str, T], world: World) -> Iterator[tuple[str, T
         yield from of_rank.items()
 
 
-def _summed_over_ranks(kinds: dict[str, list[float]], world: World) -> dict[str, list[float]]:
+def _summed_over_ranks(
+    kinds: dict[str, list[float]], world: World, count: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """The `count` sums of each kind over all ranks, kinds in order, and those of all kinds."""
     total: dict[str, list[float]] = {}
     for kind, sums in _of_all_ranks(kinds, world):
         _add(total, kind, sums)
-    return total
+    return dict(sorted(total.items())), [sum(sums[i] for sums in total.values()) for i in range(count)]

@@ -22,7 +22,6 @@ from zoo.data.sample import MicroBatch
 from zoo.parallel.object_group import object_group
 from zoo.parallel.world import World
 from zoo.steps.packed_step import PackedStep
-from zoo.steps.preference import AnswerLoss
 from zoo.training.eval_metrics import Kinds, RowTable, metric_sums
 from zoo.types import JsonObject
 
@@ -80,16 +79,15 @@ def evaluate(
     batches: Iterable[MicroBatch | None],
     world: World,
     spare: Callable[[], MicroBatch],
-    preference: AnswerLoss | None = None,
     auxiliary_passes: AuxiliaryPasses | None = None,
 ) -> JsonObject:
     """Metrics over all rows of `batches` and all ranks.
 
     Args:
+        step: of the model; rows are pairs or labelled answers where it has a loss of these.
         chunks: this rank's model chunks.
         batches: this rank's micro-batches, as many on every rank; None stands for one without rows.
         spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
-        preference: the loss of pairs or labelled answers, where the rows are such; None: where they are not.
         auxiliary_passes: those of a loss of preferences, as in training.
 
     Returns:
@@ -97,10 +95,10 @@ def evaluate(
         For pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
         `zoo.steps.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
     """
-    sums = metric_sums(preference)
+    sums = metric_sums(step.preference)
     with in_eval_mode(chunks):
         for batch in batches:
-            if auxiliary_passes is not None and preference is not None:
+            if auxiliary_passes is not None and step.preference is not None:
                 (completed,) = auxiliary_passes([spare() if batch is None else batch])
                 batch = None if batch is None else completed
             sums.add(*batch_sums(step, chunks, batch, world, spare), batch)

@@ -58,25 +58,23 @@ def wrap_ddp(chunks: list[MegatronModule], recipe: Recipe) -> list[DistributedDa
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0 and not half)
         for index, chunk in enumerate(chunks)
     ]
-    for chunk in wrapped if half else ():
-        sum_by_dtype(chunk)
-    config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
-    if on_gpu:
-        if recipe.engine.precision == "bf16":
-            accumulate_in_place(chunks)
-        for chunk in wrapped if overlap else ():
+    if on_gpu and recipe.engine.precision == "bf16":
+        accumulate_in_place(chunks)
+    for chunk in wrapped:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+        if half:
+            sum_by_dtype(chunk)
+        if overlap:
             reduce_in_order(chunk)
-        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
-    for chunk in wrapped if ranks > 1 else ():
-        divide_at_the_loss(chunk, ranks, always=parallel_state.get_pipeline_model_parallel_world_size() > 1)
-    if not overlap:
-        for chunk in wrapped:
+        if ranks > 1:
+            divide_at_the_loss(chunk, ranks, always=parallel_state.get_pipeline_model_parallel_world_size() > 1)
+        if not overlap:
             accumulate_directly(chunk)
+    if on_gpu:
+        several = len(wrapped) > 1
+        chunks[0].config.no_sync_func = [chunk.no_sync for chunk in wrapped] if several else wrapped[0].no_sync
     if graphs:
         use_graphs(chunks)
-    for chunk in chunks[1:]:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
 

@@ -34,7 +34,6 @@ from zoo.steps.packed_step import PackedStep
 from zoo.training.dataloader import RunData
 from zoo.training.evaluation import compared_logprobs, in_eval_mode, recipe_batches
 from zoo.training.resume import KnownRows
-from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -54,12 +53,9 @@ class Reference:
     def __init__(
         self, recipe: Recipe, assembly: Assembly, world: World, file: Path, *, other_model: bool, users_file: bool
     ) -> None:
-        """`recipe` and `assembly` are those of the reference model.
+        """`recipe` and `assembly` are those of the reference model, and `file` holds the log-probabilities, or will.
 
-        Args:
-            file: holds the log-probabilities, or will.
-            other_model: whether the reference is not the model that the run begins with.
-            users_file: whether the recipe names the file; else it is the run's own.
+        `other_model`: it is not the model that the run begins with; `users_file`: the recipe names the file; else it is the run's own.
         """
         self.recipe, self.assembly, self.world, self.file = recipe, assembly, world, file
         self.other_model, self.users_file = other_model, users_file
@@ -107,10 +103,9 @@ class Reference:
                 "log-probabilities; read it as a table, compute them in each step with adapters and train.reference=base, or take "
                 "train.loss=simpo or orpo, which have no reference"
             )
-        self.digests = {
-            "digest": _digest(self.recipe, self.weights, rows.known),
-            "rows": _digest(self.recipe, [], rows.known),
-        }
+        settings = {name: getattr(self.recipe.data, name) for name in DATA}
+        by_kind = {"digest": self.weights, "rows": []}
+        self.digests = {kind: plain_digest([settings, weights, rows.known]) for kind, weights in by_kind.items()}
         sizes = {name: _size(source) for name, source in _sources(data).items()}
         self.logprobs = agreed(lambda: self._read(sizes))
         if self.users_file and not self.logprobs:
@@ -138,7 +133,13 @@ class Reference:
                     terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
                     if batch is not None and values is not None:
                         mine |= dict(zip(ids, values.view(-1, 2).tolist(), strict=True))
-                self.logprobs[name] = self._gathered(mine, _size(source))
+                everyone: list[dict[SampleId, list[float]]] = [mine]
+                if self.world.size > 1:
+                    everyone = [{} for _ in range(self.world.size)]
+                    dist.all_gather_object(everyone, mine)
+                self.logprobs[name] = np.full((_size(source), 2), np.nan, np.float32)  # nan: of rows that can't be used
+                for sample_id, pair in (item for of_rank in everyone for item in of_rank.items()):
+                    self.logprobs[name][sample_id] = pair
         if self.world.is_main:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replaced(self.file) as path:
@@ -149,33 +150,18 @@ class Reference:
         for name, source in _sources(data).items():
             source.references = self.logprobs[name]
 
-    def _gathered(self, mine: dict[SampleId, list[float]], size: int) -> np.ndarray:
-        everyone: list[dict[SampleId, list[float]]] = [mine]
-        if self.world.size > 1:
-            everyone = [{} for _ in range(self.world.size)]
-            dist.all_gather_object(everyone, mine)
-        values = np.full((size, 2), np.nan, np.float32)  # of rows that can't be used
-        for of_rank in everyone:
-            for sample_id, pair in of_rank.items():
-                values[sample_id] = pair
-        return values
-
     def _read(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """On the first rank: the file's arrays, {} where there are none or they don't fit."""
-        if not self.file.is_file():
-            return {}
+        key = "rows" if self.users_file else "digest"
         try:
             with safe_open(self.file, framework="numpy") as file:
-                key = "rows" if self.users_file else "digest"
                 if (file.metadata() or {}).get(key) != self.digests[key]:
                     return {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no mapping
-        except (SafetensorError, OSError):  # damaged: they are computed again
+        except (SafetensorError, OSError):  # none, or damaged: they are computed again
             return {}
-        fits = {name: value.shape for name, value in arrays.items()} == {
-            name: (size, 2) for name, size in sizes.items()
-        }
-        return arrays if fits else {}
+        shapes = {name: array.shape for name, array in arrays.items()}
+        return arrays if shapes == {name: (size, 2) for name, size in sizes.items()} else {}
 
 
 def _sources(data: RunData) -> dict[str, SampleSource]:
@@ -193,11 +179,6 @@ def weights_identity(recipe: Recipe, assembly: Assembly) -> list[object]:
     seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     named = {name: getattr(recipe.model, name) for name in WEIGHTS}
     return [named, asdict(recipe.lora), recipe.run.seed, recipe.engine.precision, recipe.engine.fp8, seen]
-
-
-def _digest(recipe: Recipe, weights: list[object], rows: JsonMapping) -> str:
-    settings = {name: getattr(recipe.data, name) for name in DATA}
-    return plain_digest([settings, weights, rows])
 
 
 def plain_digest(values: object) -> str:

@@ -86,12 +86,10 @@ def known_rows(data: RunData) -> JsonObject:
     """Digests of a run's rows, by which a resumed run recognises them, as plain values."""
     known: JsonObject = {"form": DIGEST_VERSION}
     for key, source in _sources(data):
-        parts = zip(source.rows.names, source.rows.parts, strict=True)
-        digests = [
-            RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)
-            for name, part in parts
+        known[key] = [
+            (RowDigests(name, None) if isinstance(part, RowStream) else digests_of_rows(name, part)).as_dict()
+            for name, part in zip(source.rows.names, source.rows.parts, strict=True)
         ]
-        known[key] = [one.as_dict() for one in digests]
     return known
 
 
@@ -103,13 +101,8 @@ def check_rows(
     Raises:
         UserError: rows differ and that is not allowed; the message names the source, and the row if it is known.
     """
-
-    def compare() -> KnownRows:
-        reordered = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
-        with reading_back(STATE, "take another checkpoint"):
-            return _compared(checkpoint, state, data, recipe, restart=reordered)
-
-    return agreed(compare)
+    reordered = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
+    return agreed(lambda: _compared(checkpoint, state, data, recipe, restart=reordered))
 
 
 def log_differences(
@@ -134,6 +127,7 @@ def _sources(data: RunData) -> list[tuple[str, SampleSource]]:
     return [("data.train", data.source), *held_out]
 
 
+@reading_back(STATE, "take another checkpoint")
 def _compared(checkpoint: Path, state: JsonMapping, data: RunData, recipe: Recipe, *, restart: bool) -> KnownRows:
     saved, replaced = state.get("known_rows", {}), False
     if saved.get("form") != DIGEST_VERSION:
@@ -158,8 +152,7 @@ def _compared(checkpoint: Path, state: JsonMapping, data: RunData, recipe: Recip
                 replaced, restart = True, restart or [known.rows for known in before] != source.rows.sizes
                 messages[-1] += "; the data start over" if restart else "; they continue at the same place"
             continue
-        grown = list(_grown(before, source))
-        if grown:
+        if grown := list(_grown(before, source)):
             messages.append(f"{key} has grown: {', '.join(grown)}")
             if key == "data.train":
                 messages[-1] += "; the current epoch keeps the rows it began with, the new ones join in the next"
@@ -182,8 +175,7 @@ def _difference(
             saved = streams.get(str(number)) if key == "data.train" else None
             why = part.difference(saved) if saved is not None else None
         else:
-            fewer = key == "data.eval" and recipe.train.eval_rows is not None
-            why = difference(known, part, fewer)
+            why = difference(known, part, key == "data.eval" and recipe.train.eval_rows is not None)
         if why is not None:
             return f"{rows.names[number]}: {why}"
     return None

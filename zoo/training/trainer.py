@@ -172,24 +172,23 @@ class Trainer:
         recipe = self.recipe
         refuse_unwanted(self.folder, agreed(lambda: checkpoints(self.folder)), recipe)
         self.chosen = choose(self.folder, known_faults)
-        checkpoint = self.saved = self.chosen.folder
-        self.resume_from: Path | None = checkpoint
-        self.state: JsonObject | None = None
+        checkpoint = self.saved = self.resume_from = self.chosen.folder
+        self.state: JsonObject = {}  # state.json of the checkpoint
         self.changes: list[Change] = []
         if checkpoint is not None:
             state = self.state = agreed(lambda: read_state(checkpoint))
             self.changes = agreed(lambda: resume.allowed_changes(checkpoint, state, recipe, self.description))
-        self.done: int = self.state["step"] if self.state else 0  # steps
+        self.done: int = self.state.get("step", 0)  # steps
         self.open_data()
-        if self.state is not None and self.rows.restart:
+        if self.state and self.rows.restart:
             self.loader.begin_anew(self.done)
-        elif self.state is not None:
+        elif self.state:
             void: JsonObject = {"corrected": []} if self.rows.replaced else {}
             with reading_back(STATE, "take another checkpoint"):
                 self.loader.load_state_dict({**self.state["data"], **void}, self.rows.sizes)
         self.detector = BadStepDetector(recipe.train)
-        self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
-        self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
+        self.detector.load_state_dict(self.state.get("bad_steps", {}))
+        self.callbacks.load_state_dict(self.state.get("callbacks", {}))
         self.total_steps = self.callbacks.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.progress.step = self.done
@@ -198,7 +197,7 @@ class Trainer:
         """Open the rows and the loader, and compare the rows with the checkpoint's."""
         self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
         self.loader, self.source, self.rows_read = self.data.loader, self.data.source, self.data.rows_read
-        if self.resume_from is None or self.state is None:
+        if self.resume_from is None:
             refuse_unlabelled(self.source, self.recipe)
             self.rows = resume.KnownRows(resume.known_rows(self.data) if self.world.is_main else {})
         else:
@@ -234,14 +233,14 @@ class Trainer:
         self.times.observe(chunks, self.chunks)
         self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
         self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
-        if self.resume_from is not None and self.state is not None:
+        if self.resume_from is not None:
             with on_all_cores(recipe, world):
                 try:
                     loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
                 except Damaged as damaged:  # the newest whole checkpoint before it
                     self.data.close()
                     self._choose_checkpoint({self.resume_from.name: damaged.faults})
-                    assert self.resume_from is not None and self.state is not None
+                    assert self.resume_from is not None
                     loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
         if reference is not None:
             reference.give(self.data)
@@ -289,9 +288,7 @@ class Trainer:
     def train_loop(self) -> None:
         """Train until the last step, the end of the time, an interrupt or a callback that stops the run."""
         train = self.recipe.train
-        while self.done < self.total_steps:
-            if not self.train_step():
-                break
+        while self.done < self.total_steps and self.train_step():
             self.saver.prepare(self.trainable)
             self._note_saved(self.saver.poll(self.flags), self.flags)
             self.save_report.expect(self.saver.expected_seconds, self.log)
@@ -430,17 +427,16 @@ class Trainer:
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""
         log, step, totals, batches = self.log, self.done, result.totals, result.batches
+        adamw.allocate_state(self.optimizer)
         if bad.cause == "labels":  # nothing to look into, and said once
             log.event("skip", step, cause=bad.cause, why=bad.why)
             if self.detector.counts[bad.cause] == 1:
-                log.say(
-                    f'step {step} is not applied: {bad.why}; summary.json counts such steps (skipped_steps, "labels")'
-                )
-            return adamw.allocate_state(self.optimizer)
+                text = 'summary.json counts such steps (skipped_steps, "labels")'
+                log.say(f"step {step} is not applied: {bad.why}; {text}")
+            return
         numbers = {"step": step, "loss": totals.loss, "grad_norm": totals.grad_norm}
-        file = bad_step_records.write(
-            self.folder, numbers, bad, batches.micro_batches, result.loss_sums, batches.data_position, self.world
-        )
+        rows, position = batches.micro_batches, batches.data_position
+        file = bad_step_records.write(self.folder, numbers, bad, rows, result.loss_sums, position, self.world)
         log.event("skip", step, cause=bad.cause, why=bad.why, file=str(file))
         log.say(f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows")
         if (level := self.detector.new_level) is not None:
@@ -449,7 +445,6 @@ class Trainer:
                 f"{self.recipe.train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level "
                 "of the loss from here on (train.on_new_level=take)"
             )
-        adamw.allocate_state(self.optimizer)
         if self.detector.ends:
             self.save(wait=True)
             self._finish_saves()
@@ -462,10 +457,9 @@ class Trainer:
 
     def _own_flags(self) -> list[float]:
         """Whether this rank was interrupted, by a cluster, is out of time, is due to save, has a callback that stops; its memory's, its saves'."""
-        now, save_minutes = time.monotonic(), self.recipe.train.save_minutes or math.inf
-        save_due = now > self.saved_at + 60 * save_minutes
-        asked, preempted = self.stop.asked, self.stop.asked and self.stop.preempted
-        own = (asked, preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
+        now, asked = time.monotonic(), self.stop.asked
+        save_due = now > self.saved_at + 60 * (self.recipe.train.save_minutes or math.inf)
+        own = (asked, asked and self.stop.preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
         return [*map(float, own), *self.memory.flags(), *self.saver.flags()]
 
     def should_stop(self, flags: Sequence[float] | None = None) -> bool:
@@ -494,15 +488,8 @@ class Trainer:
                     return
                 yield batch
 
-        metrics = evaluate(
-            self.step,
-            self.chunks,
-            until_interrupted(),
-            self.world,
-            eval_set.spare,
-            self.step.preference,
-            self.auxiliary_passes,
-        )
+        step, passes = self.step, self.auxiliary_passes
+        metrics = evaluate(step, self.chunks, until_interrupted(), self.world, eval_set.spare, passes)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
@@ -571,11 +558,11 @@ class Trainer:
     def _log_start(self) -> None:
         """Log what is trained, and what differs from the run that is resumed."""
         parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
-        facts = {"parameters_of_rank": parameters, "total_steps": self.total_steps, "ranks": self.world.size}
-        self.log.event("resume" if self.done else "start", self.done, **facts)
+        kind, facts = "resume" if self.done else "start", {"total_steps": self.total_steps, "ranks": self.world.size}
+        self.log.event(kind, self.done, parameters_of_rank=parameters, **facts)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
-            if not (self.state or {}).get("optimizer", True):
+            if not self.state.get("optimizer", True):
                 self.log.say(messages.WITHOUT_MOMENTS)
         notes = self.source.rows.notes(pairs=self.recipe.train.preference)
         resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
@@ -630,14 +617,6 @@ class Trainer:
             self.data.abandon()
         if "chunks" in self.__dict__:  # not there where the build failed earlier
             optimization.release_ddp(self.chunks)
-        for name in (
-            "chunks",
-            "optimizer",
-            "scheduler",
-            "trainable",
-            "step",
-            "auxiliary_passes",
-            "saver",
-            "prefetched",
-        ):
+        held = ("chunks", "optimizer", "scheduler", "trainable", "step", "auxiliary_passes", "saver", "prefetched")
+        for name in held:
             self.__dict__.pop(name, None)

@@ -33,13 +33,9 @@ SOUND, PICTURES = ("wer",), ("accuracy", "anls")
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores that were asked for.
+    """The scores that were asked for."""
 
-    Attributes:
-        asked: scores by name; empty: each row has those of its task or media.
-    """
-
-    asked: Mapping[str, Scorer]
+    asked: Mapping[str, Scorer]  # by name; empty: each row has those of its task or media
 
     @classmethod
     def named(cls, names: Iterable[str]) -> Scores:
@@ -48,7 +44,7 @@ class Scores:
         Raises:
             UserError: no such score.
         """
-        return cls({_short(name): find_score(name) for name in names})
+        return cls({name.rpartition(":")[2]: find_score(name) for name in names})
 
     def names(self, task: str | None, media: Iterable[str]) -> tuple[str, ...]:
         """The scores of a row, exact match first.
@@ -91,10 +87,6 @@ def find_score(name: str) -> Scorer:
         f"metrics={printable(name, 100)}: no such score; {hint}there are {', '.join(there)}, and module:function for one of "
         "your own"
     )
-
-
-def _short(name: str) -> str:
-    return name.rpartition(":")[2] if ":" in name else name
 
 
 def _users(function: Any, name: str) -> Scorer:

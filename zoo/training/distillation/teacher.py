@@ -51,13 +51,11 @@ class Teacher:
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, with `teaching` where this rank has the loss. Every rank calls it with as many."""
-        wanted = TopK(self.top_k, self.temperature)
-        completed = []
+        wanted, completed = TopK(self.top_k, self.temperature), []
         for batch in batches:
             top = top_tokens_of(self.step, self.chunks, batch, self.world, wanted)
-            completed.append(
-                replace(batch, teaching=None if top is None else DistillationInputs(top[0], self.temperature))
-            )
+            teaching = None if top is None else DistillationInputs(top[0], self.temperature)
+            completed.append(replace(batch, teaching=teaching))
         return completed
 
 

@@ -112,10 +112,8 @@ class TokenWriter:
         file = self.folder / _name(number)
         with replaced(file) as path:
             save_file(arrays, path)
-        checksum = _table_checksum(arrays)
-        self.files[file.name] = {
-            "rows": len(rows), "labels": sum(lengths), "bytes": file.stat().st_size, "sum": checksum,
-        }  # fmt: skip
+        facts = {"rows": len(rows), "labels": sum(lengths), "bytes": file.stat().st_size}
+        self.files[file.name] = {**facts, "sum": _table_checksum(arrays)}
         index = {"form": FORM, **self.made_by, "files": dict(sorted(self.files.items()))}
         write_atomically(self.folder / INDEX, json.dumps(index, indent=1) + "\n")
 
@@ -143,9 +141,9 @@ class TokenReader:
         counts = [len(table["sums"]) for table in tables]
         files, rows = np.repeat(np.arange(len(counts)), counts), np.concatenate(list(map(np.arange, counts)))
         self.file_and_row = np.stack((files, rows), axis=1).astype(np.int32)
-        self.keys = digests.copy().view("V16")[:, 0]
-        self.order = np.argsort(self.keys)
-        self.keys = self.keys[self.order]
+        keys = digests.copy().view("V16")[:, 0]
+        self.order = np.argsort(keys)
+        self.keys = keys[self.order]
         self.starts, self.checksums = [table["starts"] for table in tables], [table["sums"] for table in tables]
         self._opened = lru_cache(OPEN)(partial(safe_open, framework="numpy"))
 
@@ -163,17 +161,16 @@ class TokenReader:
                 "packing.budget and processor that they were written with (zoo score ... top_k=)"
             )  # fmt: skip
         file, row = self.file_and_row[self.order[position]].tolist()
-        first, last = self.starts[file][row : row + 2].tolist()
+        path, (first, last) = self.folder / self.names[file], self.starts[file][row : row + 2].tolist()
         try:
-            opened = self._opened(self.folder / self.names[file])
+            opened = self._opened(path)
             ids, logprobs, rest = (opened.get_slice(name)[first:last] for name in ("ids", "logprobs", "rest"))
             whole = ids.shape == logprobs.shape == (sample.num_labels, self.stored) and len(rest) == len(ids)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, IndexError):
             whole = False
         if not whole or _checksum(ids, logprobs, rest) != int(self.checksums[file][row]):
-            raise RowError(
-                sample.source, "teacher", f"{self.folder / self.names[file]} is damaged in this row; remove the file and run zoo score again"
-            )  # fmt: skip
+            text = f"{path} is damaged in this row; remove the file and run zoo score again"
+            raise RowError(sample.source, "teacher", text)
         ids, logprobs, rest = map(torch.from_numpy, (ids, logprobs, rest))
         k = self.top_k
         if k < self.stored:  # further tokens join the rest
@@ -189,27 +186,22 @@ def _index(folder: Path) -> JsonObject:
 
 def _check(index: JsonMapping, folder: str, wanted: DistillConfig, vocabulary: int) -> None:
     """Refuse a folder that is not whole, or not what the run wants."""
-    key, files = f"distill.teacher={folder}", -(-index["rows"] // ROWS)
-    if index.get("form") != FORM:
-        raise UserError(f"{key}: its form is {index.get('form')}, and this zoo reads {FORM}; write it anew")
-    if len(index["files"]) < files:
-        raise UserError(
-            f"{key}: {len(index['files'])} of {files} files are there; give the same zoo score again, which goes on with the others"
-        )
-    if index["vocabulary"] != vocabulary:
-        raise UserError(
-            f"{key}: a vocabulary of {index['vocabulary']:,} tokens, and the student's has {vocabulary:,}; wanted a teacher of the same "
-            "tokens"
-        )
-    if index["temperature"] != wanted.temperature:
-        raise UserError(
-            f"{key}: it is of temperature {index['temperature']:g}, and distill.temperature={wanted.temperature:g}; set that to "
-            f"{index['temperature']:g}, or write another folder"
-        )
-    if min(wanted.top_k, vocabulary) > index["top_k"]:
-        raise UserError(
-            f"{key}: it has {index['top_k']} tokens of each label, and distill.top_k={wanted.top_k}; set that to {index['top_k']} or less"
-        )
+    files, there, k, heat = -(-index["rows"] // ROWS), len(index["files"]), index["top_k"], index["temperature"]
+    why = None
+    if index["form"] != FORM:
+        why = f"its form is {index['form']}, and this zoo reads {FORM}; write it anew"
+    elif there < files:
+        why = f"{there} of {files} files are there; give the same zoo score again, which goes on with the others"
+    elif index["vocabulary"] != vocabulary:
+        sizes = f"a vocabulary of {index['vocabulary']:,} tokens, and the student's has {vocabulary:,}"
+        why = f"{sizes}; wanted a teacher of the same tokens"
+    elif heat != wanted.temperature:
+        differ = f"it is of temperature {heat:g}, and distill.temperature={wanted.temperature:g}"
+        why = f"{differ}; set that to {heat:g}, or write another folder"
+    elif min(wanted.top_k, vocabulary) > k:
+        why = f"it has {k} tokens of each label, and distill.top_k={wanted.top_k}; set that to {k} or less"
+    if why is not None:
+        raise UserError(f"distill.teacher={folder}: {why}")
 
 
 def _name(number: int) -> str:
@@ -232,16 +224,11 @@ def _tables(file: Path, listed: JsonMapping) -> dict[str, np.ndarray]:
         if file.is_file() and file.stat().st_size == listed["bytes"]:
             with safe_open(file, framework="numpy") as opened:
                 tables = {name: opened.get_tensor(name) for name in TABLES}
-            if _fit(tables, listed["rows"]) and _table_checksum(tables) == listed["sum"]:
+            rows, starts = listed["rows"], tables["starts"]
+            wanted = [(np.uint8, (rows, 16)), (np.int64, (rows + 1,)), (np.uint64, (rows,))]
+            fit = [(table.dtype, table.shape) for table in tables.values()] == wanted
+            if fit and starts[0] == 0 and (np.diff(starts) >= 0).all() and _table_checksum(tables) == listed["sum"]:
                 return tables
     except (SafetensorError, OSError, KeyError):
         pass
     raise UserError(f"{file}: missing or damaged; give the same zoo score again, which writes it anew")
-
-
-def _fit(tables: Mapping[str, np.ndarray], rows: int) -> bool:
-    """Whether tables are those of so many rows."""
-    digests, starts, sums = (tables[name] for name in TABLES)
-    kinds = (digests.dtype, starts.dtype, sums.dtype) == (np.uint8, np.int64, np.uint64)
-    shapes = (digests.shape, starts.shape, sums.shape) == ((rows, 16), (rows + 1,), (rows,))
-    return bool(kinds and shapes and starts[0] == 0 and (np.diff(starts) >= 0).all())

@@ -25,11 +25,7 @@ from zoo.training.kernel_check.recipes import check_recipes
 if TYPE_CHECKING:
     from zoo.doctor.measure import CheckResult
 
-SLOW = (
-    "attention",
-    "delta_rule",
-    "experts",
-)  # the first two take 13 of the 24 s of a first check of Qwen3.5-VL 2B on an H200
+SLOW = ("attention", "delta_rule", "experts")  # the first two take 13 of 24 s of a first check (Qwen3.5-VL 2B, H200)
 
 
 def check_kernels(recipe: Recipe) -> None:
@@ -52,13 +48,13 @@ def check_kernels(recipe: Recipe) -> None:
     print("zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...", flush=True)
     unused = {"attention_padded"} if recipe.packing.mode == "thd" else {"attention"}
     with CheckProcesses(recipe) as processes:
-        found = check_recipes(
-            [recipe], skip=unused, elsewhere=lambda check: processes.start(check).result if check.name in SLOW else None
+        findings = check_recipes(
+            [recipe], skip=unused, elsewhere=lambda check: processes.start(check) if check.name in SLOW else None
         )
-    if found.wrong:
-        raise UserError("; ".join(_refusal(result) for result in found.wrong))
-    _keep(record, found.as_dict())
-    print(f"zoo: {len(found.results)} kernels are right ({found.seconds:.0f} s)", flush=True)
+    if findings.wrong:
+        raise UserError("; ".join(_refusal(result) for result in findings.wrong))
+    _keep(record, findings.as_dict())
+    print(f"zoo: {len(findings.results)} kernels are right ({findings.seconds:.0f} s)", flush=True)
 
 
 def _refusal(result: CheckResult) -> str:
@@ -79,6 +75,7 @@ def _key(recipe: Recipe, machine: dict[str, str]) -> dict[str, Any]:
     code = hashlib.sha256()
     for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(("FLA_", "NVTE_"))}
     return {
         "machine": machine,
         "arch": recipe.model.arch,
@@ -86,11 +83,7 @@ def _key(recipe: Recipe, machine: dict[str, str]) -> dict[str, Any]:
         "parallel": {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")},
         "packing": asdict(recipe.packing),
         "code": code.hexdigest(),
-        "variables": {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(("FLA_", "NVTE_")) and value != SWITCHES.get(name)
-        },
+        "variables": {name: value for name, value in chosen.items() if value != SWITCHES.get(name)},
     }
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,54 +38,42 @@ class CheckProcesses(contextlib.ExitStack):
         super().__init__()
         self._recipe = recipe
 
-    def start(self, check: Check) -> _Process:
-        """Start to make a check."""
+    def start(self, check: Check) -> Callable[[], CheckResult | None]:
+        """Start to make a check; returns a function that waits for its result.
+
+        A crash of the process is the check's problem. The function returns None where the process could not make it, as where a
+        GPU takes one process alone or has no memory for several.
+        """
         folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="zoo-check-")))
-        launcher = self.enter_context(Launcher())
-        save_recipe(self._recipe, folder / "config.yaml")
-        found = _Process(check, folder, launcher)
-        self.callback(found.end)
-        return found
-
-
-class _Process:
-    """One of them."""
-
-    def __init__(self, check: Check, folder: Path, launcher: Launcher) -> None:
-        self._check, self._result, self._errors = check, folder / "result", folder / "errors"
-        self._since = time.perf_counter()
-        paths = str(folder / "config.yaml"), check.name, str(self._result)
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                module_command("zoo.training.kernel_check.process", *paths),
+        launcher, began = self.enter_context(Launcher()), time.perf_counter()
+        config, result, errors = (folder / name for name in ("config.yaml", "result", "errors"))
+        save_recipe(self._recipe, config)
+        with errors.open("wb") as output:
+            process = subprocess.Popen(
+                module_command("zoo.training.kernel_check.process", str(config), check.name, str(result)),
                 stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, **launcher.environment},
                 pass_fds=launcher.files,
             )
+        self.callback(process.wait)
+        self.callback(process.kill)
 
-    def result(self) -> CheckResult | None:
-        """Wait for the result of the check; a crash of the process is its problem.
+        def wait() -> CheckResult | None:
+            from zoo.doctor.measure import CheckResult
 
-        None where the process could not make it, as where a GPU takes one process alone or has no memory for several.
-        """
-        from zoo.doctor.measure import CheckResult
+            code = process.wait()
+            if code == 0:
+                made: CheckResult = pickle.loads(result.read_bytes())
+                return made if made.problem is None else None
+            if -code not in CRASHES:
+                return None
+            said = errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            problem = f"the process that checks it ended with {signal.Signals(-code).name} ({said[-1]})"
+            return CheckResult(replace(check, prepare=None), {}, problem, time.perf_counter() - began)
 
-        code = self._process.wait()
-        if code == 0:
-            found: CheckResult = pickle.loads(self._result.read_bytes())
-            return found if found.problem is None else None
-        if -code not in CRASHES:
-            return None
-        said = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        problem = f"the process that checks it ended with {signal.Signals(-code).name} ({said[-1]})"
-        return CheckResult(replace(self._check, prepare=None), {}, problem, time.perf_counter() - self._since)
-
-    def end(self) -> None:
-        """End the process where it still works."""
-        self._process.kill()
-        self._process.wait()
+        return wait
 
 
 def _main(config: str, name: str, result: str) -> None:

@@ -39,8 +39,8 @@ def check_recipes(
     from zoo.doctor.run_checks import free_memory, run_checks
 
     with alone(recipes[0]) as here:
-        found = run_checks(
-            [(f"{one.recipe} {one.size or ''}".strip(), partial(_subject, one, here)) for one in recipes],
+        findings = run_checks(
+            [(f"{recipe.recipe} {recipe.size or ''}".strip(), partial(_subject, recipe, here)) for recipe in recipes],
             only=only,
             skip=skip,
             known_wrong=known_wrong_checks(here.device, here.groups) if known_wrong else (),
@@ -48,7 +48,7 @@ def check_recipes(
             elsewhere=elsewhere,
         )
     free_memory()
-    return found
+    return findings
 
 
 def _subject(recipe: Recipe, here: World) -> Subject:
