@@ -17,14 +17,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers run side by sid
 
 from support import deadline
 
-_cases: Counter[str] = Counter()  # cases of each function so far
+_cases: Counter[tuple[str, Any]] = Counter()  # cases of each function, and family of support.families, so far
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark cases of tests marked `sampled(n)` as slow, but for each n-th, which stays in the fast tier."""
+    """Mark cases of tests marked `sampled(n)` as slow, but for each n-th of a family, which stays in the fast tier."""
     sampled = item.get_closest_marker("sampled")
     if sampled:
-        function = item.nodeid.partition("[")[0]
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        function = item.nodeid.partition("[")[0], params.get("family")
         if _cases[function] % sampled.args[0]:
             item.add_marker(pytest.mark.slow)
         _cases[function] += 1

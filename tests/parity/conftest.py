@@ -3,12 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 from support.engine import Zoo, recipe_for
 from support.rows import Example, make_examples
 from support.tiny import load_thinker
 from support.tiny_omni import TinyOmni
-from torch import Tensor
 
 from zoo.model import build
 
@@ -35,10 +33,3 @@ def examples(tiny_omni: TinyOmni) -> dict[str, Example]:
 def samples(examples: dict[str, Example]) -> list[Any]:
     """The samples of all examples, in order."""
     return [example.sample for example in examples.values()]
-
-
-@pytest.fixture(scope="session")
-def references(hf: Any, examples: dict[str, Example]) -> dict[str, Tensor]:
-    """transformers' (L, vocab) logits of each row by itself."""
-    with torch.no_grad():
-        return {name: hf(**example.features).logits[0] for name, example in examples.items()}

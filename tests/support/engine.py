@@ -106,9 +106,8 @@ class Zoo:
     def logits(self, batch: Any, **packing: Any) -> list[Tensor]:
         """(L, vocab) of the real tokens of each sample of the batch."""
         step = self.step(**packing)
-        layout = step.capture(batch)
-        inputs, _ = step.prepare(batch, logits=True)
-        out = self.model(inputs)
+        layout = step.pack(batch, step.capture(batch)).layout  # of rows whose placeholders are expanded
+        out = self.model(step.prepare(batch, logits=True)[0])
         rows = list(out) if step.packing.mode == "none" else list(out[0].split(layout.padded_lengths))
         return [row[:length] for row, length in zip(rows, layout.lengths, strict=True)]
 

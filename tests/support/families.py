@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from support import (
@@ -26,6 +27,8 @@ from support import (
     tiny_qwen25_vl,
     tiny_qwen35,
 )
+from support.engine import Zoo
+from support.pairs import Pair
 from support.rows import Example, make_examples, sound_examples, text_examples, tile_examples, vision_examples
 
 Tensors = Mapping[str, Tensor]
@@ -59,6 +62,23 @@ class Family:
     def keys(self) -> tuple[str, ...]:
         """Overrides that read a checkpoint."""
         return (f"model.family={self.name}", *self.overrides)
+
+    def zoo(self, folder: Path, world: Any, *overrides: str) -> Zoo:
+        """zoo's model of a checkpoint."""
+        return Zoo.load(folder, world, *self.keys, *overrides)
+
+    def pair(self, folder: Path, world: Any, *overrides: str, **config: Any) -> Pair:
+        """A new checkpoint of `config`, in transformers and in zoo."""
+        limits = {"logits_limit": self.logits, "gradients_limit": self.gradients}
+        return Pair.load(
+            self.write(folder, **config),
+            world,
+            *self.keys,
+            *overrides,
+            **limits,
+            publish=self.publish,
+            rows=self.examples,
+        )
 
     def sized(self, **config: Any) -> Family:
         """The family with other sizes."""
@@ -239,3 +259,13 @@ FAMILIES = {
         experts=True,
     ),
 }
+
+
+def pair_of(*names: str) -> Any:
+    """The fixture `pair`, of module scope: each of these families in transformers and in zoo."""
+
+    @pytest.fixture(scope="module", params=names)
+    def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Pair:
+        return FAMILIES[request.param].pair(tmp_path_factory.mktemp("tiny") / "hf", cpu_world)
+
+    return pair

@@ -13,7 +13,7 @@ from support.rank_gradients import Held
 
 LIMIT = 1e-5
 # Rounding leaves an absolute error of about 1e-8 in tensors of any size, most of it by the cancellation in a softmax's
-# gradient: the audio tower's key biases have no other gradient (tests/parity/test_qwen3_omni_gradients.py says why),
+# gradient: the audio tower's key biases have no other gradient (support.pairs.ZERO says why),
 # queries and keys of its last layer little. So tensors below this share of the whole gradient's norm are held to the
 # absolute error of one that size.
 FLOOR = 1e-3
