@@ -101,7 +101,7 @@ def open_new(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-def write_at(handle: int, chunk: memoryview, at: int, direct: bool) -> bool:
+def write_at(handle: int, chunk: memoryview, offset: int, direct: bool) -> bool:
     """Write all of it; whether the file is still written directly.
 
     A direct write that the file system refuses, or that ends within a block, goes on as a plain one.
@@ -109,7 +109,7 @@ def write_at(handle: int, chunk: memoryview, at: int, direct: bool) -> bool:
     written = 0
     while written < len(chunk):
         try:
-            written += os.pwrite(handle, chunk[written:], at + written)
+            written += os.pwrite(handle, chunk[written:], offset + written)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise

@@ -65,8 +65,8 @@ def reading_back(name: str | Path, hint: str) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        said = printable(f"{type(error).__name__}: {error}", 200)
-        raise UserError(f"{name} is not what zoo writes there ({said}); {hint}") from error
+        message = printable(f"{type(error).__name__}: {error}", 200)
+        raise UserError(f"{name} is not what zoo writes there ({message}); {hint}") from error
 
 
 def conforms(record: object, fields: Mapping[str, Check], required: tuple[str, ...] = ()) -> TypeGuard[JsonObject]:

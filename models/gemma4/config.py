@@ -111,12 +111,15 @@ def _with_global_heads(text: JsonObject) -> JsonObject:
     layers = text.pop("per_layer_config")
     kinds = text.get("layer_types") or []
     full = {str(number) for number, kind in enumerate(kinds) if kind == "full_attention"}
-    own = list(layers.values()) if isinstance(layers, dict) else []
+    global_layers = list(layers.values()) if isinstance(layers, dict) else []
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    alike = all(isinstance(heads, dict) and heads == own[0] and heads.keys() <= names.keys() for heads in own)
-    if not own or not alike or {str(number).lstrip("0") or "0" for number in layers} != full:
+    alike = all(
+        isinstance(heads, dict) and heads == global_layers[0] and heads.keys() <= names.keys()
+        for heads in global_layers
+    )
+    if not global_layers or not alike or {str(number).lstrip("0") or "0" for number in layers} != full:
         raise UserError(
             "text_config.per_layer_config: wanted head_dim and num_key_value_heads of the full layers, the same for each"
         )
-    missing = {names[key]: text.get(key) for key in names.keys() - own[0].keys()}
-    return text | missing | {names[key]: value for key, value in own[0].items()}
+    missing = {names[key]: text.get(key) for key in names.keys() - global_layers[0].keys()}
+    return text | missing | {names[key]: value for key, value in global_layers[0].items()}

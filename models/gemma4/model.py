@@ -40,12 +40,12 @@ class Gemma4Model(TileModel):
             return {}
         grids = media["image_grids"].tolist()  # on the host
         pixels, places = media["pixel_values"], cpu_to_device(_places(grids), media["pixel_values"].device)
-        patches = pixels.split([high * wide for high, wide in grids])
+        patches = pixels.split([high * width for high, width in grids])
         seen = self.vision(pad_sequence(patches, batch_first=True), pixel_position_ids=places)
         return {"vision": Encoded(self.projector(seen.last_hidden_state))}
 
 
 def _places(grids: list[list[int]]) -> Tensor:
     """(N, P, 2) int64 places (x, y) of the patches of images of (high, wide) patches, line by line; -1 behind an image's last."""
-    places = [torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(-1) for high, wide in grids]
+    places = [torch.cartesian_prod(torch.arange(high), torch.arange(width)).flip(-1) for high, width in grids]
     return pad_sequence(places, batch_first=True, padding_value=-1)

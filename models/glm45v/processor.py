@@ -134,7 +134,7 @@ class GLM45VProcessor(vision.PatchProcessor):
             "video_grid_thw": [torch.tensor((time, merge, merge)) for time, *_ in videos],
             "video_metadata": [
                 SimpleNamespace(
-                    fps=pace.fps, timestamps=[at / pace.fps for at in vision.frame_places(clip.frames, pace)]
+                    fps=pace.fps, timestamps=[frame / pace.fps for frame in vision.frame_places(clip.frames, pace)]
                 )
                 for clip, pace in zip(headers.videos, headers.paces, strict=True)
             ],

@@ -155,7 +155,7 @@ def find_markers(render: Callable[..., str], tokenizer: PreTrainedTokenizerBase)
     token ends gets the tokenizer's end of sequence.
     """
     turns = (("user", "Why?"), ("assistant", "Therefore."))
-    text = render([{"role": role, "content": [{"type": "text", "text": said}]} for role, said in turns])
+    text = render([{"role": role, "content": [{"type": "text", "text": text_of_turn}]} for role, text_of_turn in turns])
     between, _, behind = text.partition("Why?")[2].partition("Therefore.")
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     opens = max((between.rfind(token) for token in special), default=-1)

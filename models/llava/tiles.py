@@ -67,18 +67,18 @@ class Tiling:
         dropped on either side, rounded down.
         """
         rows, columns = self._cut(height, width)
-        high, wide = rows * self.side, columns * self.side
+        high, width_in_pixels = rows * self.side, columns * self.side
         above = left = 0
-        if width * high > wide * height:  # it is wider than its tiles
-            above = (high - height * wide // width) // 2
+        if width * high > width_in_pixels * height:  # it is wider than its tiles
+            above = (high - height * width_in_pixels // width) // 2
         else:
-            left = (wide - width * high // height) // 2
-        high, wide = high - 2 * above, wide - 2 * left
-        ratio = math.sqrt(high * wide / (self.most_tiles * self.side**2)) if self.most_tiles else 0.0
+            left = (width_in_pixels - width * high // height) // 2
+        high, width_in_pixels = high - 2 * above, width_in_pixels - 2 * left
+        ratio = math.sqrt(high * width_in_pixels / (self.most_tiles * self.side**2)) if self.most_tiles else 0.0
         scaled = ratio > 1.1
         if scaled:
-            high, wide = int(high // ratio), int(wide // ratio)
-        return Grid(rows, columns, above, left, high, wide, scaled)
+            high, width_in_pixels = int(high // ratio), int(width_in_pixels // ratio)
+        return Grid(rows, columns, above, left, high, width_in_pixels, scaled)
 
     def _cut(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles."""

@@ -53,10 +53,10 @@ class Source:
         origin = source if isinstance(source, Place) else locate(str(source))
         if origin.kind == "run":
             raise UserError(f"{origin.folder}: tensors can't be carried over from a run's checkpoint")
-        own = origin.kind == "zoo"
-        table, layouts = (native(bridge), read_layouts(origin.folder)) if own else (bridge, {})
+        is_zoo = origin.kind == "zoo"
+        table, layouts = (native(bridge), read_layouts(origin.folder)) if is_zoo else (bridge, {})
         reader = SafetensorsFolder(origin.weights)
-        dtypes = published_dtypes(origin.folder) if own else {}
+        dtypes = published_dtypes(origin.folder) if is_zoo else {}
         resolution = table.resolve(reader.names(), zoo_names, dims)
         grow_vocabulary(reader, resolution, table, dims, origin.grown_from)
         return cls(origin.files, reader, resolution, bridge, dims, origin.folder, layouts, dtypes)

@@ -50,9 +50,9 @@ class ExportedTensors:
         """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
         if name not in self._made:
             self._made.clear()  # their memory goes first
-            for made, pieces in self._planned_by_name[name][0].make():
-                planned = self._planned_by_name[made][1]
-                self._made[made] = joined(pieces, planned.shape, planned.dtype)
+            for hf_name, pieces in self._planned_by_name[name][0].make():
+                planned = self._planned_by_name[hf_name][1]
+                self._made[hf_name] = joined(pieces, planned.shape, planned.dtype)
         tensor = self._made[name]
         return tensor if (first, last) == (0, None) else tensor[first:last]
 

@@ -202,11 +202,11 @@ def stored_in_fp32(bridge: Bridge, weights: Path, *, native: bool, tied: bool) -
     wide_ones = {name for name, dtype in dtypes.items() if dtype.is_floating_point and dtype.itemsize >= 4}
     if wide_ones == dtypes.keys():
         return bridge.fp32
-    wide = {zoo for name in wide_ones for zoo in names[name]}
+    fp32_names = {zoo for name in wide_ones for zoo in names[name]}
     for rule in bridge.rules:
-        if tied and rule.tied_to and bridge.zoo_name(rule.tied_to) in wide:
-            wide.add(rule.zoo)
-    return tuple(sorted(wide))
+        if tied and rule.tied_to and bridge.zoo_name(rule.tied_to) in fp32_names:
+            fp32_names.add(rule.zoo)
+    return tuple(sorted(fp32_names))
 
 
 def fitting_names(patterns: Patterns, names: Iterable[str]) -> set[str]:

@@ -66,14 +66,14 @@ def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] =
     jobs = list(jobs)
     widths = {planned.name: planned.dtype.itemsize for job in jobs for planned in job.planned}
     # Turned here, beside the writing.
-    made = ((name, piece.contiguous()) for job in jobs for name, pieces in job.make() for piece in pieces)
+    tensors = ((name, piece.contiguous()) for job in jobs for name, pieces in job.make() for piece in pieces)
 
     def counted(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         for name, piece in pieces:
             yield piece
             wrote(piece.numel() * widths[name])
 
-    with closing(_ahead(made)) as pieces:
+    with closing(_ahead(tensors)) as pieces:
         for name, of_tensor in groupby(pieces, itemgetter(0)):
             writer.write(name, counted(of_tensor))
 
@@ -93,10 +93,10 @@ def _ahead[T](items: Iterator[T]) -> Generator[T]:
 def joined(pieces: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The tensor of that shape, in that dtype, whose pieces these are, one behind the other."""
     tensor = torch.empty(shape, dtype=dtype)
-    flat, at = tensor.view(-1), 0
+    flat, offset = tensor.view(-1), 0
     for piece in pieces:
-        flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-        at += piece.numel()
+        flat[offset : offset + piece.numel()].copy_(piece.reshape(-1))
+        offset += piece.numel()
     return tensor
 
 

@@ -87,8 +87,8 @@ def _blocks(
     held_row = torch.full_like(numbers, -1)
     mine = numbers if by_columns else cut(numbers, kind, info)
     held_row[mine] = torch.arange(len(mine))
-    turned = isinstance(entry.layout.transform, Transposed)
-    rows = [numbers] if turned else entry.layout.transform.to_hf(numbers, dims)
+    transposed = isinstance(entry.layout.transform, Transposed)
+    rows = [numbers] if transposed else entry.layout.transform.to_hf(numbers, dims)
     for name, part in zip(names, rows, strict=True):
         for start, chosen in _runs(held_row[part]):
             first_row, follow = int(chosen[0]), bool((chosen.diff() == 1).all())
@@ -96,7 +96,7 @@ def _blocks(
             offset, shape = [start, *[0] * (len(whole) - 1)], [len(part), *whole[1:]]
             if by_columns:
                 offset[1] = column
-            if turned:
+            if transposed:
                 block, offset, shape = block.T, offset[::-1], shape[::-1]
             yield WeightShard(name, block, tuple(offset), tuple(shape), first)
 

@@ -187,14 +187,14 @@ def remove(folders: Iterable[Path]) -> None:
     Where a file system renames no folders, what makes one a checkpoint goes first.
     """
     for folder in folders:
-        gone = folder.with_name(f".partial-gone-{folder.name}")
+        removed = folder.with_name(f".partial-gone-{folder.name}")
         try:
-            os.replace(folder, gone)
+            os.replace(folder, removed)
         except FileNotFoundError:
             continue
         except OSError:
-            gone = folder
+            removed = folder
             for name in (MANIFEST, STATE):
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)

@@ -190,8 +190,8 @@ def _pairs(adapters: Adapters, adapted: AdaptedWeight) -> Iterator[tuple[str, Te
         return
     names = tensor_names(adapted.target.named, adapters.stacks)
     pairs = to_peft(adapted.target, full[0], full[1], adapters.dims)
-    for pair, made in zip(names, pairs, strict=True):
-        yield from zip(pair, made, strict=True)
+    for pair, tensors in zip(names, pairs, strict=True):
+        yield from zip(pair, tensors, strict=True)
 
 
 def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
@@ -212,8 +212,8 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
     """PEFT's adapter_config.json of these adapters."""
     assert assembly.source is not None
     init, settings, whole = recipe.model.init, recipe.lora, adapters.whole
-    own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
-    base = init if is_hub_id(init) and not own else str(assembly.source.folder.absolute())
+    base_in_run = assembly.source.folder == Path(recipe.run.dir or "") / BASE
+    base = init if is_hub_id(init) and not base_in_run else str(assembly.source.folder.absolute())
     return peft.peft_config(
         adapters.linears, adapters.stacks, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
         base=base, experts=adapters.dims.experts > 0, whole=whole.modules, head=whole.head,

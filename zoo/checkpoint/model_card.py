@@ -186,10 +186,12 @@ def _usage(arch: JsonMapping, adapter: bool, ends: Sequence[int]) -> list[str]:
     # One that speaks takes ends for each of its parts, and reads none in generation_config.json.
     generate = getattr(getattr(transformers, name, None), "generate", None)
     parameters = inspect.signature(generate).parameters if generate else ()
-    own = any(key.endswith("_eos_token_id") for key in parameters)
-    key = "thinker_eos_token_id" if own else "eos_token_id"
-    told = f", {key}={stop}" if own or (adapter and ends) else ""  # else generation_config.json says it
-    return [*lines, f"# model.generate(**inputs, max_new_tokens=100{told})"]
+    has_own_ends = any(key.endswith("_eos_token_id") for key in parameters)
+    key = "thinker_eos_token_id" if has_own_ends else "eos_token_id"
+    stop_argument = (
+        f", {key}={stop}" if has_own_ends or (adapter and ends) else ""
+    )  # else generation_config.json says it
+    return [*lines, f"# model.generate(**inputs, max_new_tokens=100{stop_argument})"]
 
 
 def _classifier(arch: JsonMapping, name: str) -> list[str]:

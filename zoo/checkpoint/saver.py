@@ -179,14 +179,14 @@ class Saver:
             yield self._copier.take()
             flags = None
 
-    def close(self, show: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None) -> None:
+    def close(self, show: Callable[[], None] = lambda: None, log: Callable[[str], None] = lambda text: None) -> None:
         """After the last save: copies end, and the best checkpoint may be another one.
 
-        `show` is called every second of the wait, `say` once where there is one.
+        `show` is called every second of the wait, `log` once where there is one.
         """
         self.wait()
         if self._copier is not None and self._copier.left:
-            say(at_last_copy(self._run_dir, self._written))
+            log(at_last_copy(self._run_dir, self._written))
             self._copier.wait(0, show)
         if self._world.is_main:
             integrity.remove(self._folder.glob(PARTIAL + "*"))

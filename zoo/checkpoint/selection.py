@@ -39,11 +39,11 @@ def faults(checkpoint: Path, *, read: bool = True) -> dict[str, str]:
     return _of_all_ranks(integrity.damaged(checkpoint, rank, ranks, read=read))
 
 
-def _of_all_ranks(own: dict[str, str]) -> dict[str, str]:
+def _of_all_ranks(rank_faults: dict[str, str]) -> dict[str, str]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
+        return rank_faults
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, rank_faults)
     return {name: fault for faults_of_rank in everyone for name, fault in faults_of_rank.items()}
 
 

@@ -171,8 +171,8 @@ def _in_bf16(moment: Moment, start: int, end: int) -> Tensor:
 
         return in_bf16(moment, start, end)
     values = torch.empty(end - start, dtype=torch.bfloat16, device=moment.values.device)
-    for at in range(start, end, CHUNK):  # its temporary values take many times its memory
-        values[at - start : at - start + CHUNK] = moment.read(at, min(at + CHUNK, end))
+    for begin in range(start, end, CHUNK):  # its temporary values take many times its memory
+        values[begin - start : begin - start + CHUNK] = moment.read(begin, min(begin + CHUNK, end))
     return values
 
 

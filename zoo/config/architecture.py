@@ -111,9 +111,9 @@ def check_arch(arch: object, origin: str = "config.json") -> None:
     if not isinstance(arch, Mapping):
         raise ConfigError(f"{origin}: it holds {_kind(arch)}; wanted a JSON object")
     for where, key, value in _entries(arch):
-        said = _wrong(key, value)
-        if said:
-            raise ConfigError(f"{origin}: {printable(where, 200)} is {_shown(value)}; wanted {said}")
+        wanted = _wrong(key, value)
+        if wanted:
+            raise ConfigError(f"{origin}: {printable(where, 200)} is {_shown(value)}; wanted {wanted}")
     for part in _parts(arch):
         layers = part.get("num_hidden_layers") or 0
         experts = max(part.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -197,8 +197,8 @@ def is_saved_recipe(path: str | Path) -> bool:
     return Path(path).read_text(encoding="utf-8", errors="replace").startswith(_SAVED)
 
 
-def _refuse_overlays(own: Sequence[Layer], origin: str) -> None:
-    for layer in own:
+def _refuse_overlays(layers: Sequence[Layer], origin: str) -> None:
+    for layer in layers:
         for key in ("size", "hardware") if layer.origin else ("size", "hardware", *CHOICES):
             if key in layer.tree:
                 raise ConfigError(
@@ -285,18 +285,18 @@ def _weights(init: object) -> KnownArch | None:
     return hub._replace(source=f"architecture of model.init: {hub.source}")
 
 
-def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], sized: bool) -> str:
+def _take_sizes_of_run(tree: DictConfig, root: Layer, layers: Sequence[Layer], sized: bool) -> str:
     """Set `OF_A_RUN`, but for keys that the user or a `sized` recipe has set, as the run of `model.init` had them; says so."""
-    init = _last(own, "model.init") or tree.model.init
+    init = _last(layers, "model.init") or tree.model.init
     source = look(init) if isinstance(init, str) else None
     if source is None or source.kind != "run":
         return ""
-    _refuse_other_family(source, str(init), str(_last(own, "model.family") or tree.model.family))
+    _refuse_other_family(source, str(init), str(_last(layers, "model.family") or tree.model.family))
     config = source.folder.parent.parent / "config.yaml"
     if sized or not (config.is_file() and is_saved_recipe(config)):
         return ""
     run = read_recipe(str(config))
-    set_keys = set(_set_by(own if is_shipped(root) else [root, *own]))
+    set_keys = set(_set_by(layers if is_shipped(root) else [root, *layers]))
     if "batch" in tree.parallel.plan:
         set_keys.add("train.global_batch")
     if (_last([run], "machine.gpus") is None) != (tree.machine.gpus is None):

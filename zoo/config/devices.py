@@ -87,9 +87,9 @@ def cpu_threads(wanted: int | None, ranks: int = 1) -> int:
     Beside a GPU it is one: the CPU has index tensors of some 10,000 entries to work on, and a step would wait for the
     slowest of many threads each time: up to 1.5 times as long with 64 threads on cores that other programs use.
     """
-    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     default = 1 if gpu_count() else share_of_cores(ranks)
-    return wanted or int(said if said.isdecimal() else 0) or default
+    return wanted or int(variable if variable.isdecimal() else 0) or default
 
 
 def _driver() -> ctypes.CDLL:

@@ -67,9 +67,9 @@ class MediaLimits:
             data: a DataConfig.
             entry: its own values stand before the recipe's.
         """
-        own = {name: value for name in MEDIA_KEYS if (value := getattr(entry, name, None)) is not None}
-        fps, frames, least, most, video_most = (own.get(name, getattr(data, name)) for name in MEDIA_KEYS)
-        return cls(fps, frames, PixelLimits(least, most, video_most), tuple(own))
+        entry_limits = {name: value for name in MEDIA_KEYS if (value := getattr(entry, name, None)) is not None}
+        fps, frames, least, most, video_most = (entry_limits.get(name, getattr(data, name)) for name in MEDIA_KEYS)
+        return cls(fps, frames, PixelLimits(least, most, video_most), tuple(entry_limits))
 
     def key(self, name: str) -> str:
         """What a message calls the setting that holds for the rows: data.max_pixels, say."""
@@ -266,11 +266,11 @@ _WANTED: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 def _check_type(name: str, value: object, key: str) -> None:
     plain = _NAMES[name].removesuffix(" | None")
-    kind, said = _WANTED[plain]
+    kind, wanted_type = _WANTED[plain]
     if value is None and "None" in _NAMES[name]:
         return
     if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("float", "int")):
-        raise ConfigError(f"{key}: {name}={shown_value(value)}: wanted {said}")
+        raise ConfigError(f"{key}: {name}={shown_value(value)}: wanted {wanted_type}")
 
 
 def _check(entry: DataEntry, key: str) -> None:

@@ -232,16 +232,16 @@ def look(text: str) -> Place | None:
     if (folder / "config.json").is_file():
         refuse_links_outside(folder)
         return Place("hf", folder, folder)
-    gone: list[str] = []
+    missing: list[str] = []
     for _ in range(_TRIES):
         listed = checkpoints(folder)
         for checkpoint in reversed(listed):
             if (source := _held(checkpoint)) is not None:
-                if gone:
-                    note = f"zoo: {folder}: {gone[0]} has just been removed by its run; {checkpoint.name} is read"
+                if missing:
+                    note = f"zoo: {folder}: {missing[0]} has just been removed by its run; {checkpoint.name} is read"
                     print(note, file=sys.stderr)
                 return source
-            gone.append(checkpoint.name)
+            missing.append(checkpoint.name)
         if not listed:
             break
     return None

@@ -84,9 +84,9 @@ class Sample:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        own = [self.input_ids, self.labels, *self.media.values(), *([] if self.weights is None else [self.weights])]
+        tensors = [self.input_ids, self.labels, *self.media.values(), *([] if self.weights is None else [self.weights])]
         others = (self.rejected, self.mismatched)
-        return sum(x.nbytes for x in own) + sum(other.nbytes for other in others if other is not None)
+        return sum(x.nbytes for x in tensors) + sum(other.nbytes for other in others if other is not None)
 
     @property
     def segments(self) -> tuple[Sample, ...]:

@@ -216,10 +216,10 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        own = list(args[passed:])
-        if own and name == "join" and not isinstance(own[0], Sized):
-            own[0] = list(own[0])
-        value, further = (own[0] if own else None), [*own[1:], *kwargs.values()]
+        filter_arguments = list(args[passed:])
+        if filter_arguments and name == "join" and not isinstance(filter_arguments[0], Sized):
+            filter_arguments[0] = list(filter_arguments[0])
+        value, further = (filter_arguments[0] if filter_arguments else None), [*filter_arguments[1:], *kwargs.values()]
         size = 0 if name in OF_LISTS and name != "join" else _size(value)
         if name in WIDTHS:
             _check_widths(further)
@@ -238,7 +238,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _check_format(str(value), "%", further)
         elif name == "join" and isinstance(value, Sized):
             count(1, size + len(value) * max([0, *(len(extra) for extra in further if isinstance(extra, str))]))
-        return _counted(function(*args[:passed], *own, **kwargs))
+        return _counted(function(*args[:passed], *filter_arguments, **kwargs))
 
     return limited
 

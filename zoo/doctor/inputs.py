@@ -52,10 +52,10 @@ def ragged(budget: int, align: int) -> PackedLayout:
 
 def spans(layout: PackedLayout) -> list[tuple[int, int]]:
     """(start, stop) of each segment's real tokens."""
-    boundaries, at = [], 0
+    boundaries, offset = [], 0
     for length, padded in zip(layout.lengths, layout.padded_lengths, strict=True):
-        boundaries.append((at, at + length))
-        at += padded
+        boundaries.append((offset, offset + length))
+        offset += padded
     return boundaries
 
 

@@ -16,12 +16,12 @@ Spans = Sequence[tuple[int, int]]
 
 def by_segment(function: Callable[..., Tensor], spans: Spans, *rows: Tensor) -> Tensor:
     """`function` of each segment of the rows (T, ...), put back in their places."""
-    total, pieces, at = len(rows[0]), [], 0
+    total, pieces, offset = len(rows[0]), [], 0
     for start, stop in spans:
         out = function(*(row[start:stop] for row in rows))
-        pieces += [out.new_zeros(start - at, *out.shape[1:]), out]
-        at = stop
-    return torch.cat([*pieces, pieces[-1].new_zeros(total - at, *pieces[-1].shape[1:])])
+        pieces += [out.new_zeros(start - offset, *out.shape[1:]), out]
+        offset = stop
+    return torch.cat([*pieces, pieces[-1].new_zeros(total - offset, *pieces[-1].shape[1:])])
 
 
 def attention(
@@ -42,14 +42,14 @@ def attention(
     for start, stop in runs:
         ends[start:stop] = stop - 1
 
-    def segment(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, own: Tensor) -> Tensor:
+    def segment(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, positions: Tensor) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if causal:
-            scores = scores.masked_fill(own > ends[:, None], -torch.inf)
+            scores = scores.masked_fill(positions > ends[:, None], -torch.inf)
         if window is not None:
-            scores = scores.masked_fill(own <= own[:, None] - window, -torch.inf)
+            scores = scores.masked_fill(positions <= positions[:, None] - window, -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
     return by_segment(segment, spans, q, k, v, ends, torch.arange(len(q), device=q.device))

@@ -81,11 +81,11 @@ class Generator:
         """
         processor, ends = self.decoding.assembly.processor, self.decoding.ends
         stopped = bool(tokens) and tokens[-1] in ends
-        said = tokens[:-1] if stopped else tokens
+        answer_tokens = tokens[:-1] if stopped else tokens
         return {
             "source": prompt.row.source,
             "kind": prompt.row.kind,
-            "text": processor.answer_text(said),
+            "text": processor.answer_text(answer_tokens),
             "reference": prompt.reference,
             "prompt_tokens": prompt.sample.length,
             "token_ids": tokens,

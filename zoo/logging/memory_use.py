@@ -27,8 +27,8 @@ class MemoryUse:
         """Most bytes of every rank where they are told after this step: this rank's own, 0 for the others', to be summed up."""
         if self._steps != _STEPS - 1:
             return []
-        own = _most_bytes(self._on_gpu)
-        return [size * (rank == self._world.rank) for rank in range(self._world.size) for size in own]
+        peak = _most_bytes(self._on_gpu)
+        return [size * (rank == self._world.rank) for rank in range(self._world.size) for size in peak]
 
     def note(self, log: RunLog, step: int, totals: Sequence[float]) -> None:
         """After a step of this process: in the log, and on a GPU for people too. `totals`: begin with those of the ranks' `flags`."""
@@ -36,8 +36,8 @@ class MemoryUse:
         if self._steps != _STEPS:
             return
         kinds = len(_KINDS) if self._on_gpu else 1
-        told = totals[: kinds * self._world.size]
-        maxima = _in_gib([max(told[kind::kinds]) for kind in range(kinds)])
+        peaks = totals[: kinds * self._world.size]
+        maxima = _in_gib([max(peaks[kind::kinds]) for kind in range(kinds)])
         log.event("memory", step, **maxima)
         if maxima["peak_gib"] is not None:
             log.say(

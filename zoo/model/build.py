@@ -211,11 +211,13 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
         return chunks
     chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
     parameters = dict(model_parameters(chunks))
-    wide = [(name, parameters[name]) for name in fitting_names(fp32, parameters)]
+    fp32_parameters = [(name, parameters[name]) for name in fitting_names(fp32, parameters)]
     if recipe.lora.base_dtype == "fp8":  # matrices become FP8 once they are loaded
-        wide = [(name, p) for name, p in wide if p.ndim < 2 or not name.startswith("decoder.layers.")]
+        fp32_parameters = [
+            (name, p) for name, p in fp32_parameters if p.ndim < 2 or not name.startswith("decoder.layers.")
+        ]
     for chunk in chunks:
-        hold_in_fp32(chunk, [parameter for _, parameter in wide])
+        hold_in_fp32(chunk, [parameter for _, parameter in fp32_parameters])
     return chunks
 
 

@@ -329,8 +329,8 @@ def seed_dropout(recipe: Recipe, step: int, world: World) -> None:
     if not recipe.lora.dropout:
         return
     coordinates = f"{recipe.run.seed}/{step}/{world.pp_rank}/{world.dp_rank}/{world.cp_rank}"
-    shared, own = (zlib.crc32(text.encode()) for text in (coordinates, f"{coordinates}/{world.tp_rank}"))
-    lora.seed_dropout(world.device, shared, own)
+    shared, rank_seed = (zlib.crc32(text.encode()) for text in (coordinates, f"{coordinates}/{world.tp_rank}"))
+    lora.seed_dropout(world.device, shared, rank_seed)
 
 
 def settings_of(recipe: Recipe) -> JsonObject:

@@ -219,9 +219,9 @@ def check_towers(config: Any) -> None:
             raise UserError(f"{name}.rope_parameters has parameters for each kind of layer; wanted one set")
         if rope and rope.get("rope_theta") is None:
             raise UserError(f"{name}.rope_parameters.rope_theta is null; wanted a number")
-        made = getattr(part, outputs, width)
-        if made != width:
-            raise UserError(f"{name}.{outputs} is {made}; wanted text_config.hidden_size {width}")
+        output_width = getattr(part, outputs, width)
+        if output_width != width:
+            raise UserError(f"{name}.{outputs} is {output_width}; wanted text_config.hidden_size {width}")
         if part.hidden_size % part.num_attention_heads:
             raise UserError(
                 f"{name}: a width of {part.hidden_size} can't be shared by {part.num_attention_heads} attention heads; "

@@ -83,9 +83,9 @@ class FamilyConfig:
         try:
             hf = CONFIG_MAPPING[kind].from_dict(_computed_here(copy.deepcopy(unquantised(dict(arch)))))
         except Exception as error:  # of many kinds: types, lengths of lists, names that are not known
-            said = printable(" ".join(str(error).split()), 300)
+            message = printable(" ".join(str(error).split()), 300)
             raise UserError(
-                f"config.json: transformers can't make {cls.title} of it ({type(error).__name__}: {said}); correct it"
+                f"config.json: transformers can't make {cls.title} of it ({type(error).__name__}: {message}); correct it"
             ) from error
         config = cls(hf)
         for part in ("text_config", "vision_config", "audio_config"):

@@ -264,8 +264,8 @@ class _Outcomes(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         width = logits.shape[-1]
         local = ids - group.rank() * width
-        own = (local >= 0) & (local < width)
-        column = local.where(own, torch.full_like(local, width))  # a further column, of other ranks' tokens
+        in_shard = (local >= 0) & (local < width)
+        column = local.where(in_shard, torch.full_like(local, width))  # a further column, of other ranks' tokens
         picked = F.pad(logits.detach(), (0, 1)).gather(1, column).float() / temperature
         parts = zip(logits.detach().split(ROWS), column.split(ROWS), strict=True)
         rest = torch.cat([_others(*part, temperature).logsumexp(dim=-1) for part in parts])

@@ -123,18 +123,18 @@ class Exchange:
             if matrix.owner == owner
             for first, end in matrix.pieces[self.rank]
         ]
-        own = [matrix for matrix in batch if matrix.owner == self.rank]
+        owned = [matrix for matrix in batch if matrix.owner == self.rank]
         sizes = [0] * self.size
         for matrix, first, end in away:
             sizes[matrix.owner] += end - first
-        incoming = [sum(matrix.held(rank) for matrix in own) for rank in range(self.size)]
+        incoming = [sum(matrix.held(rank) for matrix in owned) for rank in range(self.size)]
         pieces = []
         for matrix, first, end in away:
             start, elements = held[matrix.index]
             pieces.append(elements[first - start : end - start])
         sent = torch.cat(pieces) if pieces else torch.empty(0, device=self._device)
         received = self._swap(sent.to(self._sent_dtype), sizes, incoming)
-        self._orthogonalize(own, received, incoming)
+        self._orthogonalize(owned, received, incoming)
         returned = self._swap(received, incoming, sizes).float()
         values = returned.split([end - first for _, first, end in away])
         return [
@@ -157,16 +157,16 @@ class Exchange:
         )
         return received
 
-    def _orthogonalize(self, own: Sequence[Matrix], received: Tensor, incoming: Sequence[int]) -> None:
+    def _orthogonalize(self, owned: Sequence[Matrix], received: Tensor, incoming: Sequence[int]) -> None:
         """Replace the pieces of this rank's matrices in `received`, which come rank by rank."""
-        at = [sum(incoming[:rank]) for rank in range(self.size)]
+        starts = [sum(incoming[:rank]) for rank in range(self.size)]
         alike: dict[tuple[int, int], list[tuple[Matrix, list[Tensor]]]] = {}
-        for matrix in own:
+        for matrix in owned:
             views = []
             for rank in range(self.size):
                 count = matrix.held(rank)
-                views.append(received[at[rank] : at[rank] + count])
-                at[rank] += count
+                views.append(received[starts[rank] : starts[rank] + count])
+                starts[rank] += count
             alike.setdefault(matrix.shape, []).append((matrix, views))
         for shape, of_shape in alike.items():
             several = max(1, AT_ONCE // (shape[0] * shape[1]))

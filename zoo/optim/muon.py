@@ -147,9 +147,9 @@ def share_out(
         held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(chained)}
         for axis in sorted(by_axis, key=str):
             group = groups[axis] if axis else chained.data_parallel_group
-            own = (info.on(axis)[0] if axis else 0, chained.data_parallel_group.rank())
-            coordinates = [own] * group.size()
-            dist.all_gather_object(coordinates, own, group=group)
+            rank_coordinates = (info.on(axis)[0] if axis else 0, chained.data_parallel_group.rank())
+            coordinates = [rank_coordinates] * group.size()
+            dist.all_gather_object(coordinates, rank_coordinates, group=group)
             shards = {index: held[p] for index, p in enumerate(by_axis[axis]) if p in held}
             narrowest = min(by_axis[axis], key=lambda chained: chained.dtype.itemsize)
             exchange = Exchange(group, coordinates, list(by_axis[axis].values()), narrowest)

@@ -179,14 +179,14 @@ class BinPacker[K]:
             fitting = bisect_right(keys, (left, 1, 0))
             if not fitting:
                 break
-            at = self._choose(fitting, left, goal - cost) if second is None else second
+            index = self._choose(fitting, left, goal - cost) if second is None else second
             second = None
-            key = keys.pop(at)
-            taken.append((at, key))
+            key = keys.pop(index)
+            taken.append((index, key))
             left -= key[0]
             cost += key[2]
-        for at, key in reversed(taken):
-            keys.insert(at, key)
+        for index, key in reversed(taken):
+            keys.insert(index, key)
         return [key for _, key in taken], left, cost
 
     def _choose(self, fitting: int, left: int, missing: float) -> int:
@@ -194,11 +194,11 @@ class BinPacker[K]:
         rate = missing / left
         step = 1 + fitting // CHOICES
         best, nearest = fitting - 1, float("inf")
-        for at in range(fitting - 1, -1, -step):
-            length, _, cost = self._sorted[at]
+        for index in range(fitting - 1, -1, -step):
+            length, _, cost = self._sorted[index]
             off = abs(cost - rate * length)
             if off < nearest:
-                best, nearest = at, off
+                best, nearest = index, off
         return best
 
     def _aligned(self, index: K, length: int, cost: int) -> int:

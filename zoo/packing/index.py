@@ -101,12 +101,12 @@ def ragged(lengths: Sequence[int], starts: Sequence[int]) -> Tensor:
     """The ranges starts[i] .. starts[i] + lengths[i] - 1, end to end: (sum of lengths,) int64."""
     step = torch.ones(sum(lengths), dtype=torch.int64, device=CPU)
     firsts, jumps = [], []
-    at, value = 0, 0  # how many are made, and the last of them
+    made_count, value = 0, 0  # how many are made, and the last of them
     for length, start in zip(lengths, starts, strict=True):
         if length:
-            firsts.append(at)
+            firsts.append(made_count)
             jumps.append(start - value)
-            at, value = at + length, start + length - 1
+            made_count, value = made_count + length, start + length - 1
     step[int64(firsts)] = int64(jumps)
     return step.cumsum_(0)
 

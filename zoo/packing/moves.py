@@ -48,20 +48,20 @@ def plan_moves(
     cuts: list[int] = []
     order: list[int] = []
     fills: dict[int, int] = {}  # position of each length, from the end: more cuts come before
-    at, to = 0, 0  # ends of the last run, in source and result
+    source_end, result_end = 0, 0  # ends of the last run, in source and result
     for start, target, length in zip((*starts, source), (*targets, result), (*lengths, 0), strict=True):
-        if start == at and target == to and order:  # goes on where the last run ends
+        if start == source_end and target == result_end and order:  # goes on where the last run ends
             cuts[-1] += length
-            at, to = at + length, to + length
+            source_end, result_end = source_end + length, result_end + length
             continue
-        if target > to:
-            order.append(fills.setdefault(target - to, ~len(fills)))
-        if start > at:
-            cuts.append(start - at)
+        if target > result_end:
+            order.append(fills.setdefault(target - result_end, ~len(fills)))
+        if start > source_end:
+            cuts.append(start - source_end)
         if length:
             order.append(len(cuts))
             cuts.append(length)
-        at, to = start + length, target + length
+        source_end, result_end = start + length, target + length
     pays = len(order) <= FEW or sum(lengths) >= LONG * len(order)
     return MovePlan(cuts, [*reversed(fills)], order, pays)
 
@@ -69,7 +69,7 @@ def plan_moves(
 def move(x: Tensor, dim: int, plan: MovePlan, fill: complex) -> Tensor:
     """The result of a plan along `dim` of x, a new tensor, `fill` where no run stands."""
     # Each dimension costs time on each piece. "Unsafe" spares autograd's record of views: nothing is written in place.
-    ones = [at for at in range(dim) if x.shape[at] == 1]
+    ones = [axis for axis in range(dim) if x.shape[axis] == 1]
     y, along = x.squeeze(ones), dim - len(ones)
     pieces = unsafe_split_with_sizes(y, plan.cuts, along)
     if plan.fills:

@@ -59,20 +59,22 @@ def expand_index(layout: PackedLayout, counts: Counts) -> Expansion:
     new = layout.expand(counts)
     old_real = layout.to("cpu").real_index
     real_offsets = accumulate(layout.lengths, initial=0)
-    entries = [(start + at, n) for start, media in zip(real_offsets, counts, strict=False) for at, n in media]
+    entries = [
+        (start + position, n) for start, media in zip(real_offsets, counts, strict=False) for position, n in media
+    ]
     repeats = torch.ones(layout.real_tokens, dtype=torch.int64, device="cpu")
     is_media = torch.zeros(layout.real_tokens, dtype=torch.bool, device="cpu")
     if entries:
-        at, number = torch.tensor(entries, dtype=torch.int64, device="cpu").unbind(1)
-        repeats[at] = number
-        is_media[at] = True
+        position, number = torch.tensor(entries, dtype=torch.int64, device="cpu").unbind(1)
+        repeats[position] = number
+        is_media[position] = True
     new_real = new.to("cpu").real_index
     source = torch.full((new.total,), -1, dtype=torch.int64, device="cpu")
     source[new_real] = old_real.repeat_interleave(repeats, output_size=new.real_tokens)
     media = torch.zeros(new.total, dtype=torch.bool, device="cpu")
     media[new_real] = is_media.repeat_interleave(repeats, output_size=new.real_tokens)
-    made = (source[None], media[None], media.nonzero()[:, 0])
-    return Expansion(new, *(cpu_to_device(tensor, layout.device) for tensor in made))
+    indices = (source[None], media[None], media.nonzero()[:, 0])
+    return Expansion(new, *(cpu_to_device(tensor, layout.device) for tensor in indices))
 
 
 def placeholder_counts(
@@ -91,13 +93,13 @@ def placeholder_counts(
     """
     positions = _positions_of(layout, token_ids, placeholder_id)
     check_segments(layout.lengths, counts)
-    for segment, (at, media) in enumerate(zip(positions, counts, strict=True)):
-        if len(at) != len(media):
+    for segment, (indices, media) in enumerate(zip(positions, counts, strict=True)):
+        if len(indices) != len(media):
             raise ValueError(
-                f"Segment {segment} holds {len(at)} placeholder tokens (id {placeholder_id}) for "
+                f"Segment {segment} holds {len(indices)} placeholder tokens (id {placeholder_id}) for "
                 f"{len(media)} media; one per medium is wanted."
             )
-    return [list(zip(at, media, strict=True)) for at, media in zip(positions, counts, strict=True)]
+    return [list(zip(indices, media, strict=True)) for indices, media in zip(positions, counts, strict=True)]
 
 
 def already_expanded(
@@ -122,8 +124,8 @@ def already_expanded(
     positions = _positions_of(layout, token_ids, placeholder_id)
     check_segments(layout.lengths, counts)
     readings: dict[bool, int] = {}
-    for segment, (at, media) in enumerate(zip(positions, counts, strict=True)):
-        reading = _segment_expanded(segment, at, list(media), placeholder_id)
+    for segment, (indices, media) in enumerate(zip(positions, counts, strict=True)):
+        reading = _segment_expanded(segment, indices, list(media), placeholder_id)
         if reading is not None:
             readings.setdefault(reading, segment)
     if len(readings) == 2:
@@ -152,7 +154,7 @@ def segment_counts(
         ValueError: the row holds neither one placeholder a medium nor one an embedding, or a segment ends inside a
             medium.
     """
-    held = [len(at) for at in _positions_of(layout, token_ids, placeholder_id)]
+    held = [len(indices) for indices in _positions_of(layout, token_ids, placeholder_id)]
     if sum(held) == len(outputs):
         ends = list(accumulate(held, initial=0))
         return [list(outputs[start:end]) for start, end in pairwise(ends)]
@@ -177,27 +179,27 @@ def segment_counts(
     return counts
 
 
-def _segment_expanded(segment: int, at: list[int], media: list[int], placeholder_id: int) -> bool | None:
+def _segment_expanded(segment: int, indices: list[int], media: list[int], placeholder_id: int) -> bool | None:
     """True or False as `already_expanded`, None where both readings are the same."""
     for order, number in enumerate(media):
         if number < 1:
             raise ValueError(f"Medium {order} of segment {segment} has {number} embeddings; at least 1 is wanted.")
-    if len(at) == len(media):
+    if len(indices) == len(media):
         return None if sum(media) == len(media) else False
-    if len(at) != sum(media):
+    if len(indices) != sum(media):
         raise ValueError(
-            f"Segment {segment} holds {len(at)} placeholder tokens (id {placeholder_id}); {len(media)} (one "
+            f"Segment {segment} holds {len(indices)} placeholder tokens (id {placeholder_id}); {len(media)} (one "
             f"per medium) or {sum(media)} (expanded, {media}) are wanted. Check the processor's media sizes, "
             "and that no truncation cut the media."
         )
     # Media may touch, so a run of placeholders can hold several; one that ends inside a medium is a conflict.
     ends = set(accumulate(media))
-    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(at)) if b != a + 1]
+    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(indices)) if b != a + 1]
     for end in breaks:
         if end not in ends:
             raise ValueError(
                 f"Segment {segment} is expanded to {media}, but its run of placeholders (id "
-                f"{placeholder_id}) breaks after token {at[end - 1]}, inside a medium."
+                f"{placeholder_id}) breaks after token {indices[end - 1]}, inside a medium."
             )
     return True
 

@@ -118,10 +118,10 @@ def _parts(chunk: DistributedDataParallel) -> Iterator[tuple[torch.nn.Module, li
 
 def _groups(optimizer: DistributedOptimizer) -> list[BucketGroup]:
     """The bucket groups that this optimizer updates and that several ranks hold."""
-    own = {id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets}
+    bucket_ids = {id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets}
     return [
         group
         for chunk in optimizer.model_chunks
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-        if group.buckets and id(group.buckets[0]) in own and group.intra_distributed_optimizer_instance_size > 1
+        if group.buckets and id(group.buckets[0]) in bucket_ids and group.intra_distributed_optimizer_instance_size > 1
     ]

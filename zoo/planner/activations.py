@@ -114,16 +114,16 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
 def _item(recipe: Recipe) -> int:
     """Tokens of an image: of the largest that data.max_pixels, or an entry's own, allows."""
     entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]
-    own = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
+    pixel_limits = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
     inner = recipe.model.arch.get("thinker_config")
     arch = inner if isinstance(inner, Mapping) else recipe.model.arch
     vision: JsonMapping = arch.get("vision_config") or {}
-    if not vision.get("patch_size") or None in own or not own:
+    if not vision.get("patch_size") or None in pixel_limits or not pixel_limits:
         return ITEM
     patch = vision["patch_size"]
     height, width = patch if isinstance(patch, list | tuple) else (patch, patch)
     merge = vision.get("spatial_merge_size") or 1 / (arch.get("downsample_ratio") or 1)
-    return max(int(max(most or 0 for most in own) // (height * width * merge**2)), 1)
+    return max(int(max(most or 0 for most in pixel_limits) // (height * width * merge**2)), 1)
 
 
 def _pieces(total: int, size: int) -> tuple[int, ...]:
@@ -226,8 +226,8 @@ class SavedActivations:
         lora = self.recipe.lora
         if not (lora.rank and lora.dropout and "language" in lora.parts):
             return 0.0
-        gone = inputs * self.size if self.fused else 0.0
-        return self.tokens * ((inputs + kept) * (self.size + 1) - gone)
+        freed = inputs * self.size if self.fused else 0.0
+        return self.tokens * ((inputs + kept) * (self.size + 1) - freed)
 
     def _linear_attention(self) -> float:
         """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""

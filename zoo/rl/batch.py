@@ -108,12 +108,12 @@ class PaddedRows:
         if not rows:
             token = torch.full((1, 1), filler)
             return HostBatch(token, None, torch.ones_like(token).bool(), None, {})
-        at = torch.tensor(rows)
+        index = torch.tensor(rows)
         media = [self.media[row] for row in rows]
         names = dict.fromkeys(name for tensors in media for name in tensors)
         joined = {name: torch.cat([tensors[name] for tensors in media if name in tensors]) for name in names}
-        labels = None if self.labels is None else self.labels[at]
-        return HostBatch(self.input_ids[at], labels, self.mask[at], None, joined)
+        labels = None if self.labels is None else self.labels[index]
+        return HostBatch(self.input_ids[index], labels, self.mask[index], None, joined)
 
     def temperatures(self, rows: Sequence[int]) -> float | Tensor:
         """The temperature of these rows: a number, or (b,)."""
@@ -161,12 +161,12 @@ def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
     """The same rows in `count` micro-batches or more: the fullest are halved, then some without a row are added."""
     spread_bins = list(bins)
     while len(spread_bins) < count:
-        at = max(range(len(spread_bins)), key=lambda i: len(spread_bins[i]), default=0)
-        rows = spread_bins[at] if spread_bins else ()
+        fullest = max(range(len(spread_bins)), key=lambda i: len(spread_bins[i]), default=0)
+        rows = spread_bins[fullest] if spread_bins else ()
         if len(rows) < 2:
             spread_bins.append(())
         else:
-            spread_bins[at : at + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+            spread_bins[fullest : fullest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return spread_bins
 
 

@@ -79,8 +79,8 @@ def generate(
     answers = [results[number] for number in mine]
     # An answer ends before the first token that would stand for a medium, which there is none of.
     media = assembly.processor.media_ids
-    said = [list(takewhile(lambda token: token not in media, answer["token_ids"])) for answer in answers]
-    return Generated(_batch(prompts, said, assembly.processor.pad_id), answers)
+    answer_tokens = [list(takewhile(lambda token: token not in media, answer["token_ids"])) for answer in answers]
+    return Generated(_batch(prompts, answer_tokens, assembly.processor.pad_id), answers)
 
 
 def _row(item: JsonMapping, literal: bool) -> Row:

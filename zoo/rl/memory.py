@@ -59,10 +59,10 @@ class Memory:
 
     def refuse_away(self, kinds: Iterable[Kind], call: str) -> None:
         """Raise UserError where what a call needs is not there."""
-        gone = [kind for kind in kinds if kind in self.away]
-        if gone:
+        away = [kind for kind in kinds if kind in self.away]
+        if away:
             raise UserError(
-                f"{call}: {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} on the host; call "
+                f"{call}: {', '.join(away)} {'is' if len(away) == 1 else 'are'} on the host; call "
                 f'engine.to("cuda") first, which takes everything back'
             )
 

@@ -94,20 +94,22 @@ def check_positions(stated: Tensor | None, source: Tensor, positions: Tensor, sh
     """
     if stated is None:
         return
-    own = stated.cpu()
+    stated_positions = stated.cpu()
     wanted = [tuple(shape), (1, *shape), (len(positions), *shape)]
-    if tuple(own.shape) not in wanted:
-        raise ValueError(f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none")
-    real = source[0] >= 0
-    own = own.reshape(-1, math.prod(shape))[:, source[0, real]]
-    rule = positions[:, 0, real]
-    differ = (own.to(rule.dtype) != rule).any(dim=0)
-    if differ.any():
-        at = int(differ.nonzero()[0])
-        row, column = divmod(int(source[0, real][at]), int(shape[-1]))
+    if tuple(stated_positions.shape) not in wanted:
         raise ValueError(
-            f"the batch's position_ids are {own[:, at].tolist()} at row {row}, token {column}, where this family has "
-            f"{rule[:, at].tolist()}; a step works positions out itself: leave them out"
+            f"the batch's position_ids have shape {tuple(stated_positions.shape)}; one of {wanted} is wanted, or none"
+        )
+    real = source[0] >= 0
+    stated_positions = stated_positions.reshape(-1, math.prod(shape))[:, source[0, real]]
+    rule = positions[:, 0, real]
+    differ = (stated_positions.to(rule.dtype) != rule).any(dim=0)
+    if differ.any():
+        index = int(differ.nonzero()[0])
+        row, column = divmod(int(source[0, real][index]), int(shape[-1]))
+        raise ValueError(
+            f"the batch's position_ids are {stated_positions[:, index].tolist()} at row {row}, token {column}, where this family has "
+            f"{rule[:, index].tolist()}; a step works positions out itself: leave them out"
         )
 
 
@@ -130,10 +132,10 @@ def check_media(
             rows = len(media[part.data])
             if rows != sum(part.rows):
                 raise ValueError(f"the batch's {part.data} have {rows} rows, but {part.sizes} say {sum(part.rows)}")
-        made = sum(sum(part.outputs) for part in parts)
-        if made != placed.get(tower, 0):
+        embeddings = sum(sum(part.outputs) for part in parts)
+        if embeddings != placed.get(tower, 0):
             names = ", ".join(part.data for part in parts) or "none"
             raise ValueError(
                 f"the batch has {placed.get(tower, 0)} placeholder tokens of its {tower} tower, whose media ({names}) "
-                f"become {made} embeddings; each embedding needs its token"
+                f"become {embeddings} embeddings; each embedding needs its token"
             )

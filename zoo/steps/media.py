@@ -81,11 +81,11 @@ def rank_share(
     outputs = [count for stream in streams for count in stream.outputs]
     owner = balance(rows, size)
     starts = [0] * len(rows)  # of each item's embeddings, within its owner's
-    made = [0] * size
+    rank_outputs = [0] * size
     for item, holder in enumerate(owner):
-        starts[item] = made[holder]
-        made[holder] += outputs[item]
-    longest = max(made)
+        starts[item] = rank_outputs[holder]
+        rank_outputs[holder] += outputs[item]
+    longest = max(rank_outputs)
     pieces = [
         torch.arange(count) + holder * longest + start
         for count, holder, start in zip(outputs, owner, starts, strict=True)

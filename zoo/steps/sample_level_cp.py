@@ -99,7 +99,10 @@ def split_by_samples(
         padded[segment] += tokens - count
     of_padding = flops(1)
     cut = (sum(work) + of_padding * (layout.total - layout.real_tokens)) / size
-    if max(own + of_padding * (tokens - count) for own, count in zip(work, held, strict=True)) > (1 + SLACK) * cut:
+    if (
+        max(rank_work + of_padding * (tokens - count) for rank_work, count in zip(work, held, strict=True))
+        > (1 + SLACK) * cut
+    ):
         return None
     return SampleLevelSplit(PackedLayout(lengths, tuple(padded)), tuple(rank_of), size)
 

@@ -140,10 +140,10 @@ class ContextShard:
         states = len(self.index) * rows
         counts = torch.bincount(state // states, minlength=self.size).tolist()
         sent, received = balance_labels(counts, self.rank)
-        own = state.split(counts)[self.rank] - self.rank * states
+        rank_states = state.split(counts)[self.rank] - self.rank * states
         first = len(state) * self.rank // self.size
         label = (label[0].narrow(0, first, sum(received)), label[1].narrow(0, first, sum(received)))
-        return Labels(own, parts.labels[label], label, LabelExchange(self.cp_group, sent, received))
+        return Labels(rank_states, parts.labels[label], label, LabelExchange(self.cp_group, sent, received))
 
     def last_tokens(self) -> Labels:
         """The last token of each segment, where this rank holds it: it predicts a token that is not there yet."""

@@ -190,16 +190,18 @@ def _say_where_rows_differ(recipe: Recipe, settings: RunSettings, entries: Seque
     if not settings.rows:
         return
     whole = recipe.replace(dict(settings.rows)).data
-    own = with_defaults(whole).eval
+    run_entries = with_defaults(whole).eval
     taken = [(source_of(entry), entry.kinds, entry.held_out) for entry in entries]
-    if own and taken != [(source_of(entry), entry.kinds, entry.held_out) for entry in own]:
+    if run_entries and taken != [(source_of(entry), entry.kinds, entry.held_out) for entry in run_entries]:
         rows = ", ".join(entry.selected for entry in entries)
         _say(f"rows: {rows}; the run evaluated on others: {', '.join(evaluated_on(whole))} (rows=auto takes those)")
 
 
 def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
     """The entry with what the run says of the same rows, or of all its rows where these are such."""
-    same = next((own for own in settings.entries if source_of(own) == source_of(entry)), None)
+    same = next(
+        (entry_of_run for entry_of_run in settings.entries if source_of(entry_of_run) == source_of(entry)), None
+    )
     if same is not None:
         more = {name: getattr(same, name) for name in READING if getattr(entry, name) is None}
     elif settings.form and not (entry.format or entry.columns or is_stream(entry)):
@@ -208,9 +210,9 @@ def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
     else:
         return entry
     more = {name: value for name, value in more.items() if value is not None}
-    told = [f"{name}={shown_value(value)}" for name, value in more.items() if name in FORM]
-    if told:
-        _say(f"rows of {entry} are read as the run's: {', '.join(told)}")
+    shown = [f"{name}={shown_value(value)}" for name, value in more.items() if name in FORM]
+    if shown:
+        _say(f"rows of {entry} are read as the run's: {', '.join(shown)}")
     return replace(entry, **more)
 
 

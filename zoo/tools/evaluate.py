@@ -101,9 +101,9 @@ def evaluate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         rows = {number: source.rows.row(SampleId(number)) for number in losses}
         asked = [number for number, row in rows.items() if row.text is None]
         kept = KeptRows(options.get("kept"), generator.decoding.world)
-        said = generator.all(source.rows, asked, keep=kept.add) if asked else {}
+        predictions = generator.all(source.rows, asked, keep=kept.add) if asked else {}
         say_left_out(source, generator.decoding.world)
-        return [_of_row(rows[number], losses[number], said.get(number)) for number in losses]
+        return [_of_row(rows[number], losses[number], predictions.get(number)) for number in losses]
 
 
 def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]]:
@@ -119,16 +119,16 @@ def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]
     return gather_rows(mine, world)
 
 
-def _of_row(row: Row, losses: Sequence[float], said: JsonMapping | None) -> JsonObject:
+def _of_row(row: Row, losses: Sequence[float], prediction: JsonMapping | None) -> JsonObject:
     asked = row.messages[:-1] if row.messages and row.messages[-1].role == "assistant" else row.messages
-    answer = said["reference"] if said else None
+    answer = prediction["reference"] if prediction else None
     single = len(asked) == 1
     turns = "\n".join(text if single else f"{role}: {text}" for role, text in asked)
     return {
         "source": row.source, "kind": row.kind, "task": row.task, "media": sorted(row.media),
         "prompt": row.text or plain(turns), "answer": answer,
         "answers": list(row.answers) or ([] if answer is None else [answer]),
-        "prediction": said["text"] if said else None, "finish": said["finish"] if said else None,
+        "prediction": prediction["text"] if prediction else None, "finish": prediction["finish"] if prediction else None,
         "loss": losses[0] / (losses[1] or 1.0), "loss_weight": losses[1],
     }  # fmt: skip
 
@@ -140,16 +140,16 @@ def summed(rows: Sequence[JsonMapping], scores: Scores) -> Evaluation:
     predictions = []
     for row in rows:
         parts = {"loss": Score(row["loss"] * row["loss_weight"], row["loss_weight"])}
-        own: dict[str, Score] = {}
+        totals: dict[str, Score] = {}
         if row["answer"] is not None:
-            own = scores.of_row(row["prediction"], row["answers"], row["task"], row["media"])
+            totals = scores.of_row(row["prediction"], row["answers"], row["task"], row["media"])
         for kind in (None, row["kind"] or "row"):
             counts[kind] = counts.get(kind, 0) + 1
             table = tables.setdefault(kind, {})
-            for name, (total, weight) in (parts | own).items():
+            for name, (total, weight) in (parts | totals).items():
                 running = table.setdefault(name, [0.0, 0.0])
                 table[name] = [running[0] + total, running[1] + weight]
-        predictions.append({**row, "scores": {name: score.value for name, score in own.items()}})
+        predictions.append({**row, "scores": {name: score.value for name, score in totals.items()}})
     means: dict[str | None, dict[str, float]] = {
         kind: {name: total / (weight or 1.0) for name, (total, weight) in table.items()}
         for kind, table in tables.items()

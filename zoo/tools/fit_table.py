@@ -84,11 +84,11 @@ def sizes_of(recipe: str | None, size: str | None = None) -> list[tuple[str, str
         ConfigError: there is no such size among them.
     """
     names = [name for way in WAYS for name in _recipes_by(way)] if recipe is None else [recipe]
-    pairs = [(name, own) for name in names for own in published_sizes(name)]
+    pairs = [(name, size_of_recipe) for name in names for size_of_recipe in published_sizes(name)]
     if size is None:
         return pairs
-    if not any(own == size for _, own in pairs):
-        known = ", ".join(dict.fromkeys(own for _, own in pairs))
+    if not any(size_of_recipe == size for _, size_of_recipe in pairs):
+        known = ", ".join(dict.fromkeys(size_of_recipe for _, size_of_recipe in pairs))
         raise ConfigError(f"size={size}: no published size of these recipes: {known}")
     return [pair for pair in pairs if pair[1] == size]
 
@@ -96,12 +96,12 @@ def sizes_of(recipe: str | None, size: str | None = None) -> list[tuple[str, str
 def published_sizes(recipe: str) -> list[str]:
     """The published sizes that a recipe is for, of those of its family: dense ones, say, where another recipe is for those with experts."""
     facts = about(recipe)
-    family, own = str(facts["family"]), facts["published_size"]
+    family, recipe_size = str(facts["family"]), facts["published_size"]
     names = [name for name in size_names(family) if not name.startswith("tiny")]
     published = _published_by_recipes()[family]
-    if own not in published:
+    if recipe_size not in published:
         return names
-    return [name for name in names if own == _nearest(family, name, published)]
+    return [name for name in names if recipe_size == _nearest(family, name, published)]
 
 
 @cache

@@ -51,17 +51,17 @@ def write(
         loss_sums: sums of each micro-batch, on the ranks that count the loss.
         data_position: the loader's state before the step.
     """
-    own: JsonObject = {"rank": world.dp_rank, "rows": None, "losses": ()}
+    rank_record: JsonObject = {"rank": world.dp_rank, "rows": None, "losses": ()}
     if world.counts_data:
-        own["rows"] = []
+        rank_record["rows"] = []
         for batch in (batch for batch in batches if not batch.spare):
             facts = zip(batch.sources, batch.kinds, batch.lengths, strict=True)
             samples = [{"source": source, "kind": kind, "tokens": length} for source, kind, length in facts]
-            own["rows"].append({"tokens": batch.total, "labels": batch.num_labels, "samples": samples})
+            rank_record["rows"].append({"tokens": batch.total, "labels": batch.num_labels, "samples": samples})
     if world.counts_loss:
-        own["losses"] = [(float(sums["nll"]), float(sums["weight"])) for sums in loss_sums]
+        rank_record["losses"] = [(float(sums["nll"]), float(sums["weight"])) for sums in loss_sums]
     everyone: list[JsonObject] = [{} for _ in range(world.size)]
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, rank_record)
     path = run_dir / FOLDER / f"step_{numbers['step']}.json"
     if world.is_main:
         path.parent.mkdir(exist_ok=True)
@@ -74,15 +74,18 @@ def write(
 def _rows_with_losses(everyone: Sequence[JsonObject]) -> list[JsonObject]:
     """Rows of all data-parallel ranks, each with its loss, which context-parallel ranks have parts of."""
     sums: dict[tuple[int, int], tuple[float, float]] = {}
-    for own in everyone:
-        for number, (nll, weight) in enumerate(own["losses"]):
-            before = sums.get((own["rank"], number), (0.0, 0.0))
-            sums[own["rank"], number] = before[0] + nll, before[1] + weight
+    for rank_record in everyone:
+        for number, (nll, weight) in enumerate(rank_record["losses"]):
+            before = sums.get((rank_record["rank"], number), (0.0, 0.0))
+            sums[rank_record["rank"], number] = before[0] + nll, before[1] + weight
     rows = []
-    for own in sorted((own for own in everyone if own["rows"] is not None), key=lambda own: own["rank"]):
-        for number, row in enumerate(own["rows"]):
-            nll, weight = sums.get((own["rank"], number), (0.0, 0.0))
-            rows.append({"rank": own["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
+    for rank_record in sorted(
+        (rank_record for rank_record in everyone if rank_record["rows"] is not None),
+        key=lambda rank_record: rank_record["rank"],
+    ):
+        for number, row in enumerate(rank_record["rows"]):
+            nll, weight = sums.get((rank_record["rank"], number), (0.0, 0.0))
+            rows.append({"rank": rank_record["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
     return rows
 
 

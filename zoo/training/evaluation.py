@@ -144,11 +144,11 @@ def compared_logprobs(
     step: PackedStep, chunks: Sequence[MegatronModule], batch: MicroBatch, world: World
 ) -> torch.Tensor | None:
     """`segment_logprobs` of pairs; of S labelled answers (2 S,), of theirs and of the mismatched ones by turns."""
-    own = segment_logprobs(step, chunks, batch, world)
+    model_logprobs = segment_logprobs(step, chunks, batch, world)
     if batch.mismatched is None:
-        return own
+        return model_logprobs
     other = segment_logprobs(step, chunks, batch.mismatched, world)
-    return None if own is None or other is None else torch.stack((own, other), dim=1).flatten()
+    return None if model_logprobs is None or other is None else torch.stack((model_logprobs, other), dim=1).flatten()
 
 
 def _evaluated(

@@ -459,8 +459,8 @@ class Trainer:
         """Whether this rank was interrupted, by a cluster, is out of time, is due to save, has a callback that stops; its memory's, its saves'."""
         now, asked = time.monotonic(), self.stop.asked
         save_due = now > self.saved_at + 60 * (self.recipe.train.save_minutes or math.inf)
-        own = (asked, asked and self.stop.preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
-        return [*map(float, own), *self.memory.flags(), *self.saver.flags()]
+        flags = (asked, asked and self.stop.preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
+        return [*map(float, flags), *self.memory.flags(), *self.saver.flags()]
 
     def should_stop(self, flags: Sequence[float] | None = None) -> bool:
         """Whether any rank was interrupted, is out of time or has a callback that stops; without `flags`, asks now."""

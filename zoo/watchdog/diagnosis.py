@@ -136,8 +136,10 @@ def _grouped(heartbeats: Sequence[Heartbeat]) -> list[tuple[Moment, list[int]]]:
     """Ranks that stand at the same place, in order of their first."""
     groups: dict[tuple[int, str, str, str], tuple[Moment, list[int]]] = {}
     for heartbeat in heartbeats:
-        at = heartbeat.moment
-        groups.setdefault((at.step, at.phase, at.source_line, at.waits_in), (at, []))[1].append(heartbeat.rank)
+        moment = heartbeat.moment
+        groups.setdefault((moment.step, moment.phase, moment.source_line, moment.waits_in), (moment, []))[1].append(
+            heartbeat.rank
+        )
     return list(groups.values())
 
 

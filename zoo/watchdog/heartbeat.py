@@ -243,8 +243,8 @@ class HeartbeatMonitor:
         now = time.monotonic()
         self._unheard = self._unheard or now
         first = self._peers.get(0)
-        gone = not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
-        if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
+        store_gone = not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
+        if first is None or self._rank == 0 or not store_gone or (self._silence == 0 and self._error is None):
             return
         if has_ended(self.folder):  # rank 0 left on a diagnosis that this rank had no time to read
             self._leave(Diagnosis("", "stopped"))

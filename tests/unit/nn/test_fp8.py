@@ -50,7 +50,7 @@ def test_zeros_and_values_at_the_borders() -> None:
 @pytest.mark.parametrize("shape", [(128, 128), (272, 400), (16, 1152)])
 def test_a_weight_and_its_transpose_have_the_same_codes(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, dtype=torch.bfloat16)
-    plain, turned = blocks.quantize_weight(weight), blocks.quantize_weight(weight, turned=True)
+    plain, turned = blocks.quantize_weight(weight), blocks.quantize_weight(weight, transposed=True)
     assert plain.scales.shape[1] % 4 == 0 and turned.scales.shape[1] % 4 == 0
     dense = plain.dense()[:, : shape[1]]
     torch.testing.assert_close(dense, turned.dense()[:, : shape[0]].t(), rtol=0, atol=0)

@@ -51,9 +51,9 @@ def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    made = examples(assembly, request["samples"], request["longest"])
-    bins = setting.bins([example.sample for example in made], 1, [])
-    batches = [_batch([made[i] for i in rows], config, setting.width, dtype) for rows in bins]
+    samples = examples(assembly, request["samples"], request["longest"])
+    bins = setting.bins([example.sample for example in samples], 1, [])
+    batches = [_batch([samples[i] for i in rows], config, setting.width, dtype) for rows in bins]
     startup.mark("data")
     model = _model(recipe, config.root, device, dtype)
     startup.mark("model")
@@ -88,7 +88,7 @@ def _measure(recipe: Recipe, request: JsonObject) -> JsonObject:
     startup.mark("first step")
     while len(times) < warm + steps:
         train_step()
-    rows = [[made[i].sample for i in example] for example in bins]
+    rows = [[samples[i].sample for i in example] for example in bins]
     timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], assembly)
     return {
         **metrics(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
@@ -148,15 +148,15 @@ def _batch(rows: list[Example], config: Any, width: int | None, dtype: torch.dty
     if rows[0].features:
         batch = collate([row.features for row in rows], width)
     else:
-        made = collate_padded([with_pixels(row.sample, config) for row in rows], pad_to=width)
-        assert made.attention_mask is not None
+        padded = collate_padded([with_pixels(row.sample, config) for row in rows], pad_to=width)
+        assert padded.attention_mask is not None
         batch = {
-            "input_ids": made.input_ids,
-            "attention_mask": made.attention_mask.long(),
-            "labels": made.labels,
-            "pixel_values": made.media["pixel_values"],
-            "image_grid_thw": made.media["image_grid_thw"],
-            "mm_token_type_ids": (made.input_ids == config.root.image_token_id).long(),
+            "input_ids": padded.input_ids,
+            "attention_mask": padded.attention_mask.long(),
+            "labels": padded.labels,
+            "pixel_values": padded.media["pixel_values"],
+            "image_grid_thw": padded.media["image_grid_thw"],
+            "mm_token_type_ids": (padded.input_ids == config.root.image_token_id).long(),
         }
     assert int((batch["labels"] != IGNORE).sum()) > 0
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}

@@ -97,13 +97,13 @@ def collate(features: Sequence[dict[str, Tensor]], width: int | None) -> dict[st
     the largest in their other dims, as processors do.
     """
     longest = width or max(inputs["input_ids"].shape[1] for inputs in features)
-    made = {}
+    batch = {}
     for name in dict.fromkeys(name for inputs in features for name in inputs):
         parts = [inputs[name] for inputs in features if name in inputs]
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         shape = [longest] if name in OF_TOKENS else shape
-        made[name] = torch.cat([_filled(part, shape, IGNORE if name == "labels" else 0) for part in parts])
-    return made
+        batch[name] = torch.cat([_filled(part, shape, IGNORE if name == "labels" else 0) for part in parts])
+    return batch
 
 
 def _filled(x: Tensor, shape: Sequence[int], fill: int) -> Tensor:

@@ -77,9 +77,9 @@ class Scaled:
         of_row = self.rows.blocks(first, first + raw.shape[0])
         of_column = self.columns.blocks(0, self.columns.size)
         step = max(1, _STEP // max(1, self.columns.size))
-        for at in range(0, raw.shape[0], step):
-            factors = scales.float()[of_row[at : at + step]][:, of_column]
-            result[at : at + step] = raw[at : at + step].float() * factors
+        for begin in range(0, raw.shape[0], step):
+            factors = scales.float()[of_row[begin : begin + step]][:, of_column]
+            result[begin : begin + step] = raw[begin : begin + step].float() * factors
         return result
 
 

@@ -165,7 +165,7 @@ def licence_of(folder: Path) -> dict[str, str]:
     lines = _beginning(folder / CARD).splitlines()
     if not lines or lines[0].strip() != "---":
         return {}
-    end = next((at for at, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
+    end = next((number for number, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
     fields = {match[1]: match[2] for match in map(_LICENCE.fullmatch, lines[1:end]) if match}
     if not _LINK.fullmatch(fields.get("license_link", "")):
         fields.pop("license_link", None)

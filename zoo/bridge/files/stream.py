@@ -70,10 +70,10 @@ class FileStream:
         self._filled = 0
         self._buffers.reverse()
 
-    def _write_blocks(self, data: memoryview, at: int) -> None:
+    def _write_blocks(self, data: memoryview, offset: int) -> None:
         blocks = len(data) // BLOCK * BLOCK  # the rest, at the end of the file, is written plainly
-        self._direct = write_at(self._handle, data[:blocks], at, self._direct)
-        self._direct = write_at(self._handle, data[blocks:], at + blocks, self._direct)
+        self._direct = write_at(self._handle, data[:blocks], offset, self._direct)
+        self._direct = write_at(self._handle, data[blocks:], offset + blocks, self._direct)
 
 
 def _wait(future: Future[None] | None) -> None:

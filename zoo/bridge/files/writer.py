@@ -133,11 +133,11 @@ class ShardWriter:
         self._group = self._waiting.popleft()
         file = f"{self._prefix}-part{len(self.shards) + 1:05d}.tmp"
         header: JsonObject = {"__metadata__": {"format": "pt"}}
-        at = 0
+        offset = 0
         for tensor in self._group:
-            dtype, shape, end = DTYPE_NAMES[tensor.dtype], list(tensor.shape), at + tensor.nbytes
-            header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-            at = end
+            dtype, shape, end = DTYPE_NAMES[tensor.dtype], list(tensor.shape), offset + tensor.nbytes
+            header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with disk_errors(self.folder / file):

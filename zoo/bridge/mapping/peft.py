@@ -96,8 +96,8 @@ class Saved:
 
     def to_peft(self, weight: Tensor, dims: Dims) -> dict[str, Tensor]:
         """PEFT's tensors by name."""
-        made = self.entry.layout.transform.to_hf(weight, dims)
-        return {name: tensor.contiguous() for name, tensor in zip(self.names, made, strict=True)}
+        tensors = self.entry.layout.transform.to_hf(weight, dims)
+        return {name: tensor.contiguous() for name, tensor in zip(self.names, tensors, strict=True)}
 
     def to_zoo(self, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
         """The weight: the inverse of `to_peft`."""

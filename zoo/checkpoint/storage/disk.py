@@ -49,7 +49,7 @@ def parts(total: int) -> list[int]:
     rounds = math.ceil(total / (THREADS * PART))
     count = min(math.ceil(total / SMALL), THREADS * rounds)
     size = padded(math.ceil(total / count))
-    return [min(size, total - at) for at in range(0, total, size)]
+    return [min(size, total - begin) for begin in range(0, total, size)]
 
 
 def write(
@@ -114,16 +114,16 @@ def _write_file(
     summed, waiting = Digests(), 0
     handle, direct = open_new(path)
     try:
-        for at in range(0, len(memory), CHUNK):
+        for begin in range(0, len(memory), CHUNK):
             if failures:
                 return []
-            chunk = memory[at : at + CHUNK]
-            direct = write_at(handle, chunk, at, direct)
+            chunk = memory[begin : begin + CHUNK]
+            direct = write_at(handle, chunk, begin, direct)
             summed.update(chunk)
             waiting += 0 if direct else len(chunk)
             if waiting >= FLUSH:
                 os.fdatasync(handle)
-                os.posix_fadvise(handle, 0, at + len(chunk), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(handle, 0, begin + len(chunk), os.POSIX_FADV_DONTNEED)
                 waiting = 0
             done(len(chunk))
         os.fsync(handle)

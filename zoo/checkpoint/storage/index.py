@@ -64,11 +64,11 @@ def write_index(folder: Path, ranks: Sequence[RankTable]) -> None:
     tensors: JsonObject = {}
     objects: JsonObject = {}
     for rank, table in enumerate(ranks):
-        for key, dtype, shape, at, offsets, sizes in table.pieces:
+        for key, dtype, shape, start, offsets, sizes in table.pieces:
             entry = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
             assert (entry["dtype"], entry["shape"]) == (dtype, shape), f"ranks differ in {key}"
-            entry["pieces"].append([rank, at, offsets, sizes])
-        objects |= {key: [rank, at, size] for key, at, size in table.objects}
+            entry["pieces"].append([rank, start, offsets, sizes])
+        objects |= {key: [rank, start, size] for key, start, size in table.objects}
     for key, entry in tensors.items():
         held = sum(math.prod(sizes) for _, _, _, sizes in entry["pieces"])
         assert held == math.prod(entry["shape"]), f"{key}: the ranks hold {held} elements of {entry['shape']}"
@@ -115,38 +115,38 @@ class Index:
         for key, entry in content["tensors"].items():
             dtype, shape = _DTYPES[entry["dtype"]], _counts(entry["shape"])
             chunks, self.starts[key] = [], []
-            for rank, at, *rectangle in entry["pieces"]:
+            for rank, start, *rectangle in entry["pieces"]:
                 offsets, sizes = map(_counts, rectangle)
                 ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                 if len(offsets) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
                     raise ValueError("a piece lies outside of its tensor")
-                self._check(rank, at, math.prod(sizes) * dtype.itemsize)
-                if at % dtype.itemsize:
+                self._check(rank, start, math.prod(sizes) * dtype.itemsize)
+                if start % dtype.itemsize:
                     raise ValueError("a piece begins within an element")
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                self.starts[key].append((rank, at))
+                self.starts[key].append((rank, start))
             self.tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
         self._objects = {key: tuple(span) for key, span in content["objects"].items()}
         for span in self._objects.values():
             self._check(*span)
 
-    def _check(self, rank: int, at: int, size: int) -> None:
-        if not (is_count(rank) and is_count(at) and is_count(size)):
+    def _check(self, rank: int, start: int, size: int) -> None:
+        if not (is_count(rank) and is_count(start) and is_count(size)):
             raise ValueError("a place in it is no number")
-        if at + size > self._file_starts[rank][-1]:
+        if start + size > self._file_starts[rank][-1]:
             raise ValueError("it points out of its files")
 
     def object(self, key: str) -> Any:
         """An object of plain values and tensors, None where there is none; UserError where it would run something."""
         if key not in self._objects:
             return None
-        rank, at, size = self._objects[key]
+        rank, start, size = self._objects[key]
         content, buffer = bytearray(size), memoryview(bytearray(SUMMED))
         with self.files() as files:
-            for block in self.blocks(rank, at, at + size):
-                low, high = max(at, block.at), min(at + size, block.at + block.size)
+            for block in self.blocks(rank, start, start + size):
+                low, high = max(start, block.at), min(start + size, block.at + block.size)
                 read = files.block(block.name, block.number, block.size, buffer)
-                content[low - at : high - at] = read[low - block.at : high - block.at]
+                content[low - start : high - start] = read[low - block.at : high - block.at]
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:

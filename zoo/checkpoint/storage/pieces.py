@@ -138,8 +138,8 @@ def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str
     """The pieces of a range of a flattened tensor of a parameter's `shape`: `data` (n,) are its elements from `start` on."""
     for offsets, sizes in rectangles(shape, start, start + data.numel()):
         strides = torch.empty(shape, device="meta").stride()
-        at = sum(a * b for a, b in zip(offsets, strides, strict=True)) - start
-        rectangle = data.view(-1)[at : at + math.prod(sizes)].view(sizes)
+        start_offset = sum(a * b for a, b in zip(offsets, strides, strict=True)) - start
+        rectangle = data.view(-1)[start_offset : start_offset + math.prod(sizes)].view(sizes)
         for box in cut:
             low = tuple(map(max, offsets, box.offsets))
             high = [min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)]

@@ -31,6 +31,6 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.tools.convert import convert
 
-    made = convert(source, target, quiet="--quiet" in flags, **options)
-    print(f"converted {source} to {made}")
+    written = convert(source, target, quiet="--quiet" in flags, **options)
+    print(f"converted {source} to {written}")
     return 0

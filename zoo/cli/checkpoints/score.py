@@ -32,44 +32,44 @@ OWN = ("out", "top_k", "temperature", "max_rows")  # keys that are none of a rec
 def run(arguments: Sequence[str]) -> int:
     """Score, and write a line a row, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
-    places, own, overrides = split_places(rest, OWN)
-    if len(places) not in (1, 2) or ("top_k" in own and len(places) != 2):
+    places, options, overrides = split_places(rest, OWN)
+    if len(places) not in (1, 2) or ("top_k" in options and len(places) != 2):
         raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]")
     path, *rows = places
-    write = _write_tokens if "top_k" in own else _write_scores
-    return write(path, rows[0] if rows else None, own, overrides)
+    write = _write_tokens if "top_k" in options else _write_scores
+    return write(path, rows[0] if rows else None, options, overrides)
 
 
-def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
+def _write_scores(path: str, rows: str | None, options: dict[str, str], overrides: list[str]) -> int:
     from zoo.tools.out_file import line_of
     from zoo.tools.score import score
 
-    if "temperature" in own:
+    if "temperature" in options:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
-    max_rows = _number(own, "max_rows", int) if "max_rows" in own else None
-    scores = score(path, rows, overrides, max_rows=max_rows, out=own.get("out"), here=True)
-    if "out" in own:
-        print(f"{len(scores)} rows written to {own['out']}")
+    max_rows = _number(options, "max_rows", int) if "max_rows" in options else None
+    scores = score(path, rows, overrides, max_rows=max_rows, out=options.get("out"), here=True)
+    if "out" in options:
+        print(f"{len(scores)} rows written to {options['out']}")
     else:
         sys.stdout.write("".join(f"{line_of(row)}\n" for row in scores))
     return 0
 
 
-def _write_tokens(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
+def _write_tokens(path: str, rows: str | None, options: dict[str, str], overrides: list[str]) -> int:
     from zoo.tools.top_tokens import top_tokens
 
-    if not own.get("out"):
+    if not options.get("out"):
         raise UserError("top_k= without out=: wanted out=FOLDER, which distill.teacher can name")
-    if "max_rows" in own:
+    if "max_rows" in options:
         raise UserError("max_rows= with top_k=: a teacher's tokens are of all rows; leave it out")
-    top_k, temperature = _number(own, "top_k", int), _number(own, "temperature", float)
-    done = top_tokens(path, rows, own["out"], overrides, top_k=top_k, temperature=temperature, here=True)
-    print(f"{done['rows']:,} rows, {done['labels']:,} labels in {own['out']} ({done['files']} files written now)")
+    top_k, temperature = _number(options, "top_k", int), _number(options, "temperature", float)
+    done = top_tokens(path, rows, options["out"], overrides, top_k=top_k, temperature=temperature, here=True)
+    print(f"{done['rows']:,} rows, {done['labels']:,} labels in {options['out']} ({done['files']} files written now)")
     return 0
 
 
-def _number[T: (int, float)](own: dict[str, str], key: str, kind: type[T]) -> T:
-    text = own.get(key, "1")
+def _number[T: (int, float)](options: dict[str, str], key: str, kind: type[T]) -> T:
+    text = options.get(key, "1")
     try:
         return kind(text)
     except ValueError:

@@ -36,13 +36,15 @@ def run(arguments: Sequence[str]) -> int:
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
     options = [argument.removeprefix("--") for argument in rest if argument not in places]
-    own, overrides = split_own_keys(options, ("rows", "tolerance"))
+    settings, overrides = split_own_keys(options, ("rows", "tolerance"))
 
     from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
-    tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS
-    verification = verify(a, b, rows=own.get("rows"), overrides=overrides, tolerance=tolerance, here=True, quiet=False)
+    tolerance = _number(settings["tolerance"]) if "tolerance" in settings else LOGPROBS
+    verification = verify(
+        a, b, rows=settings.get("rows"), overrides=overrides, tolerance=tolerance, here=True, quiet=False
+    )
     print(json.dumps(verification.as_dict(), indent=2) if "--json" in flags else table(verification))
     return 0 if verification.equal else 1
 

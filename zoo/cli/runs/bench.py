@@ -67,8 +67,8 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     from zoo.bench.options import read_options, split_recipe_keys
     from zoo.bench.training.train import TrainBenchOptions
 
-    own, recipe_keys = split_recipe_keys(arguments)
-    return read_options(TrainBenchOptions, own), recipe_keys
+    bench_keys, recipe_keys = split_recipe_keys(arguments)
+    return read_options(TrainBenchOptions, bench_keys), recipe_keys
 
 
 def _train(arguments: Sequence[str], flags: set[str]) -> str:

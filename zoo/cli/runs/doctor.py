@@ -33,13 +33,13 @@ KERNELS = (
 def run(arguments: Sequence[str]) -> int:
     """Print what was found; 1 where a kernel is wrong."""
     flags, rest = split_flags(arguments, ("--json", "--known-wrong"))
-    own = [text for text in rest if text.removeprefix("--").startswith("kernels=")]
-    only = [name for text in own for name in text.partition("=")[2].split(",") if name]
+    kernel_keys = [text for text in rest if text.removeprefix("--").startswith("kernels=")]
+    only = [name for text in kernel_keys for name in text.partition("=")[2].split(",") if name]
     for name in only:
         if name not in KERNELS:
             near = get_close_matches(name, KERNELS, n=1) or list(KERNELS)
             raise UserError(f"kernels={name}: no such kernel; nearest: {', '.join(near)}")
-    recipes = _recipes([text for text in rest if text not in own])
+    recipes = _recipes([text for text in rest if text not in kernel_keys])
 
     from zoo.doctor.machine import machine
     from zoo.doctor.run_checks import KNOWN_WRONG

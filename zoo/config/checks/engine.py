@@ -172,9 +172,9 @@ def _fp8_widths(recipe: Recipe, text: JsonMapping) -> dict[str, tuple[int, int]]
     widths["shared_expert_intermediate_size"] = (width_of("shared_expert_intermediate_size"), tp)
     widths["num_attention_heads * head_dim"] = (heads * head, tp)
     widths["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
-    wide, full = width_of("global_head_dim"), width_of("num_global_key_value_heads")
-    widths["num_attention_heads * global_head_dim"] = (heads * wide, tp)
-    widths["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = ((heads + full) * wide, tp)
+    global_width, full = width_of("global_head_dim"), width_of("num_global_key_value_heads")
+    widths["num_attention_heads * global_head_dim"] = (heads * global_width, tp)
+    widths["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = ((heads + full) * global_width, tp)
     if "linear_attention" in (text.get("layer_types") or ()) and recipe.engine.fp8_recipe == "tensorwise":
         keys = width_of("linear_num_key_heads") * width_of("linear_key_head_dim")
         values = width_of("linear_num_value_heads") * width_of("linear_value_head_dim")

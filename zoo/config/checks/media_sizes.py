@@ -48,5 +48,5 @@ def check_media_sizes(settings: object, where: str) -> None:
 def _check(name: str, value: object, most: int, where: str) -> None:
     """ConfigError for a number over its bound, or none that is one (`nan`)."""
     if isinstance(value, int | float) and not value <= most:
-        said = str(value) if isinstance(value, float) or value < 10**18 else "a number of over 18 digits"
-        raise ConfigError(f"{where}: {name} is {said}; a size of a processor of at most {most:,} is wanted")
+        shown = str(value) if isinstance(value, float) or value < 10**18 else "a number of over 18 digits"
+        raise ConfigError(f"{where}: {name} is {shown}; a size of a processor of at most {most:,} is wanted")

@@ -90,8 +90,8 @@ def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapte
         if method is not None and method.task is not None:
             reader.decide("stage", f"{stage}: task={method.task} beside the recipe's name")
     elif model is None:
-        said = ", ".join(names) or "no model is named"
-        reader.decide("RECIPE", f"{said}: no family of zoo is called so; `zoo list families` shows what there is")
+        shown = ", ".join(names) or "no model is named"
+        reader.decide("RECIPE", f"{shown}: no family of zoo is called so; `zoo list families` shows what there is")
     else:
         fitting = recipe_of(model, None if method is None else method.task, adapters)
         if fitting is None:
@@ -137,9 +137,9 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
     aligner = reader.take("freeze_multi_modal_projector", "freeze_aligner", "freeze_mm_mlp_adapter", "freeze_projector")
     language = reader.take("freeze_language_model", "freeze_llm", "freeze_text_model")
     if model is None:
-        said = [name for name, value in (("towers", tower), ("projector", aligner), ("language", language)) if value]
-        if said:
-            reader.decide("model.freeze", f"the family's parts for: {', '.join(said)}")
+        parts = [name for name, value in (("towers", tower), ("projector", aligner), ("language", language)) if value]
+        if parts:
+            reader.decide("model.freeze", f"the family's parts for: {', '.join(parts)}")
         return
     usual = reader.program in _FREEZING
     aligners = [part for part in model.family.all_parts if "projector" in part or "merger" in part]

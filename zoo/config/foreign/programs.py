@@ -53,9 +53,9 @@ def program_of(tree: JsonMapping) -> str | None:
     foreign = [name for name in names if foreign_name(name) or any(name in signs for signs in _SIGNS.values())]
     if len(foreign) < _ENOUGH or len(foreign) <= sum(key in known for key in flat):
         return None
-    own = next((program for name, program in _OWN.items() if name in names), None)
-    if own is not None:
-        return own
+    program_of_name = next((program for name, program in _OWN.items() if name in names), None)
+    if program_of_name is not None:
+        return program_of_name
     best = max(_SIGNS, key=lambda program: len(_SIGNS[program] & names))
     return best if _SIGNS[best] & names else _GENERAL
 

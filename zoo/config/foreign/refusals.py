@@ -35,13 +35,13 @@ def refuse_foreign_file(name_or_path: str, load: Load, overrides: Layer) -> None
     if program is None:
         return
     leaves, unknown = read_leaves(Recipe, overrides.tree)
-    own = leaves | {key: overrides.tree[key] for key in CHOICES if key in overrides.tree}
-    own |= {edit.path: edit.value for edit in overrides.edits}
+    typed = leaves | {key: overrides.tree[key] for key in CHOICES if key in overrides.tree}
+    typed |= {edit.path: edit.value for edit in overrides.edits}
     foreign = {wrong.key: wrong.value for wrong in unknown if wrong.key not in CHOICES}
     names = {leaf(key) for key in foreign}
     flat = {key: value for key, value in flattened(tree) if leaf(key) not in names} | foreign
     raise ConfigError(
-        f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n{translate(flat, load, program, own=own)}"
+        f"{name_or_path}: a file of {program}, and no recipe; what comes to the same here:\n{translate(flat, load, program, zoo_keys=typed)}"
     )
 
 

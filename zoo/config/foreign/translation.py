@@ -47,7 +47,7 @@ _EVAL_SETS = (
 
 
 def translate(
-    flat: JsonMapping, load: Load, program: str = "", recipe: str | None = None, own: JsonMapping | None = None
+    flat: JsonMapping, load: Load, program: str = "", recipe: str | None = None, zoo_keys: JsonMapping | None = None
 ) -> Translation:
     """The settings of another trainer, by dotted key, as zoo's.
 
@@ -55,14 +55,14 @@ def translate(
         load: resolves a recipe's name and overrides, and refuses keys without an effect.
         program: the trainer, where it is known: what it does by default is set, too.
         recipe: the recipe that the user has named; default: the one that fits the model and the method.
-        own: zoo's keys that the user has set beside them, which replace theirs.
+        zoo_keys: zoo's keys that the user has set beside them, which replace theirs.
     """
-    own = own or {}
-    left = {key: value for key, value in flat.items() if not _stands_for_one_of(own, key)}
-    if "model.init" in own:  # which says what recipe fits
-        left["model_name_or_path"] = own["model.init"]
+    zoo_keys = zoo_keys or {}
+    left = {key: value for key, value in flat.items() if not _stands_for_one_of(zoo_keys, key)}
+    if "model.init" in zoo_keys:  # which says what recipe fits
+        left["model_name_or_path"] = zoo_keys["model.init"]
     reader = Reader(left, program, recipe)
-    reader.translation.settings |= own
+    reader.translation.settings |= zoo_keys
     if recipe is None:
         reader.translation.instead = _other_verb(reader)
     read_schedule(reader)
@@ -73,18 +73,18 @@ def translate(
     for key, value in list(reader.left.items()):
         _read_other(reader.translation, key, value)
     reader.translation.open = {
-        key: text for key, text in reader.translation.open.items() if key.partition("=")[0] not in own
+        key: text for key, text in reader.translation.open.items() if key.partition("=")[0] not in zoo_keys
     }
     _keep_those_with_effect(reader.translation, load)
     return reader.translation
 
 
-def _stands_for_one_of(own: JsonMapping, key: str) -> bool:
+def _stands_for_one_of(zoo_keys: JsonMapping, key: str) -> bool:
     """Whether a foreign key means nothing else than one of zoo's that the user has set."""
     meaning = NAMES.get(foreign_name(key) or "")
     stands_for = {_SAME.get(leaf(key), ""), *(meaning.keys if meaning is not None and len(meaning.keys) == 1 else ())}
     lengths = {"train.steps", "train.epochs"}
-    return not stands_for.isdisjoint({*own, *(() if lengths.isdisjoint(own) else lengths)})
+    return not stands_for.isdisjoint({*zoo_keys, *(() if lengths.isdisjoint(zoo_keys) else lengths)})
 
 
 def _other_verb(reader: Reader) -> str | None:

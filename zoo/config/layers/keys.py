@@ -64,8 +64,8 @@ class Bounds:
         if self.least is not None and self.most is not None:
             return f"from {_short(self.least)} to {_short(self.most)}"
         named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
-        limits = ((said, getattr(self, name)) for name, said in named)
-        return ", ".join(f"{said} {_short(bound)}" for said, bound in limits if bound is not None)
+        limits = ((text, getattr(self, name)) for name, text in named)
+        return ", ".join(f"{text} {_short(bound)}" for text, bound in limits if bound is not None)
 
 
 def _short(bound: float) -> str:
@@ -152,10 +152,10 @@ class Key(NamedTuple):
     def wanted(self) -> str:
         """What a value of the key may be, such as "a whole number or null"."""
         plain = self.type.removesuffix(" | None")
-        said = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[plain]
+        description = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[plain]
         if self.bounds is not None:
-            said = f"{said} {self.bounds}"
-        return said if plain == self.type else f"{said} or null"
+            description = f"{description} {self.bounds}"
+        return description if plain == self.type else f"{description} or null"
 
 
 @cache

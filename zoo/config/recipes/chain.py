@@ -67,8 +67,8 @@ def base_chain(name_or_path: str, typed: Layer | None = None) -> Chain:
     root, more = _layers_of(parts)
     shipped = [layer for layer in layers if is_shipped(layer)]
     name = parts.name if name_or_path in matrix() else name_or_path
-    own = [*shipped, *more, *(layer for layer in layers if layer not in shipped)]
-    return Chain(name, root, own, parts._replace(task=SFT).name)
+    layers_above = [*shipped, *more, *(layer for layer in layers if layer not in shipped)]
+    return Chain(name, root, layers_above, parts._replace(task=SFT).name)
 
 
 def _files(name_or_path: str) -> tuple[list[Layer], RecipeParts | None]:
@@ -159,11 +159,11 @@ def _without(layer: Layer) -> Layer:
 
 def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[object, str]]) -> Chain:
     """The chain on a file that is a recipe by itself: what the task and adapter say lies above it."""
-    root, *own = layers
+    root, *layers_above = layers
     for key in CHOICES:
         if root.tree.get(key) is not None:
             raise ConfigError(f"{root.origin}: {key}: wanted a base or a family, whose model does the {key}")
-    return Chain(name, root, [*_named(wanted, own), *own], Path(root.origin).stem)
+    return Chain(name, root, [*_named(wanted, layers_above), *layers_above], Path(root.origin).stem)
 
 
 def _named(wanted: Mapping[str, tuple[object, str]], users: Sequence[Layer]) -> list[Layer]:

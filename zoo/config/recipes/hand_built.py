@@ -23,8 +23,8 @@ def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, lis
     It stands on the recipe that it names, on nothing where it names none: a name that is no recipe's is a label, if the family
     is given.
     """
-    said = {key: attrgetter(key)(recipe) for key in recipe.set_by_user if key != "recipe"}
-    plain, objects = split_objects(said)
+    set_values = {key: attrgetter(key)(recipe) for key in recipe.set_by_user if key != "recipe"}
+    plain, objects = split_objects(set_values)
     rows = {f"data.{name}": entries for name, entries in objects.items()}
     own = layer_of(plain_values({**plain, **{key: [] for key in rows}}).items())
     is_label = recipe.recipe == Recipe.recipe or (

@@ -126,15 +126,15 @@ def labelled_rows_of(row: Row) -> tuple[Row, Row]:
     return without_shared(row, shared), without_shared(row.rejected, shared)
 
 
-def labelled(own: Sample, other: Sample, desirable: bool) -> Sample:
+def labelled(matched: Sample, other: Sample, desirable: bool) -> Sample:
     """The sample of an answer that brings the other one; RowError ("labels") where one of the two has no label."""
-    mismatched = _compared(own, other, ("own", "other"))
-    return replace(own, weights=None, desirable=desirable, mismatched=mismatched)
+    mismatched = _compared(matched, other, ("own", "other"))
+    return replace(matched, weights=None, desirable=desirable, mismatched=mismatched)
 
 
-def labelled_size(own: SampleSize, other: SampleSize) -> SampleSize:
+def labelled_size(matched: SampleSize, mismatched: SampleSize) -> SampleSize:
     """The longer of the two: they lie in packed rows of their own, which are as long as this one at most."""
-    return max(own, other, key=lambda size: size.length)
+    return max(matched, mismatched, key=lambda size: size.length)
 
 
 def answer_before(rows: RowSet, number: int) -> tuple[Message, str]:

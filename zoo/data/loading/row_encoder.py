@@ -141,8 +141,8 @@ class RowEncoder:
     def measure(self, row: Row) -> SampleSize | None:
         """The size by `Processor.measure`; of a pair, of both together."""
         if self.labelled:
-            own, other = (self._measure(conversation) for conversation in pairs.labelled_rows_of(row))
-            return None if own is None or other is None else pairs.labelled_size(own, other)
+            matched, mismatched = (self._measure(conversation) for conversation in pairs.labelled_rows_of(row))
+            return None if matched is None or mismatched is None else pairs.labelled_size(matched, mismatched)
         if self.pair_align is None:
             return self._measure(row)
         sizes = [size for conversation in pairs.rows_of(row) if (size := self._measure(conversation)) is not None]
@@ -154,8 +154,8 @@ class RowEncoder:
             return self._encode(row, augment)
         again = copy.deepcopy(augment)
         if self.labelled:
-            own, other = pairs.labelled_rows_of(row)
-            samples = self._encode(own, augment), self._encode(other, again)
+            matched, mismatched = pairs.labelled_rows_of(row)
+            samples = self._encode(matched, augment), self._encode(mismatched, again)
             return pairs.labelled(*samples, desirable=bool(row.label))
         chosen, rejected = pairs.rows_of(row)
         return pairs.joined(self._encode(chosen, augment), self._encode(rejected, again))

@@ -260,8 +260,11 @@ class SampleSource:
     def sizes_follow_from(self) -> list[list[object]]:
         """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""
         budget = self.limit.tokens if self.limit.overlong == "shrink" else None
-        limits = [own or self.encoder.limits for own in self.rows.limits]
-        return [[own.video_fps, own.max_frames, *astuple(own.pixels), budget] for own in limits]
+        limits = [entry_limits or self.encoder.limits for entry_limits in self.rows.limits]
+        return [
+            [entry_limits.video_fps, entry_limits.max_frames, *astuple(entry_limits.pixels), budget]
+            for entry_limits in limits
+        ]
 
     def prefetch(self, ids: Iterable[SampleId], *, alone: bool = False) -> None:
         """Let workers begin with samples that will be asked for next, in this order.
@@ -303,9 +306,9 @@ class SampleSource:
         """Keep only rows of streams from the first of `wanted` on: those still to come, and the next one."""
         if self.rows.has_stream:
             with self._lock:
-                for gone in self.rows.forget(wanted):
-                    self.bad_rows.forget(gone)
-                    for row in [row for row in self._shrunk if row in gone]:
+                for sample_id in self.rows.forget(wanted):
+                    self.bad_rows.forget(sample_id)
+                    for row in [row for row in self._shrunk if row in sample_id]:
                         del self._shrunk[row]
 
     def _cached(self, key: SampleId) -> Sample:

@@ -160,9 +160,9 @@ class _Beginning:
 def _upright(image: Image.Image) -> ImageSize:
     # A PNG without EXIF in front of its pixels would be decoded to look for it behind them.
     known = image.format != "PNG" or "exif" in image.info or "Raw profile type exif" in image.info
-    turned = known and image.getexif().get(ORIENTATION, 1) >= 5
+    sideways = known and image.getexif().get(ORIENTATION, 1) >= 5
     width, height = image.size
-    return ImageSize(width, height) if turned else ImageSize(height, width)
+    return ImageSize(width, height) if sideways else ImageSize(height, width)
 
 
 def video_size(source: object) -> VideoSize | None:

@@ -64,10 +64,10 @@ class AnswerFinder:
             raise RowError(row.source, "labels", text)
         calls = row.calls or ("",) * len(row.messages)
         turns = zip(row.messages, calls, strict=True)
-        said = [(content, called) for (role, content), called in turns if role == "assistant"]
+        answers = [(content, called) for (role, content), called in turns if role == "assistant"]
         return [
             Span(self._answer_begins(ids, span, *answer, row.source), span.end)
-            for span, answer in zip(spans, said, strict=True)
+            for span, answer in zip(spans, answers, strict=True)
         ]
 
     def _answer_begins(self, ids: list[int], span: Span, answer: str, calls: str, source: str) -> int:

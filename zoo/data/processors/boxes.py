@@ -36,8 +36,8 @@ class Coordinates:
         """
         height, width = (1.0, 1.0) if box.norm or size is None else size
         coordinates = []
-        for n, at in enumerate(box.pixels):
-            share = at / (height if n % 2 else width)
+        for n, pixel in enumerate(box.pixels):
+            share = pixel / (height if n % 2 else width)
             most = 1000.0 if self.scale == "thousandths" or resized is None else resized[1 - n % 2]
             whole = str(int(min(max(round(share * most), 0), most)))
             coordinates.append(f"{min(max(share, 0.0), 1.0):.2f}" if self.scale == "shares" else whole)

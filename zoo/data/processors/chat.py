@@ -29,8 +29,8 @@ class SpecialTokens:
         added = tokenizer.added_tokens_decoder.items()
         self.ids: dict[str, int] = {token.content: number for number, token in added if token.special}
         self._allowed: frozenset[str] = frozenset()
-        own = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        self._control = frozenset(number for number in own if number is not None)
+        special_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        self._control = frozenset(number for number in special_ids if number is not None)
         self._pattern = re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))))
 
     def allow(self, tokens: Sequence[str], control: Set[int]) -> None:
@@ -55,12 +55,14 @@ class SpecialTokens:
         Raises:
             RowError: they hold one ("special_token_in_text").
         """
-        texts = [(f"messages[{n}]", plain(PLACEHOLDER.sub(" ", said))) for n, (_, said) in enumerate(row.messages)]
+        texts = [
+            (f"messages[{n}]", plain(PLACEHOLDER.sub(" ", content))) for n, (_, content) in enumerate(row.messages)
+        ]
         texts += [(f"messages[{n}].name", name) for n, name in enumerate(row.names)]
         texts += [(f"messages[{n}].tool_calls", called) for n, called in enumerate(row.calls)]
         texts += [("tools", row.tools)]
-        for where, said in texts if row.text is None else [("text", row.text)]:
-            for match in self._pattern.finditer(said) if self.ids else ():
+        for where, content in texts if row.text is None else [("text", row.text)]:
+            for match in self._pattern.finditer(content) if self.ids else ():
                 token = match[0]
                 is_tag = PLACEHOLDER.fullmatch(token) and self.ids[token] not in media
                 if token not in self._allowed and not is_tag:
@@ -141,8 +143,8 @@ def check_written(row: Row, text: str) -> None:
         missing = _not_written(names, text, kind, row.source)
         if missing is not None:
             advice = "use one that does, or leave the row out."
-            said = f"the chat template writes no {kind}: {missing[:40]!r} is not in its text; {advice}"
-            raise RowError(row.source, "labels", said)
+            message = f"the chat template writes no {kind}: {missing[:40]!r} is not in its text; {advice}"
+            raise RowError(row.source, "labels", message)
 
 
 def _not_written(pieces: Iterable[str], text: str, kind: str, source: str) -> str | None:
@@ -157,8 +159,8 @@ def _not_written(pieces: Iterable[str], text: str, kind: str, source: str) -> st
         if start < 0:
             spent += len(text)
             if spent > MOST_SEARCHED:
-                said = f"the chat template writes {kind} in another order than the row, and the row is too long for that; cut it."
-                raise RowError(source, "labels", said)
+                message = f"the chat template writes {kind} in another order than the row, and the row is too long for that; cut it."
+                raise RowError(source, "labels", message)
             start = text.find(piece, 0, behind + len(piece))
             if start < 0:
                 return piece
@@ -172,8 +174,8 @@ def check_template_arguments(hf: ProcessorMixin, arguments: Iterable[str]) -> No
     Raises:
         ConfigError: the template doesn't read it, or it is not for a recipe to set.
     """
-    own = {*signature(hf.apply_chat_template).parameters, "messages", *NOT_SET}
+    reserved = {*signature(hf.apply_chat_template).parameters, "messages", *NOT_SET}
     for name in arguments:
-        if name in own or not re.search(rf"\b{re.escape(name)}\b", str(hf.chat_template)):
+        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", str(hf.chat_template)):
             hint = "see the names in the folder's chat_template.jinja, or leave it out."
             raise ConfigError(f"data.template.{name}: the chat template reads no such argument; {hint}")

@@ -49,8 +49,8 @@ def answer_begins(body: str, answer: str) -> int:
         return written[len(seen) - len(wanted)]
     if seen and wanted.endswith(seen):
         return 0
-    said, thought = answer.rpartition("</think>")[2], EMPTY_THOUGHT.match(body)
-    if thought and said != answer and _squeezed(body[thought.end() :]) == _squeezed(said):
+    spoken, thought = answer.rpartition("</think>")[2], EMPTY_THOUGHT.match(body)
+    if thought and spoken != answer and _squeezed(body[thought.end() :]) == _squeezed(spoken):
         return thought.end()
     raise ValueError(f"the chat template writes {body[:40]!r} where the row says {answer[:40]!r}")
 
@@ -65,8 +65,8 @@ def text_begins(body: str, text: str) -> int:
         ValueError: the template has written another text, or one before it in which the text stands as well.
     """
     thought = EMPTY_THOUGHT.match(body)
-    said = text.rpartition("</think>")[2]
-    for wanted in dict.fromkeys((text, said)):
+    spoken = text.rpartition("</think>")[2]
+    for wanted in dict.fromkeys((text, spoken)):
         for start in dict.fromkeys((0, thought.end() if thought else 0)):
             if body.startswith(wanted, start):
                 return start
@@ -74,7 +74,7 @@ def text_begins(body: str, text: str) -> int:
                 return start + len(body[start:]) - len(body[start:].lstrip())
     written = [index for index, letter in enumerate(body) if not letter.isspace()]
     seen = _squeezed(body)
-    for wanted in (_squeezed(text), _squeezed(said)):
+    for wanted in (_squeezed(text), _squeezed(spoken)):
         if wanted and seen.count(wanted) == 1:
             return written[seen.index(wanted)]
     raise ValueError(f"the chat template writes {body[:40]!r} where the row says {text[:40]!r}")

@@ -163,8 +163,8 @@ class Processor:
         except Exception as error:  # whatever a processor raises, it is about this row
             if ran_out(error):
                 raise
-            said = " ".join(str(error).split()).rstrip(".")
-            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
+            message = " ".join(str(error).split()).rstrip(".")
+            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {message}."
             raise RowError(row.source, "processor_error", reason) from error
         row = written.row
         self._check_placeholders(row, input_ids, tensors)
@@ -248,8 +248,8 @@ class Processor:
 
     def answer_text(self, tokens: Sequence[int]) -> str:
         """An answer's tokens as text, without special tokens but those that rows' texts may hold."""
-        said = self.special.without(tokens)
-        return str(self.tokenizer.decode(said, clean_up_tokenization_spaces=False)).strip()
+        text_tokens = self.special.without(tokens)
+        return str(self.tokenizer.decode(text_tokens, clean_up_tokenization_spaces=False)).strip()
 
     def check_pixels(self, keys: Sequence[str]) -> None:
         """Refuse settings that need limits of pixels, as typed ("data.max_pixels"); ConfigError where the HF processor has none."""
@@ -346,12 +346,12 @@ class Processor:
     def _arguments(self, written: Written, media: LoadedMedia, pixels: PixelLimits) -> CallArguments:
         """The arguments of the HF processor's call beside the text."""
         options = self.call_options(written.row, media)
-        own = self.own_sizes(media.arguments, written.headers, pixels)
-        further = self.pixel_options(pixels) | {f"{kind}_kwargs": {"do_resize": False} for kind in own}
+        own_sizes = self.own_sizes(media.arguments, written.headers, pixels)
+        further = self.pixel_options(pixels) | {f"{kind}_kwargs": {"do_resize": False} for kind in own_sizes}
         for name, values in further.items():
             if name.removesuffix("_kwargs") in media.arguments:
                 options[name] = {**options.get(name, {}), **values}
-        return {**media.arguments, "return_tensors": "pt", **options, **own}
+        return {**media.arguments, "return_tensors": "pt", **options, **own_sizes}
 
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
@@ -390,8 +390,8 @@ def load_from_folder(folder: str | Path, kind: str, files: str, load: Callable[[
         return load()
     except Exception as error:  # of many kinds, by what lies in the folder
         fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
-        said = printable(fault or " ".join(str(error).split()), 400)
-        text = f"model.init: no {kind} can be loaded from {Path(folder)}: {said}; its folder should hold {files}."
+        message = printable(fault or " ".join(str(error).split()), 400)
+        text = f"model.init: no {kind} can be loaded from {Path(folder)}: {message}; its folder should hold {files}."
         raise ConfigError(text) from error
 
 

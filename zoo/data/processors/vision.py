@@ -171,12 +171,12 @@ def frame_places(count: int, pace: Pace) -> list[float]:
     return [pace.start * pace.fps + number for number in range(count)] if pace.start else list(range(count))
 
 
-def _resized(made: Any, media: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-    """Images or clips, each (..., 3, H, W) uint8, at the pixels of their grids, as transformers' processor `made` resizes."""
+def _resized(resized: Any, media: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+    """Images or clips, each (..., 3, H, W) uint8, at the pixels of their grids, as transformers' processor `resized` resizes."""
     from torchvision.transforms.v2 import functional as tvf
     from transformers.image_utils import pil_torch_interpolation_mapping
 
-    mode, patch = pil_torch_interpolation_mapping.get(made.resample, made.resample), made.patch_size
+    mode, patch = pil_torch_interpolation_mapping.get(resized.resample, resized.resample), resized.patch_size
     sizes = [[height * patch, width * patch] for _, height, width in grids]
     return [tvf.resize(x, size, interpolation=mode, antialias=True) for x, size in zip(media, sizes, strict=True)]
 
@@ -237,13 +237,13 @@ class PatchProcessor(Processor):
     def image_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
         """(1, height, width) in patches of each image."""
         patch, grids = self.hf.image_processor.patch_size, []
-        for size, own in headers.sized_images():
-            if own is None:
+        for size, settings in headers.sized_images():
+            if settings is None:
                 height, width = self.usual_image(size, pixels)
             else:
-                limits = self.image_limits(own.min_pixels or pixels.least, own.max_pixels or pixels.most)
+                limits = self.image_limits(settings.min_pixels or pixels.least, settings.max_pixels or pixels.most)
                 limits = _capped(*limits, pixels.most if headers.capped else None)
-                height, width = self._own_size(size, own, limits, headers.capped)
+                height, width = self._own_size(size, settings, limits, headers.capped)
             grids.append((1, height // patch, width // patch))
         return grids
 
@@ -251,23 +251,23 @@ class PatchProcessor(Processor):
         """(time, height, width) in patches of each video."""
         patch, together = self.hf.video_processor.patch_size, self.hf.video_processor.temporal_patch_size
         grids = []
-        for clip, own in headers.sized_videos():
+        for clip, settings in headers.sized_videos():
             count, *size = clip
-            if own is None:
+            if settings is None:
                 height, width = self.usual_video(clip, pixels)
             else:
-                limits = self._limits_of_frame(clip, own, headers, pixels)
-                height, width = self._own_size(size, own, limits, headers.capped)
+                limits = self._limits_of_frame(clip, settings, headers, pixels)
+                height, width = self._own_size(size, settings, limits, headers.capped)
             grids.append((-(-count // together), height // patch, width // patch))
         return grids
 
     def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> CallArguments:
         """Images and videos, all resized where some have settings of their own, which a call has no arguments for."""
         arguments: CallArguments = {}
-        if any(own for _, own in headers.sized_images()):
+        if any(settings for _, settings in headers.sized_images()):
             images = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in media["images"]]
             arguments["images"] = _resized(self.hf.image_processor, images, self.image_grids(headers, pixels))
-        if any(own for _, own in headers.sized_videos()):
+        if any(settings for _, settings in headers.sized_videos()):
             arguments["videos"] = _resized(self.hf.video_processor, media["videos"], self.video_grids(headers, pixels))
         return arguments
 
@@ -295,26 +295,26 @@ class PatchProcessor(Processor):
         return low, high
 
     def _limits_of_frame(
-        self, clip: ClipSize, own: MediaSettings, headers: Headers, pixels: PixelLimits
+        self, clip: ClipSize, settings: MediaSettings, headers: Headers, pixels: PixelLimits
     ) -> tuple[int, int]:
         """Least and most pixels of a frame of a video with settings of its own, as qwen-vl-utils reads them."""
         low, high = self.frame_limits(clip, pixels.video_most)
-        low, high = own.min_pixels or low, own.max_pixels or high
-        if own.total_pixels is not None:
+        low, high = settings.min_pixels or low, settings.max_pixels or high
+        if settings.total_pixels is not None:
             patches = -(-clip.frames // self.hf.video_processor.temporal_patch_size)
-            high = min(high, own.total_pixels // patches)
-        high = high if own.min_pixels is None else max(high, low)
+            high = min(high, settings.total_pixels // patches)
+        high = high if settings.min_pixels is None else max(high, low)
         cap = self.frame_limits(clip, pixels.video_most)[1] if headers.capped else None
         return _capped(min(low, high), high, cap)
 
     def _own_size(
-        self, size: Sequence[int], own: MediaSettings, limits: tuple[int, int], capped: bool
+        self, size: Sequence[int], settings: MediaSettings, limits: tuple[int, int], capped: bool
     ) -> tuple[int, int]:
         """(height, width) of a resized image or frame with settings of its own."""
-        if own.resized_height is None or own.resized_width is None:
+        if settings.resized_height is None or settings.resized_width is None:
             return self._fitted(size, *limits)
         least, most = LEAST_TOKENS * self.pixels_of_token, MOST_TOKENS * self.pixels_of_token
-        size = own.resized_height, own.resized_width
+        size = settings.resized_height, settings.resized_width
         return self._fitted(size, *_capped(least, most, limits[1] if capped else None))
 
     def _fitted(self, size: Sequence[int], least: int, most: int) -> tuple[int, int]:

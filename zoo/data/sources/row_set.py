@@ -145,13 +145,13 @@ class RowSet(Sequence[Row]):
 
     def forget(self, wanted: Iterable[SampleId]) -> list[range]:
         """Let go of a stream's rows before the first of `wanted`; the numbers of rows that are gone."""
-        gone = []
+        forgotten = []
         for part, first in self._oldest(wanted).items():
             stream, offset = self.parts[part], self._mixture.offsets[part]
             assert isinstance(stream, RowStream)
             stream.forget(first)
-            gone.append(range(offset, offset + first))
-        return gone
+            forgotten.append(range(offset, offset + first))
+        return forgotten
 
     def stream_state(self, wanted: Iterable[SampleId]) -> dict[str, State]:
         """The places from which streams have to be read to give `wanted`, as plain values; {} without streams."""
@@ -249,12 +249,15 @@ def open_rows(
             assert not isinstance(part, RowStream)
             parts[number] = first = part if len(part) <= left else part[:left]
             left -= len(first)
-    own = [any(getattr(entry, name) is not None for name in MEDIA_KEYS) for entry in entries]
+    has_limits = [any(getattr(entry, name) is not None for name in MEDIA_KEYS) for entry in entries]
     return RowSet(
         parts,
         list(map(str, entries)),
         [SourceShare(None, entry.weight, entry.epochs) for entry in entries],
-        [MediaLimits.from_data(data, entry) if has_own else None for entry, has_own in zip(entries, own, strict=True)],
+        [
+            MediaLimits.from_data(data, entry) if has_own else None
+            for entry, has_own in zip(entries, has_limits, strict=True)
+        ],
     )
 
 

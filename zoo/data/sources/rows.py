@@ -85,8 +85,8 @@ class Row:
     @property
     def answer_weights(self) -> list[float]:
         """The weight of each assistant's answer: the row's times the message's."""
-        own = self.weights or (1.0,) * len(self.messages)
-        pairs = zip(self.messages, own, strict=True)
+        weights = self.weights or (1.0,) * len(self.messages)
+        pairs = zip(self.messages, weights, strict=True)
         return [self.weight * weight for (role, _), weight in pairs if role == "assistant"]
 
 

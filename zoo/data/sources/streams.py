@@ -169,8 +169,8 @@ class RowStream:
 
     def forget(self, index: int) -> None:
         """Let go of the rows before `index`; such a row would be read again."""
-        for gone in [known for known in self.rows if known < index]:
-            del self.rows[gone]
+        for index_before in [known for known in self.rows if known < index]:
+            del self.rows[index_before]
         while len(self.marks) > 1 and self.marks[1].row <= index:
             del self.marks[0]
 

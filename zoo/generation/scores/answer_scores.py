@@ -46,11 +46,11 @@ def accuracy(prediction: str, answers: Sequence[str]) -> Score:
     With ten answers or more, each of another person, min(1, others that said so / 3), the mean over all but one of them at a
     time (Antol et al. 2015, VQA; the set's own evaluation code). With fewer, 1 where any answer is the prediction.
     """
-    said = plain_answer(prediction)
-    same = [plain_answer(answer) == said for answer in answers]
+    predicted = plain_answer(prediction)
+    same = [plain_answer(answer) == predicted for answer in answers]
     if len(answers) < ANNOTATORS:
         return Score(float(any(same)))
-    shares = [min(1.0, (sum(same) - own) / 3) for own in same]
+    shares = [min(1.0, (sum(same) - itself) / 3) for itself in same]
     return Score(sum(shares) / len(shares))
 
 
@@ -60,11 +60,11 @@ def anls(prediction: str, answers: Sequence[str]) -> Score:
     1 - distance / length of the longer text, and 0 where the distance is half of it or more (Biten et al. 2019, "Scene Text Visual
     Question Answering", equation 1, with tau = 0.5). Case and runs of spaces do not count, as in the benchmarks' own code.
     """
-    said = _folded(prediction)
+    predicted = _folded(prediction)
     distances = []
     for answer in map(_folded, answers):
-        longest = max(len(said), len(answer))
-        distances.append(edit_distance(said, answer) / longest if longest else 0.0)
+        longest = max(len(predicted), len(answer))
+        distances.append(edit_distance(predicted, answer) / longest if longest else 0.0)
     nearest = min(distances)
     return Score(1.0 - nearest if nearest < ANLS_THRESHOLD else 0.0)
 
@@ -74,18 +74,18 @@ def wer(prediction: str, answers: Sequence[str]) -> Score:
 
     Sums over rows, as speech recognition reports it. Where there are several answers, the one with the fewest errors a word counts.
     """
-    said = plain_words(prediction)
-    return _errors(said, [plain_words(answer) for answer in answers])
+    predicted = plain_words(prediction)
+    return _errors(predicted, [plain_words(answer) for answer in answers])
 
 
 def cer(prediction: str, answers: Sequence[str]) -> Score:
     """Character error rate: `wer` of characters, for scripts without spaces between words."""
-    said = " ".join(plain_words(prediction))
-    return _errors(said, [" ".join(plain_words(answer)) for answer in answers])
+    predicted = " ".join(plain_words(prediction))
+    return _errors(predicted, [" ".join(plain_words(answer)) for answer in answers])
 
 
-def _errors(said: Sequence[str], wanted: Sequence[Sequence[str]]) -> Score:
-    scores = [Score(float(edit_distance(said, words)), float(len(words))) for words in wanted]
+def _errors(predicted: Sequence[str], wanted: Sequence[Sequence[str]]) -> Score:
+    scores = [Score(float(edit_distance(predicted, words)), float(len(words))) for words in wanted]
     return min(scores, key=lambda score: score.value)
 
 

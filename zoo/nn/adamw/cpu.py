@@ -78,8 +78,8 @@ def _loaded() -> tuple[Callable[..., int] | None, str | None]:
     try:
         function = ctypes.CDLL(str(_compiled(compiler))).zoo_adamw
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return None, f"{compiler} could not compile {SOURCE.name}: {said.strip().splitlines()[-1][:200]}"
+        message = getattr(error, "stderr", None) or str(error)
+        return None, f"{compiler} could not compile {SOURCE.name}: {message.strip().splitlines()[-1][:200]}"
     integers = [ctypes.c_int64, *[ctypes.c_uint32] * 3]
     function.argtypes = [*[ctypes.c_void_p] * 7, *integers, *[ctypes.c_float] * 8, *[ctypes.c_int] * 3]
     function.restype = ctypes.c_int
@@ -108,8 +108,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return platform.machine() + "\n".join(dict.fromkeys(told))
+    described = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return platform.machine() + "\n".join(dict.fromkeys(described))
 
 
 def _right(function: Callable[..., int]) -> bool:

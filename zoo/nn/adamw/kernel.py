@@ -29,18 +29,18 @@ def _pointer(row, index: tl.constexpr, dtype: tl.constexpr, ALIGNMENT: tl.conste
 
 
 @triton.jit
-def _random(seed, at, salt):
-    x = (seed + at.to(tl.int64)).to(tl.uint32) ^ salt.to(tl.uint32)
+def _random(seed, index, salt):
+    x = (seed + index.to(tl.int64)).to(tl.uint32) ^ salt.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
 
 
 @triton.jit
-def _read(values, exponents, at, inside, TYPE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    codes = tl.load(values + at, mask=inside, other=0)
+def _read(values, exponents, index, inside, TYPE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    codes = tl.load(values + index, mask=inside, other=0)
     if TYPE == tl.uint8:  # noqa: SIM300
-        shift = tl.load(exponents + at // BLOCK, mask=inside, other=TOP).to(tl.int32) - TOP
+        shift = tl.load(exponents + index // BLOCK, mask=inside, other=TOP).to(tl.int32) - TOP
         magnitude = codes.to(tl.int32) & (0x7F if TOP == 15 else 0xFF)
         normal = ((magnitude << 20) + (shift << 23)).to(tl.float32, bitcast=True)
         unit = ((shift + 1 - MANTISSA) << 23).to(tl.float32, bitcast=True)
@@ -57,15 +57,15 @@ def _write(
     values, exponents, first, size, value, random, TYPE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
     LEAST: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    at = first + tl.arange(0, STEP)
-    inside = at < size
+    index = first + tl.arange(0, STEP)
+    inside = index < size
     if TYPE == tl.float32:  # noqa: SIM300
-        tl.store(values + at, value, mask=inside)
+        tl.store(values + index, value, mask=inside)
     if TYPE == tl.bfloat16:  # noqa: SIM300
         bits = value.to(tl.int32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000
         bits = tl.where(finite, bits + (random & 0xFFFF).to(tl.int32), bits)
-        tl.store(values + at, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(values + index, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     if TYPE == tl.uint8:  # noqa: SIM300
         bits = tl.where(inside, value, 0.0).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -84,7 +84,7 @@ def _write(
             codes = codes | ((bits >> 24) & 0x80)
         else:
             codes = tl.maximum(codes, (magnitude > 0).to(tl.int32))
-        tl.store(values + at, codes.to(tl.uint8), mask=inside)
+        tl.store(values + index, codes.to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["salt_1", "salt_2"])
@@ -106,32 +106,32 @@ def _adamw(
     size = tl.multiple_of(tl.load(row + 7), ALIGNMENT)
     seed = tl.load(row + 8)
     for first in range(0, CHUNK, STEP):
-        at = first + tl.arange(0, STEP)
-        inside = at < size
-        slope = tl.load(slopes + at, mask=inside, other=0.0).to(tl.float32) * clip
-        weight = tl.load(weights + at, mask=inside, other=0.0)
+        index = first + tl.arange(0, STEP)
+        inside = index < size
+        slope = tl.load(slopes + index, mask=inside, other=0.0).to(tl.float32) * clip
+        weight = tl.load(weights + index, mask=inside, other=0.0)
         if SPLIT:
             high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
-            low = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
+            low = tl.load(remainders + index, mask=inside, other=0).to(tl.int32)
             weight = (high + low).to(tl.float32, bitcast=True)
-        mean = beta_1 * _read(means, mean_exponents, at, inside, MEAN, SIGNED_TOP, MANTISSA, BLOCK) + rest_1 * slope
-        square = _read(squares, square_exponents, at, inside, SQUARE, UNSIGNED_TOP, MANTISSA, BLOCK)
+        mean = beta_1 * _read(means, mean_exponents, index, inside, MEAN, SIGNED_TOP, MANTISSA, BLOCK) + rest_1 * slope
+        square = _read(squares, square_exponents, index, inside, SQUARE, UNSIGNED_TOP, MANTISSA, BLOCK)
         square = beta_2 * square + rest_2 * slope * slope
         weight = weight * decay - lr * mean / (tl.sqrt(square) * root_2 + eps)
         _write(
-            means, mean_exponents, first, size, mean, _random(seed, at, salt_1), MEAN, SIGNED_TOP, MANTISSA, LEAST, BLOCK, STEP
+            means, mean_exponents, first, size, mean, _random(seed, index, salt_1), MEAN, SIGNED_TOP, MANTISSA, LEAST, BLOCK, STEP
         )  # fmt: skip
         _write(
-            squares, square_exponents, first, size, square, _random(seed, at, salt_2), SQUARE, UNSIGNED_TOP, MANTISSA, LEAST,
+            squares, square_exponents, first, size, square, _random(seed, index, salt_2), SQUARE, UNSIGNED_TOP, MANTISSA, LEAST,
             BLOCK, STEP,
         )  # fmt: skip
         if SPLIT:
             bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
             high = (bits + 0x8000) >> 16
-            tl.store(weights + at, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-            tl.store(remainders + at, (bits - (high << 16)).to(tl.int16), mask=inside)
+            tl.store(weights + index, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+            tl.store(remainders + index, (bits - (high << 16)).to(tl.int16), mask=inside)
         else:
-            tl.store(weights + at, weight, mask=inside)
+            tl.store(weights + index, weight, mask=inside)
 
 
 @triton.jit(do_not_specialize=["start", "size"])
@@ -139,10 +139,10 @@ def _in_bf16(
     codes, exponents, out, start, size, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
-    inside = at < size
-    value = _read(codes, exponents, start + at, inside, tl.uint8, TOP, MANTISSA, BLOCK)
-    tl.store(out + at, value.to(tl.bfloat16), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+    inside = index < size
+    value = _read(codes, exponents, start + index, inside, tl.uint8, TOP, MANTISSA, BLOCK)
+    tl.store(out + index, value.to(tl.bfloat16), mask=inside)
 
 
 def in_bf16(moment: Moment, start: int, end: int) -> Tensor:

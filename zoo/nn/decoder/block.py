@@ -46,11 +46,11 @@ class Deepstack:
 
     def add(self, hidden: Tensor, layer: int) -> Tensor:
         """hidden (T, B, C) with the features that are added after `layer`, if there are any."""
-        at = layer - self.first
-        if not 0 <= at < len(self.features):
+        index = layer - self.first
+        if not 0 <= index < len(self.features):
             return hidden
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return flat.index_add(0, self.rows, self.features[at].to(flat.dtype)).view(hidden.shape)
+        return flat.index_add(0, self.rows, self.features[index].to(flat.dtype)).view(hidden.shape)
 
     def after(self, layer: int) -> Deepstack:
         """What is left for the layers from `layer` on."""
@@ -186,9 +186,9 @@ class Decoder(TransformerBlock):
 
         def runner(row: StaticRow) -> LayerCall:
             x, params = row.by_token, SeqParams.from_layout(row.layout())
-            own = (x["local cos"], x["local sin"]) if local is not None else None
+            local_angles = (x["local cos"], x["local sin"]) if local is not None else None
             return lambda layer, states: run_layer(
-                layer, states, self._angles(layer, (x["cos"], x["sin"]), own), params, None
+                layer, states, self._angles(layer, (x["cos"], x["sin"]), local_angles), params, None
             )
 
         return self.graphs.begin(hidden, layout.num_segments, lambda row: row.fill(layout, angles), runner)

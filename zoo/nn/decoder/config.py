@@ -50,10 +50,10 @@ def layer_config(config: TransformerConfig, layer_number: int) -> TransformerCon
     full: FullHeads | None = getattr(config, "full_heads", None)
     if full is None or is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return config
-    own = copy.copy(config)
-    own.kv_channels, own.num_query_groups = full.width, full.groups
-    own.values_are_keys = True
-    return own
+    layer_copy = copy.copy(config)
+    layer_copy.kv_channels, layer_copy.num_query_groups = full.width, full.groups
+    layer_copy.values_are_keys = True
+    return layer_copy
 
 
 def transformer_config(

@@ -266,12 +266,12 @@ def _add_delta(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any)
     return (output[0] + delta, *output[1:]) if isinstance(output, tuple) else output + delta
 
 
-def seed_dropout(device: torch.device, same: int, own: int) -> None:
+def seed_dropout(device: torch.device, shared_seed: int, rank_seed: int) -> None:
     """Start the masks' random numbers from two seeds; megatron-core's recompute goes back to them by itself.
 
     Layers that are captured as graphs draw other masks from the same seeds.
     """
     tracker = get_cuda_rng_tracker()
-    for name, seed in ((SAME, same), (OWN, own)):
+    for name, seed in ((SAME, shared_seed), (OWN, rank_seed)):
         tracker.states_[name] = torch.Generator(device).manual_seed(seed).get_state()
         random.seed(name, device, seed)

@@ -65,9 +65,9 @@ def quantize_activations(x: Tensor) -> BlockScaled:
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, turned: bool = False) -> BlockScaled:
+def quantize_weight(weight: Tensor, transposed: bool = False) -> BlockScaled:
     """(R, C) contiguous -> its blocks of 128 x 128 values, or those of its transpose."""
-    shape = weight.shape[::-1] if turned else weight.shape
+    shape = weight.shape[::-1] if transposed else weight.shape
     width = _up(shape[1], BLOCK)
     codes = torch.empty(shape[0], width, dtype=DTYPE, device=weight.device)
     down, across = _up(shape[0], BLOCK) // BLOCK, width // BLOCK
@@ -75,9 +75,9 @@ def quantize_weight(weight: Tensor, turned: bool = False) -> BlockScaled:
     if fused(weight):
         from zoo.nn.fp8 import kernel
 
-        kernel.squares_into(weight, codes, scales, turned)
+        kernel.squares_into(weight, codes, scales, transposed)
     else:
-        values = weight.t() if turned else weight
+        values = weight.t() if transposed else weight
         padded = F.pad(values.float(), (0, width - shape[1], 0, down * BLOCK - shape[0]))
         squares = padded.view(down, BLOCK, across, BLOCK)
         scale = _scale(squares.abs().amax(dim=(1, 3)))

@@ -27,8 +27,8 @@ def _rows(x, codes, scales, rows, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     tile = tl.load(x + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale, over = _scale(tl.max(tl.abs(tile), axis=1))
-    at = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
-    tl.store(codes + at, (tile * over[:, None]).to(tl.float8e4nv), mask=(row < kept)[:, None])
+    index = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
+    tl.store(codes + index, (tile * over[:, None]).to(tl.float8e4nv), mask=(row < kept)[:, None])
     tl.store(scales + tl.program_id(1).to(tl.int64) * kept + row, scale, mask=row < kept)
 
 
@@ -44,12 +44,12 @@ def _squares(  # type: ignore[no-untyped-def]
     scale, over = _scale(tl.max(tl.abs(tile)))
     rounded = (tile * over).to(tl.float8e4nv)
     if TURNED:
-        at = column[:, None] * (tl.num_programs(0) * BLOCK) + row[None, :]
-        tl.store(codes + at, tl.trans(rounded), mask=(column < COLUMNS)[:, None])
+        index = column[:, None] * (tl.num_programs(0) * BLOCK) + row[None, :]
+        tl.store(codes + index, tl.trans(rounded), mask=(column < COLUMNS)[:, None])
         tl.store(scales + tl.program_id(1) * stride + tl.program_id(0), scale)
     else:
-        at = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
-        tl.store(codes + at, rounded, mask=(row < ROWS)[:, None])
+        index = row[:, None] * (tl.num_programs(1) * BLOCK) + column[None, :]
+        tl.store(codes + index, rounded, mask=(row < ROWS)[:, None])
         tl.store(scales + tl.program_id(0) * stride + tl.program_id(1), scale)
 
 
@@ -60,9 +60,9 @@ def rows_into(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     _rows[grid](x, codes, scales, x.shape[0], codes.shape[0], WIDTH=x.shape[1], BLOCK=BLOCK, ROWS=tile, num_warps=8)
 
 
-def squares_into(x: Tensor, codes: Tensor, scales: Tensor, turned: bool) -> None:
+def squares_into(x: Tensor, codes: Tensor, scales: Tensor, transposed: bool) -> None:
     """Fill codes (R, C) and the first columns of scales (ceil(R / 128), S) from x (R, W), or from its transpose."""
     grid = (cdiv(x.shape[0], BLOCK), cdiv(x.shape[1], BLOCK))
     _squares[grid](
-        x, codes, scales, scales.stride(0), ROWS=x.shape[0], COLUMNS=x.shape[1], TURNED=turned, BLOCK=BLOCK, num_warps=8
+        x, codes, scales, scales.stride(0), ROWS=x.shape[0], COLUMNS=x.shape[1], TURNED=transposed, BLOCK=BLOCK, num_warps=8
     )  # fmt: skip

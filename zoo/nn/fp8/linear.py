@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
         rows = grad.flatten(0, -2).contiguous()
         of_input = of_weights = None
         if ctx.needs_input_grad[0]:
-            of_input = product(quantize_activations(rows), quantize_weight(weight, turned=True), grad.dtype)
+            of_input = product(quantize_activations(rows), quantize_weight(weight, transposed=True), grad.dtype)
             of_input = of_input.view(*grad.shape[:-1], -1)
             if ctx.gathered:
                 of_input = reduce_scatter(of_input, group=ctx.group)

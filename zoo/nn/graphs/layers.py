@@ -88,9 +88,9 @@ class LayerGraphs:
 
     def enter(self) -> Pass:
         """A row enters the first layer; what is returned ends with its backward pass, or when that can't come any more."""
-        made = Pass()
-        self._pass = weakref.ref(made)
-        return made
+        captured = Pass()
+        self._pass = weakref.ref(captured)
+        return captured
 
     def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], LayerCall]) -> Captured:
         """Graphs of all layers for rows like `hidden`."""
@@ -246,28 +246,28 @@ class Leaves:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._places: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        leaves: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self.trained: dict[str, torch.nn.Parameter] = {}  # by the layer's names
         for prefix, module in layer.named_modules():
-            for name, own in module.named_parameters(recurse=False):
-                if own not in made:
-                    made[own] = leaf = torch.nn.Parameter(own.detach(), own.requires_grad)
-                    leaf.__dict__.update(own.__dict__)
-                    if own.requires_grad:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in leaves:
+                    leaves[parameter] = leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                    leaf.__dict__.update(parameter.__dict__)
+                    if parameter.requires_grad:
                         self.trained[f"{prefix}.{name}".lstrip(".")] = leaf
-                self._places.append((module, name, own))
-        self._made = made
+                self._places.append((module, name, parameter))
+        self._made = leaves
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The layer has them in the place of its own."""
-        for module, name, own in self._places:
-            module._parameters[name] = self._made[own]
+        for module, name, parameter in self._places:
+            module._parameters[name] = self._made[parameter]
         try:
             yield
         finally:
-            for module, name, own in self._places:
-                module._parameters[name] = own
+            for module, name, parameter in self._places:
+                module._parameters[name] = parameter
 
     def gradients(self, out: Tensor, states: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `states`, from that of `out`, which a run with these in place made of them.

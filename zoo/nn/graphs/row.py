@@ -54,10 +54,10 @@ class StaticRow:
     def layout(self) -> PackedLayout:
         """A layout whose tensors are this row's: each call gives new objects, as libraries keep what they made of a tensor with it."""
         lengths = (self.tokens, *(0,) * (self.segments - 1))
-        made = PackedLayout(lengths, lengths, device=self.positions.device)
+        static_layout = PackedLayout(lengths, lengths, device=self.positions.device)
         tensors = {"cu_seqlens": self.offsets, "cu_seqlens_padded": self.offsets, "positions": self.positions}
         index = {"cu_seqlens": self.long_offsets.view(-1), "chunk_indices": self.chunks.view(-1, 2)}
-        return made.with_values({name: x.view(x.shape) for name, x in tensors.items()}, {"delta rule": index})
+        return static_layout.with_values({name: x.view(x.shape) for name, x in tensors.items()}, {"delta rule": index})
 
     def fill(self, layout: PackedLayout, by_token: Mapping[str, Tensor]) -> None:
         """Write a row, and further tensors (T, ...) of its tokens."""

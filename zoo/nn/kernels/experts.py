@@ -35,8 +35,8 @@ def lowrank_launch(rank: int) -> Launch:
 def _top(scores, columns, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr):
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     there = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
-    at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    bits = tl.load(scores + at, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    index = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    bits = tl.load(scores + index, mask=there, other=0.0).to(tl.int32, bitcast=True)
     # Integers in the order of the scores. The lower column has the larger one of two equal scores.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * WIDE + (WIDE - 1 - expert)[None, :]
     least = -(2**62)
@@ -50,11 +50,17 @@ def _top(scores, columns, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK:
 def top(scores: Tensor, count: int) -> Tensor:
     """Columns of the `count` largest of each row of scores (N, E) fp32 -> (N, count) int64. The largest is first; the lower column wins a tie."""
     columns = torch.empty(len(scores), count, dtype=torch.int64, device=scores.device)
-    wide = power_of_2(scores.shape[1])
-    size = max(1, min(16, 2048 // wide))
+    padded_experts = power_of_2(scores.shape[1])
+    size = max(1, min(16, 2048 // padded_experts))
     if len(scores):
         _top[(cdiv(len(scores), size),)](
-            scores.contiguous(), columns, len(scores), EXPERTS=scores.shape[1], WIDE=wide, TOPK=count, ROWS=size
+            scores.contiguous(),
+            columns,
+            len(scores),
+            EXPERTS=scores.shape[1],
+            WIDE=padded_experts,
+            TOPK=count,
+            ROWS=size,
         )
     return columns
 
@@ -112,11 +118,11 @@ def _scores(logits, masked, row, rows, expert, EXPERTS: tl.constexpr, HAS_MASK: 
     there = row < rows
     if HAS_MASK:
         there = there & (tl.load(masked + row, mask=there, other=1) == 0)
-    at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    x = tl.load(logits + at, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :], other=0.0)
+    index = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    x = tl.load(logits + index, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :], other=0.0)
     x = tl.where((expert < EXPERTS)[None, :], x, -float("inf"))
     raised = tl.exp(x - tl.max(x, axis=1)[:, None])
-    return raised / tl.sum(raised, axis=1)[:, None], there, at
+    return raised / tl.sum(raised, axis=1)[:, None], there, index
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -146,11 +152,11 @@ def _loads_backward(
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS_BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    score, there, at = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
+    score, there, index = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
     slope = tl.load(slopes + expert, mask=expert < EXPERTS, other=0.0)[None, :]
     gradient = score * (slope - tl.sum(score * slope, axis=1)[:, None])
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
-    tl.store(out + at, tl.where(there[:, None], gradient, 0.0), mask=inside)
+    tl.store(out + index, tl.where(there[:, None], gradient, 0.0), mask=inside)
 
 
 class _Loads(torch.autograd.Function):
@@ -209,9 +215,9 @@ def _take(values, index, out, count, row_stride, TOPK: tl.constexpr, BLOCK: tl.c
 
 def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
     """How many blocks a sort cuts its choices into, and the constants of its kernels."""
-    wide = power_of_2(experts)
-    size = max(16, min(1024, CELLS // wide))
-    constants = {"TOPK": chosen.shape[1], "EXPERTS": experts, "EXPERTS_BLOCK": wide, "BLOCK": size}
+    padded_experts = power_of_2(experts)
+    size = max(16, min(1024, CELLS // padded_experts))
+    constants = {"TOPK": chosen.shape[1], "EXPERTS": experts, "EXPERTS_BLOCK": padded_experts, "BLOCK": size}
     return cdiv(chosen.numel(), size), constants
 
 
@@ -339,10 +345,10 @@ def _add_lowrank(
         values = tl.load(x + row[:, None] * RANK + rank, mask=inside[:, None] & narrow, other=0.0)
         of_expert = weight + mine.to(tl.int64) * WIDTH * RANK
         factors = tl.load(of_expert + column * RANK + rank[:, None], mask=narrow[:, None] & wide, other=0.0)
-        at = out + row[:, None] * WIDTH + column
+        index = out + row[:, None] * WIDTH + column
         both = inside[:, None] & wide
-        total = tl.load(at, mask=both, other=0.0).to(tl.float32) + tl.dot(values, factors)
-        tl.store(at, total.to(out.dtype.element_ty), mask=both)
+        total = tl.load(index, mask=both, other=0.0).to(tl.float32) + tl.dot(values, factors)
+        tl.store(index, total.to(out.dtype.element_ty), mask=both)
 
 
 def add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -366,10 +372,10 @@ def add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _accumulate(total, grad, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    both = tl.load(total + at, mask=inside) + tl.load(grad + at, mask=inside).to(tl.float32)
-    tl.store(total + at, both, mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    both = tl.load(total + index, mask=inside) + tl.load(grad + index, mask=inside).to(tl.float32)
+    tl.store(total + index, both, mask=inside)
 
 
 def accumulate(total: Tensor, grad: Tensor) -> None:

@@ -15,23 +15,23 @@ BLOCK = 4096
 
 @triton.jit
 def _forward(x, gate, out, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    open_ = sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
-    tl.store(out + at, (value * open_).to(out.dtype.element_ty), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    open_ = sigmoid(tl.load(gate + index, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out + index, (value * open_).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(grad, x, gate, grad_x, grad_gate, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    open_ = sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
-    tl.store(grad_x + at, (slope * open_).to(grad_x.dtype.element_ty), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    slope = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    open_ = sigmoid(tl.load(gate + index, mask=inside, other=0.0).to(tl.float32))
+    tl.store(grad_x + index, (slope * open_).to(grad_x.dtype.element_ty), mask=inside)
     of_gate = slope * value * open_ * (1.0 - open_)
-    tl.store(grad_gate + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_gate + index, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
 
 
 class _Gate(torch.autograd.Function):

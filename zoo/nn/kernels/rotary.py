@@ -108,8 +108,8 @@ def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None)
 
     `padded`: width of the heads that are returned, at least D; zeros fill it.
     """
-    wide = padded or qkv.shape[-1]
-    return _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, wide)
+    width_out = padded or qkv.shape[-1]
+    return _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, width_out)
 
 
 def cut_heads(x: Tensor, width: int) -> Tensor:
@@ -119,10 +119,10 @@ def cut_heads(x: Tensor, width: int) -> Tensor:
 
 @triton.jit
 def _angles(cos, sin, token, half, inside, TURNED: tl.constexpr):
-    at = token[:, None] * TURNED + half[None, :]
+    index = token[:, None] * TURNED + half[None, :]
     return (
-        tl.load(cos + at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(sin + at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(cos + index, mask=inside, other=0.0).to(tl.float32),
+        tl.load(sin + index, mask=inside, other=0.0).to(tl.float32),
     )
 
 

@@ -34,8 +34,8 @@ def build(
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     config.store_param_remainders = False  # only tells megatron-core's own loading which tensors to allocate
     with replaced(module, Adam=inner, USING_PYTORCH_OPTIMIZER=False):
-        made = make()
-    for distributed in made.chained_optimizers:
+        optimizer = make()
+    for distributed in optimizer.chained_optimizers:
         if distributed.is_stub_optimizer:
             continue
         # In the inner optimizer's group fp32 parameters stand before the others. megatron-core counts them as they come, so
@@ -45,7 +45,7 @@ def build(
         ):
             for index, parameter in enumerate(parameter for kind in kinds for parameter in kind):
                 distributed.model_param_group_index_map[parameter] = group, index
-    return made
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,4 @@ def ranges_of(distributed: DistributedOptimizer) -> Iterator[tuple[Tensor, tuple
             share = bucket.grad_data.numel() // ranks
             starts = [bucket.offset + rank * share - first for rank in range(ranks)]
             size = end - first
-            yield parameter, tuple((min(max(at, 0), size), min(max(at + share, 0), size)) for at in starts)
+            yield parameter, tuple((min(max(start, 0), size), min(max(start + share, 0), size)) for start in starts)

@@ -310,13 +310,13 @@ def padded(data: TensorDict) -> tuple[JsonObject, list[int]]:
     """verl's rows as `zoo.Engine` takes them: padded on the right, with the tokens that a response has; and their lengths."""
     ids = data["input_ids"]
     lengths = ids.offsets().diff().tolist()
-    wide = torch.nested.to_padded_tensor(ids, padding=0)
-    places = torch.arange(wide.shape[1], device=wide.device)[None]
-    ends = torch.tensor(lengths, device=wide.device)[:, None]
-    batch: JsonObject = {"input_ids": wide, "attention_mask": places < ends, "row": torch.arange(len(lengths))}
-    said = _response_lengths(data)
-    if said is not None:
-        batch["loss_mask"] = (places < ends) & (places >= ends - said.to(wide.device)[:, None])
+    padded_ids = torch.nested.to_padded_tensor(ids, padding=0)
+    places = torch.arange(padded_ids.shape[1], device=padded_ids.device)[None]
+    ends = torch.tensor(lengths, device=padded_ids.device)[:, None]
+    batch: JsonObject = {"input_ids": padded_ids, "attention_mask": places < ends, "row": torch.arange(len(lengths))}
+    response_lengths = _response_lengths(data)
+    if response_lengths is not None:
+        batch["loss_mask"] = (places < ends) & (places >= ends - response_lengths.to(padded_ids.device)[:, None])
     if "multi_modal_inputs" in data:
         batch["media"] = [tu.unwrap_non_tensor_data(media) or None for media in data["multi_modal_inputs"]]
     return batch, lengths

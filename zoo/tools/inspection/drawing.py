@@ -113,12 +113,12 @@ def _draw_row(axis: Axes, row: PackedRow, y: float, width: int) -> None:
         _name_sample(axis, segment, number, y, width)
         _draw_positions(axis, row, segment, floor, width)
     right: JsonObject = {"ha": "right", "va": "center"}
-    at = -0.008 * width
-    axis.text(at, y + BAR * 0.3, f"{row.width} tokens", **right)
+    x = -0.008 * width
+    axis.text(x, y + BAR * 0.3, f"{row.width} tokens", **right)
     share = f"{row.padding / row.width:.1%} padding"
-    axis.text(at, y + BAR * 0.75, share, **right, color=QUIET, fontsize=8)
-    axis.text(at, y - 0.25, row.note, **right, color=TIME, fontsize=7.5)
-    axis.text(at, floor - CURVE / 2, "positions", **right, color=TIME, fontsize=8)
+    axis.text(x, y + BAR * 0.75, share, **right, color=QUIET, fontsize=8)
+    axis.text(x, y - 0.25, row.note, **right, color=TIME, fontsize=7.5)
+    axis.text(x, floor - CURVE / 2, "positions", **right, color=TIME, fontsize=8)
 
 
 def _box(axis: Axes, start: float, end: float, y: float, **style: Any) -> None:

@@ -85,11 +85,11 @@ def lengths_of(recipe: Recipe, assembly: Assembly, most: int, budgets: tuple[int
     total = max(1, sum(lengths))
     align, lookahead = recipe.packing.align or 1, recipe.data.lookahead
     ordered = sorted(lengths)
-    at = {f"p{p}": float(ordered[round(p / 100 * (len(ordered) - 1))]) for p in PERCENTILES}
+    percentiles = {f"p{p}": float(ordered[round(p / 100 * (len(ordered) - 1))]) for p in PERCENTILES}
     return Lengths(
         samples=len(lengths),
         left_out=source.bad_rows.summary(),
-        tokens={"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)},
+        tokens={"least": float(ordered[0]), **percentiles, "most": float(ordered[-1]), "mean": mean(ordered)},
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
         kinds=dict(kinds),

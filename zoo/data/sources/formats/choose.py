@@ -124,15 +124,19 @@ def to_own(item: JsonMapping, form: Form) -> tuple[JsonObject, str, list[Box], t
     skipped = check_keys(row, format_name, named=named, strict=not named and format_name in ("messages", "text"))
     row = {key: value for key, value in row.items() if key not in skipped} if skipped else row
     labelled = LABELLED.get(format_name)
-    own = FORMATS[format_name](row) if labelled is None else labelled(row, form.asked)
-    if "messages" in own and not COMMON_KEYS.isdisjoint(row):
+    converted = FORMATS[format_name](row) if labelled is None else labelled(row, form.asked)
+    if "messages" in converted and not COMMON_KEYS.isdisjoint(row):
         common = {key: row[key] for key in COMMON if key in row and key not in ROW_KEYS[format_name].own}
-        if "system" in common and isinstance(own["messages"], list) and isinstance(own["messages"][0], dict):
-            with_system(own["messages"], row)
-        own = {"answers": common.pop("answers", None), **own, **common}
-        own = {key: value for key, value in own.items() if key != "system" and value is not None}
-    own, boxes = with_objects(own)
-    return own, format_name, boxes, skipped
+        if (
+            "system" in common
+            and isinstance(converted["messages"], list)
+            and isinstance(converted["messages"][0], dict)
+        ):
+            with_system(converted["messages"], row)
+        converted = {"answers": common.pop("answers", None), **converted, **common}
+        converted = {key: value for key, value in converted.items() if key != "system" and value is not None}
+    converted, boxes = with_objects(converted)
+    return converted, format_name, boxes, skipped
 
 
 def without_nulls(value: Any) -> Any:

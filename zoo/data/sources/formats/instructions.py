@@ -93,12 +93,12 @@ def from_preference(item: JsonObject) -> JsonObject:
 def _rejected(item: JsonObject) -> JsonObject | None:
     """The row with the rejected answer in the place of the chosen one; None where there is none."""
     key = next((key for key in REJECTED if item.get(key) is not None), None)
-    own = {name: item[key] for key, name in REJECTED_OWN.items() if item.get(key) is not None}
+    rejected_media = {name: item[key] for key, name in REJECTED_OWN.items() if item.get(key) is not None}
     # A list of media of the rejected conversation stands in the place of a single medium of the row.
-    replaced = {other for name in own for other in (name, f"{name}s", name.removesuffix("s"))}
-    item = {name: value for name, value in item.items() if name not in replaced} | own
+    replaced = {other for name in rejected_media for other in (name, f"{name}s", name.removesuffix("s"))}
+    item = {name: value for name, value in item.items() if name not in replaced} | rejected_media
     if key is None:
-        return _chosen(item) if own else None
+        return _chosen(item) if rejected_media else None
     answer = item[key]
     if item.get("chosen") is not None:
         return _chosen({**item, "chosen": answer})

@@ -71,9 +71,9 @@ def _without_code(name: str) -> ModuleType:
     module = module_from_spec(spec)
     module.__class__ = _Package
     module.__path__ = pkgutil.extend_path(module.__path__, name)
-    parent, _, own = name.rpartition(".")
+    parent, _, last_name = name.rpartition(".")
     if parent:
-        setattr(sys.modules[parent], own, module)
+        setattr(sys.modules[parent], last_name, module)
     else:
         if (version := installed_version(*DISTRIBUTIONS)) is not None:
             module.__version__ = version  # type: ignore[attr-defined]

@@ -178,8 +178,8 @@ def _kernel_offsets(layout: PackedLayout) -> dict[str, Tensor]:
     device to know how many there are. Made here once a layout, from lengths on the host.
     """
     lengths = layout.padded_lengths
-    made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks(lengths, CHUNK)}
-    return {name: cpu_to_device(tensor, layout.device) for name, tensor in made.items()}
+    kernel_offsets = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks(lengths, CHUNK)}
+    return {name: cpu_to_device(tensor, layout.device) for name, tensor in kernel_offsets.items()}
 
 
 def has_fla(x: Tensor) -> bool:

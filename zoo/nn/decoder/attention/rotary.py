@@ -88,8 +88,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         from zoo.nn.kernels.rotary import rotate
 
         return rotate(x.flatten(0, 1), cos.reshape(-1, width), sin.reshape(-1, width)).view(x.shape)
-    turned, rest = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, dim=-1)
+    rotated, rest = x[..., :width], x[..., width:]
+    first, second = rotated.chunk(2, dim=-1)
     swapped = torch.cat((-second, first), dim=-1)
-    turned = (turned * cos + swapped * sin).to(x.dtype)
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    rotated = (rotated * cos + swapped * sin).to(x.dtype)
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)

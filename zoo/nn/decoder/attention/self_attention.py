@@ -139,11 +139,11 @@ class SelfAttention(McoreSelfAttention):
             heads = split_heads(mixed.flatten(0, 1), angles[0], angles[1], repeats, gated, known)
             return [x.unflatten(0, lead) for x in heads]
         query, *gate, key, value = mixed.split([repeats] * (2 if gated else 1) + [1, 1], dim=3)
-        turned = (
+        rotated = (
             apply_rotary(x if norm is None else norm(x), cos, sin)
             for x, norm in zip((query.flatten(2, 3), key.squeeze(3)), norms, strict=True)
         )
-        return [*turned, value.squeeze(3), *gate]
+        return [*rotated, value.squeeze(3), *gate]
 
     def forward(
         self,

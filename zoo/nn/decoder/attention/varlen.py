@@ -206,9 +206,9 @@ def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | N
 def _side_by_side_mask(layout: PackedLayout, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
     """(S, 1, L, L) in the dtype and on the device of `like`: 0 where a query sees a key, else minus infinity."""
     ahead = mask_spec.bidirectional.horizon(layout.total, like.device) - torch.arange(layout.total, device=like.device)
-    own = torch.arange(max(layout.lengths), device=like.device)
-    last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
-    return _additive(own, last[:, None], own, mask_spec, like)
+    queries = torch.arange(max(layout.lengths), device=like.device)
+    last = queries + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
+    return _additive(queries, last[:, None], queries, mask_spec, like)
 
 
 def _mask(
@@ -220,18 +220,18 @@ def _mask(
     first, start, stop = span
 
     def make() -> Tensor:
-        own = torch.arange(first, first + length, device=like.device)
+        queries = torch.arange(first, first + length, device=like.device)
         last = mask_spec.bidirectional.horizon(layout.total, like.device)[first : first + length]
-        return _additive(own, last, torch.arange(start, stop, device=like.device), mask_spec, like)
+        return _additive(queries, last, torch.arange(start, stop, device=like.device), mask_spec, like)
 
     return mask_spec.bidirectional.kept((span, length, mask_spec.window, like.dtype, like.device), make)
 
 
-def _additive(own: Tensor, last: Tensor, keys: Tensor, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
-    """(..., L, L') of queries at `own` (L,) that see up to `last` (..., L), and of `keys` (L',)."""
+def _additive(queries: Tensor, last: Tensor, keys: Tensor, mask_spec: AttentionMaskSpec, like: Tensor) -> Tensor:
+    """(..., L, L') of queries at `queries` (L,) that see up to `last` (..., L), and of `keys` (L',)."""
     seen = keys <= last[..., None]
     if mask_spec.window is not None:
-        seen = seen & (keys > own[:, None] - mask_spec.window)
+        seen = seen & (keys > queries[:, None] - mask_spec.window)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -345,13 +345,13 @@ class _Chunk:
 
 def _chunks(layout: PackedLayout, rank: int, size: int) -> list[_Chunk]:
     """The front and the back chunk of each segment, in the order in which a rank of `size` holds them."""
-    chunks, at = [], 0
+    chunks, offset = [], 0
     for start, length in zip(starts(layout.padded_lengths), layout.padded_lengths, strict=True):
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
             first = start + number * chunk
-            chunks.append(_Chunk(at, first, first + chunk, start))
-            at += chunk
+            chunks.append(_Chunk(offset, first, first + chunk, start))
+            offset += chunk
     return chunks
 
 

@@ -277,8 +277,8 @@ class _LoraProduct(torch.autograd.Function):
         ctx.scale, ctx.rows = scale, rows
         if gradient_only:
             return placeholder
-        wide = multiply(x, weight, rows.bounds, free_sms=rows.free_sms)
-        return rows.result(_add_lowrank(wide, narrow, b, rows.bounds))
+        product = multiply(x, weight, rows.bounds, free_sms=rows.free_sms)
+        return rows.result(_add_lowrank(product, narrow, b, rows.bounds))
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:

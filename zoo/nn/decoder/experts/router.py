@@ -145,13 +145,13 @@ class Router(TopKRouter):
         if group.size() > 1:  # the exchange writes into what it is given
             by_expert = reduce_from_tensor_model_parallel_region(counts.clone(), group)
         if mask is None:
-            own, total = len(logits), len(logits) * group.size()
+            rank_tokens, total = len(logits), len(logits) * group.size()
         else:
-            own, total = counts.sum() / self.topk, by_expert.sum().clamp(min=1) / self.topk  # of no token: 0
+            rank_tokens, total = counts.sum() / self.topk, by_expert.sum().clamp(min=1) / self.topk  # of no token: 0
         share = coefficient * logits.shape[1] / (self.topk * total * total)
         loss = torch.dot(scores, by_expert.to(scores.dtype)) * share
         return self.attach_and_log_load_balancing_loss(
-            weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=own
+            weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=rank_tokens
         )
 
     def gating(self, input: Tensor) -> Tensor:
