@@ -49,7 +49,8 @@ class Gemma4Config(WindowedConfig):
         text = copy.copy(super().text)
         text.per_layer_config = None  # transformers warns of reading what layers differ in
         text.num_experts = None  # which are none without enable_moe_block
-        full = self.root.text_config.per_layer_config[_last_full(self.root.text_config)]
+        last = text.num_hidden_layers - 1  # which transformers makes a layer that sees all tokens
+        full = self.root.text_config.per_layer_config[last]
         text.full_heads = FullHeads(full.head_dim, full.num_key_value_heads)
         return text
 
@@ -94,15 +95,8 @@ class Gemma4Config(WindowedConfig):
         # Pooling is a product with a matrix of a row for each embedding.
         pair = 4.0 * queries * vision.num_hidden_layers + 2.0 * width / pooled
         kept = vision.num_hidden_layers * (12.0 * width + 4.0 * inner + 4.0 * (queries + keys))
-        attended = float(vision.num_hidden_layers * queries)
-        return {
-            "vision": TowerCost(row, pair, float(pooled), kept=kept, attended=attended, layers=vision.num_hidden_layers)
-        }
-
-
-def _last_full(text: PretrainedConfig) -> int:
-    """The last layer, which transformers makes one that sees all tokens."""
-    return int(text.num_hidden_layers) - 1
+        attended, layers = float(vision.num_hidden_layers * queries), vision.num_hidden_layers
+        return {"vision": TowerCost(row, pair, float(pooled), kept=kept, attended=attended, layers=layers)}
 
 
 def _with_global_heads(text: JsonObject) -> JsonObject:

@@ -41,10 +41,7 @@ class InternVLConfig(FamilyConfig):
                 raise UserError(
                     f"vision_config.{key} is {list(sides)}; wanted a number of pixels, or a pair of equal ones"
                 )
-        self._check_shuffle()
-
-    def _check_shuffle(self) -> None:
-        """Whether a tile's patches make whole squares of 1, 2 x 2, 4 x 4, ... patches, each an embedding."""
+        # A tile's patches make whole squares of 1, 2 x 2, 4 x 4, ... patches, each an embedding.
         ratio = self.hf.downsample_ratio
         built = 0 < ratio <= 1 and float(1 / ratio).is_integer() and not int(1 / ratio) & (int(1 / ratio) - 1)
         if not built or not self.patches_a_side or self.patches_a_side % self.shuffle:

@@ -67,8 +67,12 @@ class Qwen25VLProcessor(vision.PatchProcessor):
 
     def incomparable(self, sample: Sample) -> str | None:
         """Videos with a part of a second between temporal patches, where transformers drops that part (before 5.18)."""
+        import transformers
+        from packaging.version import Version
+
         seconds = sample.media.get("second_per_grid_ts")
-        if seconds is None or bool((seconds == seconds.floor()).all()) or not _drops_parts_of_seconds():
+        drops_parts = Version(transformers.__version__) < Version("5.18")
+        if seconds is None or bool((seconds == seconds.floor()).all()) or not drops_parts:
             return None
         return "videos with a part of a second between temporal patches, which transformers before 5.18 drops"
 
@@ -80,13 +84,6 @@ class Qwen25VLProcessor(vision.PatchProcessor):
         merged = self.hf.image_processor.merge_size**2
         tokens = sum(time * height * width // merged for time, height, width in grids)
         return Sketch(text, tokens - len(grids), {"vision": vision.grid_rows(grids)})
-
-
-def _drops_parts_of_seconds() -> bool:
-    import transformers
-    from packaging.version import Version
-
-    return Version(transformers.__version__) < Version("5.18")
 
 
 def _make(geometry: dict[str, int]) -> ProcessorMixin:

@@ -82,15 +82,9 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
     """
     family = family_of(arch)
     bridge: Bridge = family.load("bridge")
-    recipe = Recipe().replace(
-        {
-            "model.family": family.name,
-            "model.arch": arch,
-            "train.steps": 1,
-            "engine.backend": "torch",
-            "packing.budget": 1,  # some models are right for short samples alone, and weights have none
-        }
-    )
+    settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
+    # Some models are right for short samples alone, and weights have none.
+    recipe = Recipe().replace({**settings, "packing.budget": 1})
     if names is not None and not bridge.has_optional(names):
         recipe = recipe.replace({"train.mtp_loss": 0.0})
     if names is not None and any(name.endswith(SCORE) for name in names):
@@ -114,7 +108,7 @@ def on_meta(world: World) -> Iterator[World]:
 
     if (
         torch.cuda.is_available() and has_triton()
-    ):  # whose driver keeps the `torch.cuda.current_device` that it finds first
+    ):  # its driver keeps the `torch.cuda.current_device` that it finds first
         from triton.runtime import driver
 
         with suppress(RuntimeError):  # it has none

@@ -55,9 +55,8 @@ class FamilyConfig:
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
     not_built: ClassVar[Mapping[str, str]] = {}  # a model_type close to these -> why it can't be trained, for messages
     further: ClassVar[tuple[str, ...]] = ("head_dim",)  # keys of a decoder that are read though its class has none
-    mrope_section: ClassVar[tuple[int, ...] | None] = (
-        None  # where a config has none, as in transformers; None: one position a token
-    )
+    # Where a config has none, as in transformers; None: one position a token.
+    mrope_section: ClassVar[tuple[int, ...] | None] = None
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
     further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside default and linear
     builds: ClassVar[tuple[str, ...]] = ()  # keys of `refuse_unbuilt` that are read here all the same
@@ -128,9 +127,9 @@ class FamilyConfig:
         """UserError for settings that transformers takes but training cannot; a family overrides it."""
 
     def _check_deepstack(self) -> None:
-        indexes = self._deepstack
-        if not indexes:
+        if not self.deepstack_layers:
             return
+        indexes = list(self.vision.deepstack_visual_indexes)
         layers, depth = self.text.num_hidden_layers, self.vision.depth
         if len({i for i in indexes if 0 <= i < depth}) != len(indexes) or len(indexes) > layers:
             raise UserError(
@@ -171,13 +170,8 @@ class FamilyConfig:
     @property
     def deepstack_layers(self) -> int:
         """Decoder layers that features from within the vision tower are added after."""
-        return len(self._deepstack)
-
-    @property
-    def _deepstack(self) -> list[int]:
-        if self.vision is None or "deepstack_visual_indexes" not in _known(type(self.vision)):
-            return []
-        return list(self.vision.deepstack_visual_indexes)
+        read = self.vision is not None and "deepstack_visual_indexes" in _known(type(self.vision))
+        return len(self.vision.deepstack_visual_indexes) if read else 0
 
     @property
     def rotary(self) -> RotaryShape:
@@ -221,14 +215,8 @@ class FamilyConfig:
         per_row = 2.0 * patch * width + layers + mergers / square
         kept = vision.depth * (4.0 * width + 2.0 * vision.intermediate_size)
         kept += patch + 4.0 * width * (1 + self.deepstack_layers)
-        cost = TowerCost(
-            per_row,
-            4.0 * width * vision.depth,
-            float(square),
-            kept=kept,
-            attended=width * vision.depth,
-            layers=vision.depth,
-        )
+        per_pair, attended = 4.0 * width * vision.depth, width * vision.depth
+        cost = TowerCost(per_row, per_pair, float(square), kept=kept, attended=attended, layers=vision.depth)
         return {"vision": cost}
 
     def mtp_layers(self, recipe: Recipe) -> int:
@@ -294,10 +282,8 @@ class WindowedConfig(FamilyConfig):
 
 def _shape(rope: JsonMapping) -> RotaryShape:
     if rope.get("rope_type") == "proportional":
-        fraction = float(rope.get("partial_rotary_factor", 1.0))
-        return RotaryShape(
-            float(rope["rope_theta"]), fraction=fraction, factor=float(rope.get("factor", 1.0)), whole=True
-        )
+        fraction, factor = (float(rope.get(key, 1.0)) for key in ("partial_rotary_factor", "factor"))
+        return RotaryShape(float(rope["rope_theta"]), fraction=fraction, factor=factor, whole=True)
     linear = rope.get("rope_type") == "linear"
     return RotaryShape(float(rope["rope_theta"]), factor=float(rope["factor"]) if linear else 1.0)
 

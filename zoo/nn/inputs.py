@@ -79,9 +79,8 @@ class ModelInputs:
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (M,) int64 rows that predict a label; None: all rows
-    targets: Tensor | None = (
-        None  # (N,) int64 the token that each state should predict, after the exchange if there is one; None: logits
-    )
+    # (N,) int64 the token that each state should predict, after the exchange if there is one; None: logits.
+    targets: Tensor | None = None
     label_exchange: LabelExchange | None = None  # brings the states of label_rows to the ranks of their targets
     count_correct: bool = False  # also say whether each target was the most likely token
     # The logits of targets are divided by it before anything else: a number, or (N,) on the device.

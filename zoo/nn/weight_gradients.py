@@ -29,13 +29,10 @@ class _Products:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
-        """total (out, in) fp32 += grad (T, out)^T x (T, in)."""
+        """total (out, in) += grad (T, out)^T x (T, in); a total of half precision is rounded once."""
         add_product(total, grad, x)
 
-    @staticmethod
-    def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, total: Tensor) -> None:
-        """The same into a total of half precision, which is rounded once."""
-        add_product(total, grad, x)
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def accumulate_in_place(chunks: Sequence[MegatronModule]) -> int:

@@ -1,5 +1,6 @@
 """AdamW on the host by the compiled function: PyTorch's operations are the reference."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ FORMS = [
 
 
 @pytest.fixture(autouse=True)
-def _compiler() -> None:
+def _compiler() -> Iterator[None]:
     assert cpu.fallback_reason() is None, cpu.fallback_reason()
+    yield
+    cpu._loaded.cache_clear()
 
 
 def example(numel: int, weight: torch.dtype, grad: torch.dtype, *moments: torch.dtype) -> Part:
@@ -99,29 +102,24 @@ def test_chunks_of_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     cpu._loaded.cache_clear()
-    try:
-        monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
-        assert "no C compiler" in (cpu.fallback_reason() or "")
-        assert host_update._compiled()[0] is state.update
-        assert "install a C compiler" in capfd.readouterr().err
-        found, wanted = (example(300, *FORMS[1]) for _ in range(2))
-        cpu.update(found, step=1, **OPTIONS)
-        state.update(wanted, step=1, clip=1.0, **OPTIONS)
-        torch.testing.assert_close(master(found), master(wanted), rtol=0, atol=0)
-    finally:
-        cpu._loaded.cache_clear()
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    assert "no C compiler" in (cpu.fallback_reason() or "")
+    assert host_update._compiled()[0] is state.update
+    assert "install a C compiler" in capfd.readouterr().err
+    found, wanted = (example(300, *FORMS[1]) for _ in range(2))
+    cpu.update(found, step=1, **OPTIONS)
+    state.update(wanted, step=1, clip=1.0, **OPTIONS)
+    torch.testing.assert_close(master(found), master(wanted), rtol=0, atol=0)
 
 
 def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / "broken.c"
-    broken.write_text("int zoo_adamw(\n")
     monkeypatch.setattr(cpu, "SOURCE", broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu._loaded.cache_clear()
-    try:
-        assert "could not compile broken.c" in (cpu.fallback_reason() or "")
-        broken.write_text("int zoo_adamw(void) { return 0; }\n")
+    for source, said in (
+        ("int zoo_adamw(\n", "could not compile broken.c"),
+        ("int zoo_adamw(void) { return 0; }\n", "differs from PyTorch's operations"),
+    ):
+        broken.write_text(source)
         cpu._loaded.cache_clear()
-        assert "differs from PyTorch's operations" in (cpu.fallback_reason() or "")
-    finally:
-        cpu._loaded.cache_clear()
+        assert said in (cpu.fallback_reason() or "")

@@ -95,17 +95,10 @@ def test_gradients_are_added_to_the_buffer() -> None:
         num_layers=1, hidden_size=128, num_attention_heads=1, params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True
     )  # fmt: skip
     with single_process_world() as world:
-        shared: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-        }
-        tp = world.groups.tp
-        linears = (
-            FP8ColumnLinear(128, 256, gather_output=False, tp_group=tp, **shared),
-            FP8RowLinear(256, 128, input_is_parallel=True, tp_group=tp, **shared),
-        )
+        shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": world.groups.tp}
+        shared |= {"bias": False, "skip_bias_add": False}
+        column = FP8ColumnLinear(128, 256, gather_output=False, **shared)
+        linears = column, FP8RowLinear(256, 128, input_is_parallel=True, **shared)
         x = torch.randn(20, 1, 128, dtype=torch.bfloat16, requires_grad=True)
 
         def run() -> None:

@@ -19,14 +19,8 @@ def inputs(tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    made = (
-        normal(tokens, 2, 6),
-        normal(tokens, 2, 6),
-        normal(tokens, 4, 5),
-        -normal(tokens, 4).exp(),
-        normal(tokens, 4).sigmoid(),
-    )
-    return tuple(x.requires_grad_() for x in made)
+    heads = normal(tokens, 2, 6), normal(tokens, 2, 6), normal(tokens, 4, 5)
+    return tuple(x.requires_grad_() for x in (*heads, -normal(tokens, 4).exp(), normal(tokens, 4).sigmoid()))
 
 
 def loop(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

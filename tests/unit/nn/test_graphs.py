@@ -58,6 +58,22 @@ def case(lengths: list[int], seed: int) -> tuple[Tensor, PackedLayout, Tensor, l
     return x, layout, angle, [torch.randn(layout.total, WIDTH, generator=draw).requires_grad_()]
 
 
+def plain(layers: list[Layer], x: Tensor, layout: PackedLayout, angle: Tensor, features: list[Tensor]) -> Tensor:
+    """What the layers give without graphs, backpropagated."""
+    for number, layer in enumerate(layers):
+        x = layer(x, layout.positions[0], angle)
+        x = x + features[number] if number < len(features) else x
+    x.square().sum().backward()
+    return x
+
+
+def weight_grads(layers: list[Layer]) -> list[Tensor | None]:
+    grads = [weight.grad for layer in layers for weight in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    return grads
+
+
 def main_grads(layers: list[Layer]) -> list[Tensor]:
     found = [one.main_grad.clone() for layer in layers for one in layer.parameters()]
     for layer in layers:
@@ -76,19 +92,9 @@ def test_rows_of_one_size_share_a_recording_and_give_what_the_layers_give() -> N
         out.square().sum().backward()
         mine, grads = main_grads(layers), (x.grad, features[0].grad)
         x, layout, angle, features = case(lengths, sum(lengths))
-        want = x
-        for place, layer in enumerate(layers):
-            want = layer(want, layout.positions[0], angle)
-            want = want + features[place] if place < len(features) else want
-        want.square().sum().backward()
-        torch.testing.assert_close(out, want)
-        for found, wanted in zip(grads, (x.grad, features[0].grad), strict=True):
-            torch.testing.assert_close(found, wanted)
-        wanted_grads = [one.grad for layer in layers for one in layer.parameters()]
-        for found, wanted in zip(mine, wanted_grads, strict=True):
-            torch.testing.assert_close(found, wanted)
-        for layer in layers:
-            layer.zero_grad()
+        torch.testing.assert_close(out, plain(layers, x, layout, angle, features))
+        torch.testing.assert_close(grads, (x.grad, features[0].grad))
+        torch.testing.assert_close(mine, weight_grads(layers))
 
 
 def test_recordings_of_several_sizes_write_to_the_same_memory() -> None:
@@ -137,14 +143,8 @@ def test_trained_layers_behind_frozen_ones_are_recorded() -> None:
         out = run_graphs(graphs, x.detach(), layout, angle, [])
         assert out is not None
         out.square().sum().backward()
-        found = main_grads(layers)
-        want = x.detach()
-        for layer in layers:
-            want = layer(want, layout.positions[0], angle)
-        want.square().sum().backward()
-        torch.testing.assert_close(found, [one.grad for layer in layers for one in layer.parameters()])
-        for layer in layers:
-            layer.zero_grad()
+        plain(layers, x.detach(), layout, angle, [])
+        torch.testing.assert_close(main_grads(layers), weight_grads(layers))
 
 
 def test_a_weight_without_a_gradient_leaves_its_stack_out_and_says_so() -> None:

@@ -21,34 +21,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, causal
 
 
 def of_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: Any = None,
-) -> Tensor:
-    return plain(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, is_causal)
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, is_causal: bool = False
+) -> Tensor:  # fmt: skip
+    return plain(query, key, value, cu_q, query.shape[-1] ** -0.5, is_causal)
 
 
 def of_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
     assert scale is not None and window_size[0] == -1
-    return plain(query, key, value, cu_seq_q, scale, window_size[1] == 0)
+    return plain(query, key, value, cu_q, scale, window_size[1] == 0)
 
 
 @pytest.mark.parametrize("causal", [True, False])

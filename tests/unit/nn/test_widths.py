@@ -82,13 +82,12 @@ def decoder(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     return SimpleNamespace(**{**sizes, **changes})
 
 
-def test_auto_is_torch_but_for_fp8_by_tensor() -> None:
-    for changes, wanted in (
-        ({}, "TorchBackend"),
-        ({"fp8": "hybrid"}, "TEBackend"),
-        ({"fp8_blocks": True}, "FP8Backend"),
-    ):
-        assert type(backend.get_backend("auto", decoder(**changes))).__name__ == wanted
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [({}, "TorchBackend"), ({"fp8": "hybrid"}, "TEBackend"), ({"fp8_blocks": True}, "FP8Backend")],
+)
+def test_auto_is_torch_but_for_fp8_by_tensor(changes: dict[str, Any], wanted: str) -> None:
+    assert type(backend.get_backend("auto", decoder(**changes))).__name__ == wanted
 
 
 @pytest.mark.parametrize(

@@ -198,10 +198,8 @@ def normalised(text: PretrainedConfig) -> bool:
 def _refuse_long_samples(text: PretrainedConfig, recipe: Recipe) -> None:
     """UserError where a sample, which is no longer than the budget, could outgrow what this decoder computes as transformers does."""
     budget, window = recipe.packing.budget, getattr(text, "sliding_window", None)
-    windowed = not getattr(text, "layer_types", None) and getattr(
-        text, "use_sliding_window", True
-    )  # else they say which layers
-    if windowed and window and window < budget:
+    by_layer = getattr(text, "layer_types", None)  # which layers have a window
+    if not by_layer and getattr(text, "use_sliding_window", True) and window and window < budget:
         raise UserError(
             f"the decoder's sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
             f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
@@ -245,7 +243,7 @@ def _expert_settings(text: PretrainedConfig, recipe: Recipe, sigmoid: bool, plai
     sigmoid_settings: Settings = {}
     if (
         sigmoid
-    ):  # DeepSeek-V3, arXiv 2412.19437, section 2.1.2; its bias chooses and does not weigh, and no update moves it here
+    ):  # DeepSeek-V3, arXiv 2412.19437, 2.1.2; its bias chooses and does not weigh, and no update moves it here
         sigmoid_settings = {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,

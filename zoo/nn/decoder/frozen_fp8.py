@@ -36,11 +36,8 @@ class Quantised:
         width, count = weight.shape[-1], -(-weight.shape[-1] // BLOCK)
         codes = torch.empty(weight.shape, dtype=DTYPE, device=weight.device)
         scales = torch.empty(*weight.shape[:-1], count, dtype=torch.bfloat16, device=weight.device)
-        rows = zip(
-            *(tensor.view(-1, tensor.shape[-1]).split(_ROWS) for tensor in (weight.contiguous(), codes, scales)),
-            strict=True,
-        )
-        for part, into, scale in rows:
+        rows = (tensor.view(-1, tensor.shape[-1]).split(_ROWS) for tensor in (weight.contiguous(), codes, scales))
+        for part, into, scale in zip(*rows, strict=True):
             blocks = _blocks(part.float())
             largest = blocks.abs().amax(dim=-1, keepdim=True)
             exponent = torch.frexp(largest).exponent - 1 - _LARGEST
@@ -66,9 +63,8 @@ def _blocks(values: Tensor) -> Tensor:
     return padded.view(*padded.shape[:-1], -1, BLOCK)
 
 
-type _Saved = tuple[
-    str, torch.Size, tuple[int, ...], int | torch.SymInt
-]  # a parameter, and the view of its dense weight
+# A parameter, and the view of its dense weight.
+type _Saved = tuple[str, torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 @dataclass

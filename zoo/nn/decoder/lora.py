@@ -255,8 +255,8 @@ def attach(linear: torch.nn.Module, adapter: LinearAdapter) -> None:
 
 def detach(linear: torch.nn.Module) -> None:
     """The linear as it was."""
-    adapter: Any = linear.lora
-    adapter.hook.remove()
+    assert isinstance(linear.lora, LinearAdapter) and linear.lora.hook is not None
+    linear.lora.hook.remove()
     del linear.lora
 
 

@@ -207,13 +207,8 @@ def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
 
 def _gated_feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
     """The MLP's own forward, hidden_state (N, C), with the gate in the kernel of the activation."""
-    x = hidden_state
-    if (
-        not fused(x)
-        or x.ndim != 2
-        or x.shape[1] % MULTIPLE
-        or not joinable(self.gate_proj, self.up_proj, self.down_proj)
-    ):
+    x, linears = hidden_state, (self.gate_proj, self.up_proj, self.down_proj)
+    if not fused(x) or x.ndim != 2 or x.shape[1] % MULTIPLE or not joinable(*linears):
         return type(self).forward(self, hidden_state)
     from zoo.nn.kernels.swiglu import swiglu
 

@@ -213,15 +213,9 @@ def test_z_loss_averages_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import router
 
     monkeypatch.setattr(router, "get_moe_metrics_tracker", lambda: SimpleNamespace(record=lambda *args, **kwargs: None))
-    rank = SimpleNamespace(
-        config=mcore_config(moe_z_loss_coeff=1.0),
-        training=True,
-        calculate_per_token_loss=False,
-        is_mtp_layer=False,
-        layer_number=1,
-        tp_cp_group=group(2),
-        tp_dp_cp_group=None,
-    )
+    flags = {"training": True, "calculate_per_token_loss": False, "is_mtp_layer": False, "layer_number": 1}
+    groups = {"tp_cp_group": group(2), "tp_dp_cp_group": None}
+    rank = SimpleNamespace(config=mcore_config(moe_z_loss_coeff=1.0), **flags, **groups)
     logits = torch.ones(2, 3, 4, requires_grad=True)  # 2 ranks of 3 tokens and 4 experts
     padding = torch.tensor([[False, False, False], [False, True, True]])
     for tokens, mask in zip(logits, padding, strict=True):
@@ -278,24 +272,30 @@ def test_experts_one_by_one() -> None:
         remove_me("experts-one-by-one")
 
 
-def test_mixed_dtypes_swap_states() -> None:
+def build(module: torch.nn.Module, make: Any, **adam: Any) -> tuple[Any, Any]:
+    """DDP around a module and what `make(config, build)` makes of megatron-core's distributed optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(mcore_config(), sharded, module)
+    config = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True, **adam)
+    return ddp, make(config, partial(get_megatron_optimizer, config, [ddp], use_gloo_process_groups=False))
+
+
+def test_mixed_dtypes_swap_states() -> None:
     from zoo.optim.adamw import AdamW
     from zoo.parallel.megatron import inner_optimizer
 
     def swapped(zoo: bool) -> bool:
         with single_process_world():
-            config, sharded = mcore_config(), DistributedDataParallelConfig(use_distributed_optimizer=True)
             model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(4, 3)]).bfloat16()
             model[1].float()
-            ddp = DistributedDataParallel(config, sharded, model)
-            adam = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, use_distributed_optimizer=True)
-            make = partial(get_megatron_optimizer, adam, [ddp], use_gloo_process_groups=False)
-            optimizer = inner_optimizer.build(adam, AdamW, make) if zoo else make()
-            (one,) = optimizer.chained_optimizers
-            return any(held.part.numel() != held.parameter.numel() for held in inner_optimizer.held_ranges(one))
+            make = lambda config, build: inner_optimizer.build(config, AdamW, build) if zoo else build()  # noqa: E731
+            _, optimizer = build(model, make, bf16=True)
+            (distributed,) = optimizer.chained_optimizers
+            ranges = inner_optimizer.held_ranges(distributed)
+            return any(held.part.numel() != held.parameter.numel() for held in ranges)
 
     if not swapped(zoo=False):
         remove_me("mixed-dtypes-swap-states")
@@ -303,22 +303,16 @@ def test_mixed_dtypes_swap_states() -> None:
 
 
 def test_ddp_is_never_freed() -> None:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     from zoo.training.optimization import release_ddp
 
     def stays(release: bool) -> bool:
         with single_process_world():
-            config, sharded = mcore_config(), DistributedDataParallelConfig(use_distributed_optimizer=True)
-            ddp = DistributedDataParallel(config, sharded, torch.nn.Linear(2, 2))
-            adam = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True, params_dtype=torch.float32)
-            optimizer = get_megatron_optimizer(adam, [ddp], use_gloo_process_groups=False)
-            config.grad_scale_func = optimizer.scale_loss
+            ddp, optimizer = build(torch.nn.Linear(2, 2), lambda _, make: make(), params_dtype=torch.float32)
+            ddp.config.grad_scale_func = optimizer.scale_loss
             gradients = weakref.ref(ddp.buffers[0].grad_data)
             if release:
                 release_ddp([ddp])
-            del ddp, config, optimizer
+            del ddp, optimizer
             gc.collect()
             return gradients() is not None
 

@@ -25,14 +25,8 @@ STARTS = {  # what a process of zoo's does before it imports megatron-core
 def run(code: str, **environment: str) -> str:
     """What a program prints that begins with imports of sys and of zoo's recipes."""
     begin = "import sys\nfrom zoo.config.compose import load_recipe, save_recipe\n"
-    done = subprocess.run(
-        [sys.executable, "-c", begin + code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command, options = [sys.executable, "-c", begin + code], {"capture_output": True, "text": True, "timeout": 240}
+    done: Any = subprocess.run(command, env=os.environ | environment, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -77,15 +71,8 @@ def test_a_rank_starts_without_the_compiler() -> None:
 def test_a_run_that_plans_imports_nothing_that_it_does_not_call(tmp_path: Path) -> None:
     for package in ("sklearn", "pandas", "scipy"):
         pytest.importorskip(package)
-    given = [
-        "recipe=qwen35_vl_sft",
-        "size=tiny",
-        "hardware=cpu",
-        "nproc=1",
-        "parallel.plan=[tp,recompute]",
-        "train.steps=1",
-    ]
-    given += ["data.eval=none", "export=false", f"run.dir={tmp_path / 'run'}"]
+    given = ["recipe=qwen35_vl_sft", "size=tiny", "hardware=cpu", "nproc=1", "parallel.plan=[tp,recompute]"]
+    given += ["train.steps=1", "data.eval=none", "export=false", f"run.dir={tmp_path / 'run'}"]
     never = ("torch._inductor.compile_fx", "sklearn", "pandas", "scipy.optimize", "datasets", "peft", "IPython")
     out = run(
         f"from zoo.cli.main import main\nmain(['train', *{given!r}])\nprint([name for name in {never!r} if name in sys.modules])"

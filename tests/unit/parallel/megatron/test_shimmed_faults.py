@@ -110,14 +110,9 @@ def gated_delta_net() -> Any:
     """mcore's layer, 2 heads of 4 channels, with nothing but identities around its own weights."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
-    config = mcore_config(
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=4,
-        linear_value_head_dim=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        perform_initialization=False,
-    )
+    dims = dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"), 4)
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+    config = mcore_config(**dims, **heads, perform_initialization=False)
     groups = SimpleNamespace(tp=group(1), cp=group(1))
     return GatedDeltaNet(config, GatedDeltaNetSubmodules(), pg_collection=groups)
 

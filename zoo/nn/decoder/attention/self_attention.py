@@ -81,10 +81,8 @@ class SelfAttention(McoreSelfAttention):
         if self.values_are_keys:
             assert config.kv_channels and config.num_query_groups
             values = config.kv_channels * config.num_query_groups
-            linear = partial(
-                _without_values, submodules.linear_qkv, values
-            )  # a function would not be called by megatron-core
-            submodules = replace(submodules, linear_qkv=linear)
+            # megatron-core would not call a function.
+            submodules = replace(submodules, linear_qkv=partial(_without_values, submodules.linear_qkv, values))
         super().__init__(config, submodules, layer_number, **more)
         if self.values_are_keys:
             self.linear_qk = self.linear_qkv
