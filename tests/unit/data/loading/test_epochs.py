@@ -9,51 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from support.length_rows import Reader, Texts, rows_of
 
 from zoo.config.schema import DataConfig, PackingConfig, ParallelConfig, Recipe, TrainConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import LENGTH_PROBES
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.media.sizes import SampleSize
-from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.mixture import SourceShare
 from zoo.data.sources.row_set import RowSet
-from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 
 BUDGET = 64
-
-
-class Reader:
-    """A row's text is "guess length": what its headers say (-: nothing), and what encoding gives (0: it is broken)."""
-
-    pad_id = 0
-    modalities = ("text",)
-    media_ids: frozenset[int] = frozenset()
-
-    def measure(self, row: Row, **how: object) -> SampleSize | None:
-        guess = row.messages[0][1].split()[0]
-        return None if guess == "-" else SampleSize(int(guess))
-
-    def size(self, sample: Sample) -> SampleSize:
-        return SampleSize(sample.length)
-
-    def encode(self, row: Row, **how: object) -> Sample:
-        length = int(row.messages[0][1].split()[1])
-        if not length:
-            raise RowError(row.source, "corrupt_media", "broken.")
-        labels = torch.arange(length)
-        labels[0] = IGNORE
-        return Sample(torch.arange(length), labels, source=row.source)
-
-
-type Texts = list[tuple[int | str, int]]
-
-
-def rows_of(texts: Texts, name: str = "x") -> list[Row]:
-    return [Row((("user", f"{guess} {length}"),), source=f"{name}:{n}") for n, (guess, length) in enumerate(texts)]
 
 
 def recipe(global_batch: int = 2, mode: str = "thd", micro_batch: int = 1, **data: Any) -> Recipe:

@@ -10,18 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.length_rows import Reader, Texts, rows_of
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.errors import RowError
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.lengths import Lengths, Size
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
-from zoo.data.sample import IGNORE, Sample
-from zoo.data.sources.rows import Row, RowError
 from zoo.errors import UserError
 
 BUDGET = 64
@@ -71,40 +70,9 @@ def together[T](size: int, task: Callable[[Member], T]) -> list[T]:
     return found
 
 
-class Reader:
-    """A row's text is "guess length": what its headers say (-: nothing), and what encoding gives (0: it is broken)."""
-
-    pad_id = 0
-    modalities = ("text",)
-    media_ids: frozenset[int] = frozenset()
-
-    def __init__(self) -> None:
-        self.encoded: Counter[str] = Counter()
-
-    def measure(self, row: Row, **how: object) -> SampleSize | None:
-        guess = row.messages[0][1].split()[0]
-        return None if guess == "-" else SampleSize(int(guess))
-
-    def size(self, sample: Sample) -> SampleSize:
-        return SampleSize(sample.length)
-
-    def encode(self, row: Row, **how: object) -> Sample:
-        self.encoded[row.source] += 1
-        length = int(row.messages[0][1].split()[1])
-        if not length:
-            raise RowError(row.source, "corrupt_media", "broken.")
-        labels = torch.arange(length)
-        labels[0] = IGNORE
-        return Sample(torch.arange(length), labels, source=row.source)
-
-
-type Texts = list[tuple[int | str, int]]
-
-
 def open_source(texts: Texts, **data: Any) -> SampleSource:
-    rows = [Row((("user", f"{guess} {length}"),), source=f"x:{n}") for n, (guess, length) in enumerate(texts)]
     config = DataConfig(**{"on_error": "skip", **data})
-    return SampleSource.of_rows(rows, Reader(), config, budget=BUDGET)
+    return SampleSource.of_rows(rows_of(texts), Reader(), config, budget=BUDGET)
 
 
 def recipe(global_batch: int = 4, **packing: Any) -> Recipe:
@@ -220,10 +188,11 @@ def test_overlong_rows_are_known_by_their_headers() -> None:
 
 @pytest.mark.parametrize("how", ["headers", "encoding", "wrong"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_step_has_the_same_bins_on_any_number_of_ranks(how: str, size: int) -> None:
-    texts = texts_of(how)
-    alone = [sorted(step) for step in steps(open_loader(texts), 12)]
-    ranks = together(size, lambda member: steps(open_loader(texts, member), 12))
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_a_step_has_the_same_bins_on_any_number_of_ranks(how: str, size: int, mode: str) -> None:
+    texts, config = texts_of(how), recipe(mode=mode)
+    alone = [sorted(step) for step in steps(open_loader(texts, config=config), 12)]
+    ranks = together(size, lambda member: steps(open_loader(texts, member, config), 12))
     assert global_steps(ranks) == alone
     for rank in ranks:
         assert {len(step) for step in rank} == {4 // size}

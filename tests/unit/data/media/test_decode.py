@@ -14,28 +14,12 @@ from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sources.references import AudioSamples, Blob
 
 
-def test_image_is_rgb_and_upright(tmp_path):
-    pixels = np.zeros((4, 8), np.uint8)
-    pixels[0, 0] = 255
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
-    Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
-    image = load_image(tmp_path / "x.png")
-    assert (image.mode, image.size) == ("RGB", (4, 8))
-    assert image.getpixel((3, 0)) == (255, 255, 255)
-
-
-def test_truncated_image_is_named(media, tmp_path):
-    (tmp_path / "x.png").write_bytes((media / "a.png").read_bytes()[:500])
-    with pytest.raises(RowError, match=r"x\.png can't be used: .*truncated") as caught:
+@pytest.mark.parametrize(("size", "words"), [(500, "truncated"), (3, "cannot identify image")])
+def test_broken_images_are_named(media, tmp_path, size, words):
+    (tmp_path / "x.png").write_bytes((media / "a.png").read_bytes()[:size])
+    with pytest.raises(RowError, match=rf"x\.png can't be used: .*{words}") as caught:
         load_image(tmp_path / "x.png")
     assert caught.value.cause == "corrupt_media"
-
-
-def test_file_that_is_no_image_is_named(tmp_path):
-    (tmp_path / "x.png").write_text("hello")
-    with pytest.raises(RowError, match="cannot identify image"):
-        load_image(tmp_path / "x.png")
 
 
 def test_decompression_bomb_is_refused(media, monkeypatch):
@@ -69,15 +53,6 @@ def test_video_frames_follow_the_rate(make, tmp_path, count, fps, most, levels, 
     torch.testing.assert_close(frames.float().mean((1, 2, 3)), torch.tensor(levels).float(), atol=4, rtol=0)
 
 
-def test_exact_samples_of_a_wav(make, tmp_path):
-    make.audio(tmp_path / "x.wav", make.tone(0.5))
-    np.testing.assert_allclose(load_audio(tmp_path / "x.wav"), make.tone(0.5), atol=1e-4)
-
-
-def test_sound_track_of_a_video(media):
-    assert len(load_audio(media / "spoken.mp4")) == pytest.approx(3 * 16000, abs=2100)
-
-
 @pytest.mark.parametrize(
     ("load", "name", "words"),
     [
@@ -99,13 +74,6 @@ def test_empty_track_is_refused(tmp_path):
         file.setparams((1, 2, 16000, 0, "NONE", ""))
     with pytest.raises(RowError, match="empty"):
         load_audio(tmp_path / "x.wav")
-
-
-def test_cut_off_video_is_refused(media, tmp_path):
-    data = (media / "silent.mp4").read_bytes()
-    (tmp_path / "x.mp4").write_bytes(data[: len(data) // 3])
-    with pytest.raises(RowError, match=r"x\.mp4 can't be used"):
-        load_video(tmp_path / "x.mp4", 2, 8)
 
 
 # ---------------------------------------------------------------- images that are good ones
@@ -199,7 +167,7 @@ def test_what_is_transparent_shows_white(tmp_path, name):
     assert (pixels[4:] == 255).all() and np.array_equal(pixels[:4], COLOURS[:4] // 2)
 
 
-def test_transparent_grey_and_palette(tmp_path):
+def test_transparent_grey_palette_and_half(tmp_path):
     mask = (np.arange(64).reshape(8, 8) < 32).astype(np.uint8)
     Image.fromarray(np.dstack([RAMP, mask * 255]), "LA").save(tmp_path / "grey.png")
     pixels = shown(tmp_path / "grey.png")
@@ -209,11 +177,10 @@ def test_transparent_grey_and_palette(tmp_path):
     image.save(tmp_path / "palette.png", transparency=0)
     pixels = shown(tmp_path / "palette.png")
     assert (pixels[4:] == 255).all() and (pixels[:4] == [10, 20, 30]).all()
-
-
-def test_half_transparent_is_mixed_with_white(tmp_path):
-    Image.new("RGBA", (4, 4), (0, 0, 0, 128)).save(tmp_path / "x.png")
-    assert np.abs(shown(tmp_path / "x.png") - 127).max() <= 1
+    Image.new("RGBA", (4, 4), (0, 0, 0, 128)).save(tmp_path / "half.png")
+    assert np.abs(shown(tmp_path / "half.png") - 127).max() <= 1
+    Image.fromarray(RAMP > 100).save(tmp_path / "bits.png")
+    assert set(np.unique(shown(tmp_path / "bits.png"))) == {0, 255}
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -228,11 +195,6 @@ def test_every_exif_orientation(tmp_path, turn):
         wanted = ImageOps.exif_transpose(stored)
     assert load_image(tmp_path / "x.png").size == ((48, 64) if turn < 5 else (64, 48))
     assert np.array_equal(shown(tmp_path / "x.png"), np.asarray(wanted).astype(int))
-
-
-def test_one_bit_and_palette(tmp_path):
-    Image.fromarray(RAMP > 100).save(tmp_path / "x.png")
-    assert set(np.unique(shown(tmp_path / "x.png"))) == {0, 255}
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x.webp", "x.png"])

@@ -15,6 +15,7 @@ from zoo.data.media.decoding_workers import DecodingWorkers
 from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
+from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import Row, RowError, read_rows
 
 FAMILIES = (
@@ -97,16 +98,18 @@ def test_published_processors_of_timestamped_videos_are_measured_or_left_to_enco
 def test_headers_are_those_of_the_decoded_media(media: Path, make: Any, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[sizes.ORIENTATION] = 6
-    Image.new("RGB", (30, 20)).save(tmp_path / "side.jpg", exif=exif)
-    for path in (media / "a.png", tmp_path / "side.jpg"):
-        assert sizes.image_size(path) == load_image(path).size[::-1]
+    for kind, options in (("png", {"exif": exif}), ("jpeg", {"exif": exif}), ("gif", {}), ("bmp", {}), ("webp", {})):
+        path = tmp_path / f"side.{kind}"
+        Image.new("RGB", (30, 20)).save(path, **options)
+        for source in (path, Blob(path.read_bytes(), "x")):
+            assert sizes.image_size(source) == load_image(source).size[::-1]
+            assert sizes.plain_size(source) == (None if kind == "webp" else sizes.image_size(source))
     seconds, height, width = sizes.video_size(media / "silent.mp4") or (0, 0, 0)
     frames, _ = load_video(media / "silent.mp4", 2.0, 64)
     assert (round(seconds * 2), height, width) == (len(frames), *frames.shape[-2:])
-    for name in ("a.wav", "b.flac"):
-        assert sizes.sound_samples(media / name) == len(load_audio(media / name))
     make.audio(tmp_path / "slow.wav", make.tone(1.01, rate=8000), rate=8000)
-    assert sizes.sound_samples(tmp_path / "slow.wav") == len(load_audio(tmp_path / "slow.wav"))
+    for path in (media / "a.wav", media / "b.flac", tmp_path / "slow.wav"):
+        assert sizes.sound_samples(path) == len(load_audio(path))
 
 
 def test_what_headers_do_not_tell_is_left_to_encoding(family: Processor, media: Path, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from support import templates
-from support.tiny_llava import tiny_config
 
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
@@ -15,7 +13,6 @@ from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, RowError, make_row
 from zoo.errors import ConfigError
-from zoo.models.llava.processor import build_processor as build_llava
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 CALL = {"name": "add", "arguments": {"a": 1, "b": "zwei"}}
@@ -135,17 +132,6 @@ def test_a_template_without_tools_makes_bad_rows(template: str, item: Row, words
         assert caught.value.cause == "labels" and words in caught.value.message
 
 
-def test_tools_of_llava_are_refused() -> None:
-    with pytest.raises(RowError, match="writes no tools"):
-        build_llava_with(templates.LLAVA_15).encode(row(), video_fps=2.0, max_frames=8)
-
-
-def build_llava_with(template: str) -> Processor:
-    made = build_llava(tiny_config("llava"))
-    made.hf.chat_template = template
-    return type(made)(made.hf, made.config)
-
-
 def test_special_tokens_in_calls_and_tools_are_refused() -> None:
     calls = [{"name": "add", "arguments": {"a": "<|im_end|>"}}]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -161,19 +147,6 @@ def test_special_tokens_in_calls_and_tools_are_refused() -> None:
             continue
         with pytest.raises(RowError, match=f"{where} contains '<"):
             whole.encode(item, video_fps=2.0, max_frames=8)
-
-
-def test_boxes_become_thousandths_of_the_image(tmp_path: Path) -> None:
-    Image.new("RGB", (200, 100)).save(tmp_path / "a.png")
-    objects = {"ref": ["cat", "dog"], "bbox": [[20, 10, 100, 100], [100, 50]]}
-    messages = [
-        {"role": "user", "content": "<image>Where are <ref-object> and <ref-object>?"},
-        {"role": "assistant", "content": "<bbox> and <bbox>"},
-    ]
-    item = {"messages": messages, "images": ["a.png"], "objects": objects}
-    whole = processor(None)
-    sample = encode(whole, make_row(item, "x:1", Access(tmp_path)))
-    assert learnt(whole, sample) == ["[100, 100, 500, 1000] and [500, 500]"]
 
 
 BOX = "<|box_start|>(1,2),(3,4)<|box_end|>"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 from support import templates
+from support.hf_calls import hf_arguments
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.decode import load_image, load_video
 from zoo.data.sample import Sample
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
@@ -18,6 +18,8 @@ from zoo.errors import ConfigError
 from zoo.models.glm45v.processor import GLM45VProcessor, build_processor
 
 ARCH = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
+
+MARKS = {f"<{kind}>": f"<|begin_of_{kind}|><|{kind}_pad|><|end_of_{kind}|>" for kind in ("image", "video")}
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +50,15 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: GLM45VProcessor, m
     rows = [row for row in read_rows(media / "rows.jsonl") if row.media <= {"image", "video"}]
     assert {"image", "video"} <= {kind for row in rows for kind in row.media}
     for row in rows:
-        turns = "".join(f"<|{role}|>\n{said}" for role, said in row.messages) + "<|user|>"
-        for kind in ("image", "video"):
-            turns = turns.replace(f"<{kind}>", f"<|begin_of_{kind}|><|{kind}_pad|><|end_of_{kind}|>")
-        inputs: dict = {}
-        if row.images:
-            inputs["images"] = [load_image(row.path(name)) for name in row.images]
+        inputs = hf_arguments(row, MARKS, "<|{role}|>\n{said}")
+        inputs["text"] += "<|user|>"
         if row.videos:
-            videos = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
-            times = [
+            inputs["video_metadata"] = [
                 {"total_num_frames": len(frames), "fps": 2.0, "frames_indices": list(range(len(frames)))}
-                for frames in videos
+                for frames in inputs["videos"]
             ]
-            inputs |= {"videos": videos, "video_metadata": times, "do_sample_frames": False}
-        wanted = processor.hf(text=turns, return_tensors="pt", **inputs)
+            inputs["do_sample_frames"] = False
+        wanted = processor.hf(**inputs)
         sample = encode(processor, row)
         torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
         assert processor.measure(row, video_fps=2.0, max_frames=64) == processor.size(sample)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from support.hf_calls import hf_arguments
 from support.tiny_internvl import tiny_config
 
-from zoo.data.media.decode import load_image, load_video
+from zoo.data.media.decode import load_video
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row, read_rows
 from zoo.errors import ConfigError
@@ -28,14 +29,8 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: InternVLProcessor,
     rows = [row for row in read_rows(media / "rows.jsonl") if row.media <= {"image", "video"}]
     assert {"image", "video"} <= {kind for row in rows for kind in row.media}
     for row in rows:
-        turns = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in row.messages)
-        turns = turns.replace("<image>", "<|image_pad|>").replace("<video>", "<|video_pad|>")
-        inputs: dict = {}
-        if row.images:
-            inputs["images"] = [load_image(row.path(name)) for name in row.images]
-        if row.videos:
-            inputs["videos"] = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
-        wanted = processor.hf(text=turns, return_tensors="pt", **inputs)
+        inputs = hf_arguments(row, {"<image>": "<|image_pad|>", "<video>": "<|video_pad|>"})
+        wanted = processor.hf(**inputs)
         sample = encode(processor, row)
         torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
         assert processor.measure(row, video_fps=2.0, max_frames=64) == processor.size(sample)

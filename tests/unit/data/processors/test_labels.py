@@ -141,6 +141,7 @@ def test_what_the_user_says_is_never_learnt(family: tuple[Processor, Callable[[s
     processor, writes = family
     row = conversation(["one", "two"], ANSWERS[kind][0], ANSWERS[kind][-1])
     assert spoken(processor, encode(processor, row)) == writes("one") + END + writes("two") + END
+    assert spoken(processor, encode(processor, row, labels="last")) == writes("two") + END
 
 
 def test_an_image_between_answers_has_no_label(family: tuple[Processor, Callable[[str], str]], tmp_path: Path) -> None:
@@ -274,8 +275,8 @@ def test_reasoning_is_what_transformers_makes_of_reasoning_content(name: str) ->
 
 
 def test_reasoning_is_written_where_the_template_knows_nothing_of_it() -> None:
-    processor = TimestampedProcessor.build(VISION)
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x", "reasoning": "why"}]}
+    processor = TimestampedProcessor.build(VISION)
     sample = encode(processor, make_row(row, "x:1", Access(Path())))
     assert spoken(processor, sample) == f"<think>\nwhy\n</think>\n\nx{END}"
 
@@ -287,12 +288,6 @@ def test_an_empty_answer_teaches_its_end_alone(family: tuple[Processor, Callable
 
 
 # ---------------------------------------------------------------- which labels
-
-
-def test_only_the_last_answer(family: tuple[Processor, Callable[[str], str]]) -> None:
-    processor, writes = family
-    sample = encode(processor, conversation(["one", "two"]), labels="last")
-    assert spoken(processor, sample) == writes("two") + END
 
 
 def test_all_of_the_text_but_no_medium(family: tuple[Processor, Callable[[str], str]], tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.hf_calls import hf_arguments
 
-from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE
@@ -28,21 +28,9 @@ def encode(processor, row: Row, fps: float = 2.0, max_frames: int = 64):
 
 def direct_call(hf, row: Row) -> dict:
     """What a user of transformers would write for the row, every option given by hand."""
-    turns = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in row.messages)
-    text = turns.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
-    text = text.replace("<video>", "<|vision_start|><|video_pad|><|vision_end|>")
-    text = text.replace("<audio>", "<|audio_start|><|audio_pad|><|audio_end|>")
-    inputs: dict = {}
-    if row.images:
-        inputs["images"] = [load_image(row.path(name)) for name in row.images]
-    if row.videos:
-        inputs["videos"] = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
-        options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE, "position_id_per_seconds": 13}
-        inputs["videos_kwargs"] = {**options, "use_audio_in_video": row.use_audio_in_video}
-    sounds = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
-    if sounds:
-        inputs["audio"] = [load_audio(row.path(name)) for name in sounds]
-    return hf(text=text, return_tensors="pt", **inputs)
+    options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE, "position_id_per_seconds": 13}
+    videos = {"videos_kwargs": {**options, "use_audio_in_video": row.use_audio_in_video}} if row.videos else {}
+    return hf(**hf_arguments(row), **videos)
 
 
 KINDS = ["text", "turns", "image", "multi_image", "audio", "video", "audio_in_video"]
@@ -52,6 +40,9 @@ KINDS = ["text", "turns", "image", "multi_image", "audio", "video", "audio_in_vi
 def test_tokens_and_media_are_those_of_the_hf_call(processor, rows, kind):
     sample, wanted = encode(processor, rows[kind]), direct_call(processor.hf, rows[kind])
     torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
+    answers = [content for role, content in rows[kind].messages if role == "assistant"]
+    text = processor.tokenizer.decode(sample.labels[sample.labels != IGNORE])
+    assert text == "".join(f"{answer}<|im_end|>" for answer in answers)
     names = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "video_second_per_grid"}
     assert set(sample.media) - {"input_features", "feature_lens"} == names & set(wanted)
     for name in names & set(wanted):
@@ -64,35 +55,11 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor, rows, kind):
         torch.testing.assert_close(sample.media["input_features"], packed, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_the_answers_and_their_ends(processor, rows, kind):
-    sample = encode(processor, rows[kind])
-    labelled = sample.labels != IGNORE
-    torch.testing.assert_close(sample.labels[labelled], sample.input_ids[labelled], rtol=0, atol=0)
-    answers = [content for role, content in rows[kind].messages if role == "assistant"]
-    text = processor.tokenizer.decode(sample.labels[labelled])
-    assert text == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert sample.num_labels == int(labelled.sum())
-
-
 def test_a_header_that_shares_a_token_with_the_answer_is_found(processor, rows):
     hf = copy.deepcopy(processor.hf)
     hf.tokenizer.add_tokens(["\n\n"])  # as in the published vocabulary
     sample = encode(Processor(hf, processor.markers), rows["turns"])
     assert hf.tokenizer.decode(sample.labels[sample.labels != IGNORE]) == "1<|im_end|>2 3<|im_end|>"
-
-
-@pytest.mark.parametrize("kind", ["image", "multi_image", "audio", "video", "audio_in_video"])
-def test_dtypes_and_first_dimensions(processor, rows, kind):
-    media = encode(processor, rows[kind]).media
-    for name, tensor in media.items():
-        floats = not name.endswith(("_thw", "_lens"))
-        assert tensor.dtype == (torch.float32 if floats else torch.int64), name
-    for grid, pixels in (("image_grid_thw", "pixel_values"), ("video_grid_thw", "pixel_values_videos")):
-        if grid in media:
-            assert media[pixels].shape == (int(media[grid].prod(-1).sum()), 3 * 2 * 16 * 16)
-    if "feature_lens" in media:
-        assert media["input_features"].shape == (int(media["feature_lens"].sum()), 128)
 
 
 def test_a_cell_of_32_pixels_is_one_token_and_is_not_scaled(processor, rows):
@@ -134,12 +101,6 @@ def test_special_tokens_in_a_text_are_refused(processor, text):
     with pytest.raises(RowError, match=r"x\.jsonl:4: messages\[0\] contains '<\|") as caught:
         encode(processor, row)
     assert caught.value.cause == "special_token_in_text"
-
-
-def test_a_header_written_in_a_text_opens_no_answer(processor):
-    row = Row((("user", "im_start assistant\nassistant\n"), ("assistant", "no")))
-    labels = encode(processor, row).labels
-    assert processor.tokenizer.decode(labels[labels != IGNORE]) == "no<|im_end|>"
 
 
 @pytest.mark.parametrize(("key", "bad"), [("images", "x.png"), ("videos", "x.mp4"), ("audios", "x.wav")])

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.hf_calls import hf_arguments
 
 from zoo.data.errors import RowError
-from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row, read_rows
 from zoo.errors import ConfigError
@@ -34,25 +34,16 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: Qwen25OmniProcesso
     """`chunk` seconds of a video stand before as many of its sound."""
     processor = build_processor(ARCH | {"seconds_per_chunk": chunk})
     for row in read_rows(media / "rows.jsonl"):
-        turns = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in row.messages)
-        for kind, around in (("image", "vision"), ("video", "vision"), ("audio", "audio")):
-            turns = turns.replace(f"<{kind}>", f"<|{around}_start|><|{kind}_pad|><|{around}_end|>")
-        inputs: dict = {}
-        if row.images:
-            inputs["images"] = [load_image(row.path(name)) for name in row.images]
+        inputs = hf_arguments(row)
         if row.videos:
-            inputs["videos"] = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
             options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE, "seconds_per_chunk": float(chunk)}
             inputs["videos_kwargs"] = {**options, "use_audio_in_video": row.use_audio_in_video}
-        sounds = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
-        if sounds:
-            inputs["audio"] = [load_audio(row.path(name)) for name in sounds]
-        wanted = processor.hf(text=turns, return_tensors="pt", **inputs)
+        wanted = processor.hf(**inputs)
         sample = encode(processor, row)
         torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
         for name in sample.media.keys() & {"pixel_values", "pixel_values_videos", "video_grid_thw"}:
             torch.testing.assert_close(sample.media[name], wanted[name], rtol=0, atol=0)
-        if sounds:
+        if "audio" in inputs:
             mask = wanted["feature_attention_mask"].bool()
             assert mask.shape[1] == 3000, "30 seconds, of this feature extractor"
             assert sample.media["feature_lens"].tolist() == mask.sum(-1).tolist()

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support.hf_calls import hf_arguments
 
-from zoo.data.media.decode import load_image, load_video
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row, read_rows
 from zoo.errors import ConfigError
@@ -30,17 +30,11 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: Qwen25VLProcessor,
     rows = [row for row in read_rows(media / "rows.jsonl") if row.media <= {"image", "video"}]
     assert {"image", "video"} <= {kind for row in rows for kind in row.media}
     for row in rows:
-        turns = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in row.messages)
-        for kind in ("image", "video"):
-            turns = turns.replace(f"<{kind}>", f"<|vision_start|><|{kind}_pad|><|vision_end|>")
-        inputs: dict = {}
-        if row.images:
-            inputs["images"] = [load_image(row.path(name)) for name in row.images]
+        inputs = hf_arguments(row)
         if row.videos:
-            videos = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
-            times = [{"total_num_frames": len(frames), "fps": 2.0} for frames in videos]
-            inputs |= {"videos": videos, "video_metadata": times, "do_sample_frames": False}
-        wanted = processor.hf(text=turns, return_tensors="pt", **inputs)
+            times = [{"total_num_frames": len(frames), "fps": 2.0} for frames in inputs["videos"]]
+            inputs |= {"video_metadata": times, "do_sample_frames": False}
+        wanted = processor.hf(**inputs)
         sample = encode(processor, row)
         torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
         assert processor.measure(row, video_fps=2.0, max_frames=64) == processor.size(sample)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.hf_calls import hf_arguments
 
 from zoo.config.schema import DataConfig
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.media.decode import load_image, load_video
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE
@@ -39,20 +39,14 @@ def encode(processor: Processor, row: Row, fps: float = 2.0, max_frames: int = 6
 
 def direct_call(hf, row: Row) -> dict:
     """What a user of transformers would write for the row, every option given by hand."""
-    turns = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in row.messages)
-    text = turns.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
-    text = text.replace("<video>", "<|vision_start|><|video_pad|><|vision_end|>")
-    inputs: dict = {}
-    if row.images:
-        inputs["images"] = [load_image(row.path(name)) for name in row.images]
+    inputs = hf_arguments(row)
     if row.videos:
-        inputs["videos"] = [load_video(row.path(name), 2.0, 64)[0] for name in row.videos]
         inputs["video_metadata"] = [
             {"total_num_frames": len(frames), "fps": 2.0, "frames_indices": [*range(len(frames))]}
             for frames in inputs["videos"]
         ]
         inputs["do_sample_frames"] = False
-    return hf(text=text, return_tensors="pt", **inputs)
+    return hf(**inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,11 +80,6 @@ def test_videos_thinned_to_different_rates_keep_their_own(processor, make, tmp_p
     assert sample.media["video_grid_thw"][:, 0].tolist() == [3, 3]  # 6 frames of 6 s, and 6 of 3 s
     times = re.findall(r"<([\d.]+) seconds>", processor.tokenizer.decode(sample.input_ids))
     assert times == ["0.5", "2.5", "4.5", "0.2", "1.2", "2.2"]
-
-
-def test_a_cell_of_32_pixels_is_one_token_and_is_not_scaled(processor, rows):
-    assert encode(processor, rows["multi_image"]).media["image_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 4]]
-    assert encode(processor, rows["video"]).media["video_grid_thw"].tolist() == [[2, 2, 4]]
 
 
 def test_saved_files_load_by_auto_and_by_us(processor, rows, tmp_path):

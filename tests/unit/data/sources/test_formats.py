@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from support.row_files import dialogue, png
 
 from zoo.data.sources.formats.choose import FORMATS
 from zoo.data.sources.formats.published_sets import SET_FORMATS
-from zoo.data.sources.references import Access, AudioSamples, Blob, OpenImage
+from zoo.data.sources.references import Access, Blob, OpenImage
 from zoo.data.sources.rows import Row, RowError, make_row, read_rows
 
 ANSWERED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -132,11 +131,6 @@ def test_parts_of_another_form(folder: Path, part: Any, cause: str, words: str) 
     assert found == cause and words in message
 
 
-def test_lists_that_no_part_takes_are_noticed(folder: Path) -> None:
-    cause, message = refused(parts({"type": "text", "text": "x"}, images=["a.png"]), folder)
-    assert (cause, message[:45]) == ("placeholder_mismatch", "0 <image> in the messages but 1 in 'images'; ")
-
-
 # ---------------------------------------------------------------- text, weights, which format
 
 
@@ -146,13 +140,6 @@ def test_plain_text(folder: Path) -> None:
     assert "empty" in refused({"text": " "}, folder)[1]
     assert "unknown key 'url'" in refused({"text": "x", "url": "y"}, folder)[1]
     assert made({"text": "x", "url": "y"}, folder, "text").text == "x"
-
-
-def test_weights(folder: Path) -> None:
-    messages = [*ANSWERED, {"role": "user", "content": "?"}, {**ANSWERED[1], "weight": 0}]
-    row = made({"messages": messages, "weight": 2}, folder)
-    assert row.answer_weights == [2.0, 0.0]
-    assert made({"messages": ANSWERED}, folder).weights == ()
 
 
 @pytest.mark.parametrize(
@@ -202,13 +189,6 @@ def test_the_format_is_asked_for_where_keys_do_not_show_it(folder: Path) -> None
 def test_images_of_every_kind(folder: Path, value: Any, kind: type) -> None:
     (image,) = made(with_image(value), folder).images
     assert isinstance(image, kind)
-
-
-def test_sounds_of_every_kind(folder: Path) -> None:
-    wave = np.zeros(160, np.float32)
-    messages = [{"role": "user", "content": "<audio><audio>"}, ANSWERED[1]]
-    row = made({"messages": messages, "audios": [wave, {"array": wave, "sampling_rate": 8000, "path": None}]}, folder)
-    assert [sound.rate for sound in row.audios if isinstance(sound, AudioSamples)] == [16000, 8000]
 
 
 def with_image(value: Any) -> dict[str, Any]:

@@ -34,12 +34,6 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
     assert [row.source.rpartition(":")[2] for row in read_rows(tmp_path / "x.jsonl")] == ["2", "4"]
 
 
-def test_a_bundled_set_is_found_by_name():
-    rows = read_rows("digits:heldout")
-    assert rows[0].source == "digits:heldout:1"
-    assert {row.kind for row in rows} >= {"image", "audio", "video", "text"}
-
-
 @pytest.mark.parametrize(
     ("line", "cause", "words"),
     [
@@ -74,14 +68,6 @@ def test_a_bad_row_says_what_and_where(tmp_path, line, cause, words):
     assert words in str(caught.value)
     assert str(caught.value).startswith("train.jsonl:3: ")
     assert isinstance(caught.value, UserError)
-
-
-def test_bad_rows_can_be_collected(tmp_path):
-    (tmp_path / "x.jsonl").write_text(f"{{\n{json.dumps(GOOD)}\n[]\n")
-    bad = []
-    rows = read_rows(tmp_path / "x.jsonl", on_bad=bad.append)
-    assert len(rows) == 1
-    assert [error.source.rpartition(":")[2] for error in bad] == ["1", "3"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""A row as arguments of a transformers processor, as its user would write them by hand: text and media."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.data.media.decode import load_audio, load_image, load_video
+from zoo.data.sources.rows import Row
+
+QWEN_TURN = "<|im_start|>{role}\n{said}<|im_end|>\n"
+QWEN_MARKS = {
+    "<image>": "<|vision_start|><|image_pad|><|vision_end|>",
+    "<video>": "<|vision_start|><|video_pad|><|vision_end|>",
+    "<audio>": "<|audio_start|><|audio_pad|><|audio_end|>",
+}
+
+
+def hf_arguments(row: Row, marks: Mapping[str, str] = QWEN_MARKS, turn: str = QWEN_TURN) -> dict[str, Any]:
+    """`text`, and `images`, `videos` at 2 frames a second and `audio` as far as the row has them."""
+    text = "".join(turn.format(role=role, said=said) for role, said in row.messages)
+    for mark, written in marks.items():
+        text = text.replace(mark, written)
+    media = {
+        "images": [load_image(row.path(name)) for name in row.images],
+        "videos": [load_video(row.path(name), 2.0, 64)[0] for name in row.videos],
+        "audio": [
+            load_audio(row.path(name)) for name in (*row.audios, *(row.videos if row.use_audio_in_video else ()))
+        ],
+    }
+    return {"text": text, "return_tensors": "pt", **{kind: items for kind, items in media.items() if items}}
