@@ -12,17 +12,9 @@ from pathlib import Path
 
 # What the system says of a file system that is gone, by its name in `errno`: not every system has all of them.
 LOST = [
-    "EIO",
-    "ESTALE",
-    "ENOTCONN",
-    "ETIMEDOUT",
-    "EHOSTDOWN",
-    "EHOSTUNREACH",
-    "EREMOTEIO",
-    "ENODEV",
-    "ENXIO",
+    "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENODEV", "ENXIO",
     "ESHUTDOWN",
-]
+]  # fmt: skip
 
 LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
 SEVERAL = 6000  # characters of one that tells several mistakes, a line each

@@ -239,7 +239,7 @@ def open_plain(path: Path, mode: str = "rb", *, error: type[UserError] = UserErr
     """
     try:
         buffering = -1 if mode == "rb" else 0  # what is written is on the disk at once
-        file: Any = open(path, mode, buffering=buffering, opener=_without_waiting)  # noqa: SIM115 it is returned
+        file: Any = open(path, mode, buffering=buffering, opener=_open_without_waiting)  # noqa: SIM115 it is returned
     except OSError as refused:
         if refused.errno != errno.ENXIO:  # a pipe that nobody reads, to be written to
             raise
@@ -293,35 +293,31 @@ def parse_json(
     """`read_json` of bytes that are at hand; `name` says where they are from, for messages."""
     if len(raw) > most:
         raise error(f"{name}: it has over {most:,} bytes, which is no JSON that belongs there")
+    too_deep = f"{name}: its JSON is nested too deeply; at most {deepest} levels are read"
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
     except RecursionError:
-        raise error(_too_deep(name, deepest)) from None
+        raise error(too_deep) from None
     except ValueError as wrong:
         raise error(f"{name}: its JSON can't be read ({printable(str(wrong), 200)})") from None
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(deepest):
-        level = [inner for outer in level for inner in _within(outer) if isinstance(inner, dict | list)]
         if not level:
             return value
-    raise error(_too_deep(name, deepest))
+        parts = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
+    if level:
+        raise error(too_deep)
+    return value
 
 
 def read_object(path: str | Path, *, error: type[UserError] = UserError, **limits: Any) -> JsonObject:
     """`read_json` of a file that must hold an object."""
     value = read_json(path, error=error, **limits)
     if not isinstance(value, dict):
-        raise error(f"{path}: it holds {_kind(value)}; wanted a JSON object")
+        kinds = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+        raise error(f"{path}: it holds {kinds.get(type(value), 'null')}; wanted a JSON object")
     return value
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """A pipe is opened too, at once, to be refused."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
-
-
-def _too_deep(name: str | Path, deepest: int) -> str:
-    return f"{name}: its JSON is nested too deeply; at most {deepest} levels are read"
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
@@ -333,12 +329,5 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
     return mapping
 
 
-def _within(value: object) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
-def _kind(value: object) -> str:
-    names = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe is opened too, at once, to be refused

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from zoo.errors import printable
-from zoo.types import JsonMapping
+from zoo.types import JsonMapping, JsonObject
 
 # Letters that mean something to a renderer of Markdown: those that a backslash makes plain everywhere, and further ones.
 _MARKS = re.compile(r"[\\`*{}\[\]#]|(?<![^\W_])_|_(?![^\W_])|^[-+=]")
@@ -21,27 +21,18 @@ class Markdown(str):
     """Text that is Markdown already: templates take it as it is."""
 
 
+_BLOCKS: JsonObject = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+
+
 @cache
 def _html(package: str) -> Environment:
-    return Environment(
-        loader=PackageLoader(package, "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return Environment(loader=PackageLoader(package, "."), autoescape=True, **_BLOCKS)
 
 
 @cache
 def _markdown(package: str) -> Environment:
-    environment = Environment(
-        loader=PackageLoader(package, "."),
-        finalize=escape_markdown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader = PackageLoader(package, ".")
+    environment = Environment(loader=loader, finalize=escape_markdown, keep_trailing_newline=True, **_BLOCKS)
     environment.filters.update(code=code, fenced=fenced, front_matter=front_matter)
     return environment
 

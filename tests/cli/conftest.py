@@ -1,6 +1,5 @@
 """A server of `zoo` commands with small data, and one finished run that tests share."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -8,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import Ended, Zoo, bundled, text_row, write_rows
-
-ENV_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from support.commands import Ended, Zoo, bundled, environment, text_row, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -20,15 +17,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
     rows[3:3] = [bundled("image")]
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "heldout.jsonl", [text_row(11), bundled("image")])
-    env = {name: value for name, value in os.environ.items() if name not in ENV_DROPPED}
-    env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "support" / "warm_zoo.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    ) as server:
+    command, pipe = [sys.executable, str(Path(__file__).parents[1] / "support" / "warm_zoo.py")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as server:
         zoo = Zoo(server, folder, folder)
         assert zoo.answer() == {"ready": True}
         yield zoo

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Zoo, events, logged, metrics, summary
+from support.commands import Zoo, environment, events, logged, metrics, summary
 
 from zoo.config.locate import checkpoints
 from zoo.launch.rank_group import free_port
@@ -28,20 +28,10 @@ class Launched:
     """A process of its own that runs `zoo train`, and what it has said."""
 
     def __init__(self, command: list[str], folder: Path, fault: str = "", cwd: Path | None = None, **env: str) -> None:
-        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        kept = {name: value for name, value in os.environ.items() if name not in dropped}
-        kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
-        if fault:
-            kept |= {"FAULT": fault, "PYTHONPATH": str(SUPPORT / "faults")}
-        self.folder = folder
+        env |= {"FAULT": fault, "PYTHONPATH": str(SUPPORT / "faults")} if fault else {}
+        self.folder, pipe = folder, subprocess.PIPE
         self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=kept,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            command, cwd=cwd, env=environment(**env), stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
 
     def until_step(self, step: int) -> None:
@@ -112,7 +102,6 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     assert status["save_step"] == int(saved[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "fault", "options"),
     [
@@ -149,7 +138,6 @@ def test_every_slow_fault_strikes(zoo: Zoo, tmp_path: Path) -> None:
     assert {*log.read_text().split()} == {*kinds.split(",")}
 
 
-@pytest.mark.slow
 def test_a_save_that_hangs_is_found(zoo: Zoo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ("run.hang_timeout=0.05", "train.save_every=2")
@@ -158,7 +146,6 @@ def test_a_save_that_hangs_is_found(zoo: Zoo, tmp_path: Path) -> None:
     assert "in save" in err and not checkpoints(folder)
 
 
-@pytest.mark.slow
 def test_a_run_that_was_paused_goes_on(zoo: Zoo, tmp_path: Path) -> None:
     """All of its processes, for longer than the timeout: nobody is to blame for what he did not do meanwhile."""
     folder = tmp_path / "run"
@@ -176,13 +163,10 @@ def test_a_run_that_was_paused_goes_on(zoo: Zoo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        (signal.SIGTERM, "launcher"),
-        (signal.SIGUSR1, "rank"),
-        (signal.SIGTERM, "all"),
-        (signal.SIGHUP, "launcher"),
+        (signal.SIGTERM, "launcher"), (signal.SIGUSR1, "rank"), (signal.SIGTERM, "all"), (signal.SIGHUP, "launcher"),
         (signal.SIGQUIT, "rank"),
     ],
-)
+)  # fmt: skip
 def test_a_signal_saves_and_asks_to_be_started_again(zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str) -> None:
     folder = tmp_path / "run"
     run = Launched(command(zoo, folder, "train.steps=2000"), folder)
@@ -205,7 +189,6 @@ def test_a_signal_saves_and_asks_to_be_started_again(zoo: Zoo, tmp_path: Path, n
     assert "preempted" in zoo("show", str(folder)).out
 
 
-@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(zoo: Zoo, tmp_path: Path) -> None:
     """One that comes a second later: those before are the same request."""
     folder = tmp_path / "run"
@@ -225,16 +208,8 @@ def test_a_second_signal_leaves_at_once(zoo: Zoo, tmp_path: Path) -> None:
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo: Zoo, tmp_path: Path) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-        "-m",
-        "zoo",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "zoo",
+    ]  # fmt: skip
     options = ["train.steps=30", "train.save_every=4"]
     given = [a for a in arguments(zoo, folder, *options) if "nproc" not in a]
     run = Launched([*torchrun, *given], folder)

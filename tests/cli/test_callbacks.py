@@ -1,13 +1,10 @@
 """Callbacks in whole runs: one that stops, one that fails, early stopping; and what the same command does afterwards."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Zoo, logged, summary
+from support.commands import Zoo, logged, python, summary
 
 MODULE = """
 import os
@@ -70,10 +67,8 @@ def test_one_that_fails_is_a_sentence_and_the_run_is_saved(zoo: Zoo, module: Pat
     folder = tmp_path / "run"
     done = zoo.train(folder, f"run.callbacks=[{module}:Fails]")
     assert done.code == 2 and "Traceback" in done.err
-    assert (
-        f"Fails: on_step failed at step 2 (RuntimeError: no such thing); the run is saved in {folder}"
-        in (done.err.splitlines()[-1])
-    )
+    said = f"Fails: on_step failed at step 2 (RuntimeError: no such thing); the run is saved in {folder}"
+    assert said in done.err.splitlines()[-1]
     assert (folder / "checkpoints" / "iter_2").is_dir() and not (folder / "export").exists()
 
 
@@ -103,10 +98,7 @@ def test_the_example_of_the_page_as_a_script(ranks: int, tmp_path: Path) -> None
     more = f'"train.steps=4", "nproc={ranks}", "hardware=cpu", "train.eval_rows=1", "export=false"'
     assert '"train.steps=4"' in text
     (tmp_path / "script.py").write_text(text.replace('"train.steps=4"', more))
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python("script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("(StopBelow)")
     run = tmp_path / "runs" / "callbacks"

@@ -1,14 +1,12 @@
 """A program or notebook that calls zoo has the process it had before, whatever became of the call."""
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from support.commands import Zoo
+from support.commands import Zoo, python
 
 pytestmark = pytest.mark.slow
 
@@ -72,19 +70,9 @@ def unchanged(what, call):
 
 def call(zoo: Zoo, folder: Path, program: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A program of one's own, with a run's arguments."""
-    arguments = [one for one in zoo.train_arguments(folder / "run", *options)[1:]]
+    arguments = zoo.train_arguments(folder / "run", "log.tensorboard=false", "log.predictions=0", *options)[1:]
     text = "import json, sys\n" + HEAD + textwrap.dedent(program)
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        [sys.executable, "-c", text, json.dumps(arguments), str(folder)],
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return python("-c", text, json.dumps(arguments), folder, **env)
 
 
 def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
@@ -138,7 +126,7 @@ def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
         print("all well")
     """
     program = program.replace('values["data.eval"]', repr(str(zoo.data / "heldout.jsonl")))
-    done = call(zoo, tmp_path, program, "log.tensorboard=false", "log.predictions=0")
+    done = call(zoo, tmp_path, program)
     assert done.returncode == 0 and done.stdout.endswith("all well\n"), done
 
 
@@ -171,20 +159,11 @@ def test_a_run_that_hangs_and_one_that_is_interrupted_leave_the_caller_alive(zoo
         assert isinstance(found, KeyboardInterrupt) or found.interrupted, repr(found)
         print("alive")
     """
-    done = call(
-        zoo,
-        tmp_path,
-        program,
-        "log.tensorboard=false",
-        "log.predictions=0",
-        "export=false",
-        FAULT="0 4 hang",
-        PYTHONPATH=str(FAULTS),
-    )
+    done = call(zoo, tmp_path, program, "export=false", FAULT="0 4 hang", PYTHONPATH=str(FAULTS))
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), done
 
 
-def test_groups_of_somebody_else_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_somebody_else_are_left_alone() -> None:
     program = """
         import torch.distributed as dist
         from zoo.config.schema import Recipe
@@ -198,7 +177,5 @@ def test_groups_of_somebody_else_are_left_alone(tmp_path: Path, monkeypatch: pyt
             assert "torch.distributed is in use" in str(error)
         assert dist.is_initialized() and torch.ones(1).type() == "torch.FloatTensor"
     """
-    text = "import torch\n" + textwrap.dedent(program)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
+    done = python("-c", "import torch\n" + textwrap.dedent(program))
     assert done.returncode == 0, done

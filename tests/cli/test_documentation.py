@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Zoo, bundled, text_row, write_rows
+from support.commands import Zoo, bundled, python, text_row, write_rows
 from support.doc_blocks import (
     BEFORE,
     LANGUAGES,
@@ -126,11 +123,7 @@ class Page:
         """As a script, behind the page's earlier blocks; what stands behind a print as its output is printed."""
         self.python += with_stand_ins(text)
         (self.folder / "page.py").write_text(self.python)
-        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "page.py"], cwd=self.folder, env=env, capture_output=True, text=True, check=False
-        )
+        done = python("page.py", cwd=self.folder, timeout=3000)
         self.printed += done.stdout
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         for output in re.findall(r"^ *print\(.*\)  # (.+)$", text, re.MULTILINE):

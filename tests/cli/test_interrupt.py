@@ -3,14 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from support.commands import STEPS, Ended, Zoo, events, logged, metrics, summary, weights
+from support.commands import STEPS, Ended, Zoo, events, logged, metrics, python, summary, weights
 
 
 @pytest.mark.slow
@@ -152,6 +151,4 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(zoo: Zoo
 
 def in_own_process(zoo: Zoo, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A command beside another one that runs: the server of commands has one at a time."""
-    command = [sys.executable, "-m", "zoo", *zoo.train_arguments(folder, *overrides)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=zoo.folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return python("-m", "zoo", *zoo.train_arguments(folder, *overrides), cwd=zoo.folder, timeout=120)

@@ -12,14 +12,8 @@ pytestmark = pytest.mark.slow
 def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
     heavy, light = text_row(123), text_row(45678)
     answer = {**light["messages"][1], "weight": 1.0}
-    silent = {
-        "messages": [
-            *text_row(9)["messages"][:1],
-            {"role": "assistant", "content": "no", "weight": 0},
-            *light["messages"][:1],
-            answer,
-        ]
-    }
+    no = {"role": "assistant", "content": "no", "weight": 0}
+    silent = {"messages": [*text_row(9)["messages"][:1], no, *light["messages"][:1], answer]}
     plain = {"messages": [*silent["messages"][:1], {"role": "assistant", "content": "no"}, *light["messages"]]}
     runs: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         "weighted": ([{**heavy, "weight": 3}, silent], ["data.labels=assistant"]),
@@ -32,18 +26,9 @@ def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
         data = write_rows(tmp_path / f"{name}.jsonl", rows)
         size = f"train.global_batch={len(rows)}"
         done = zoo.train(
-            tmp_path / name,
-            *(f"data.train={data}", f"data.eval={data}", "packing.mode=none", "data.shuffle=false"),
-            *(
-                size,
-                "train.steps=3",
-                "export=false",
-                "train.aux_loss=0",
-                "train.z_loss=0",
-                "data.blank_answers=0",
-                *overrides,
-            ),
-        )
+            tmp_path / name, f"data.train={data}", f"data.eval={data}", size, *overrides, "packing.mode=none", "data.shuffle=false",
+            "train.steps=3", "export=false", "train.aux_loss=0", "train.z_loss=0", "data.blank_answers=0",
+        )  # fmt: skip
         assert done.code == 0, done
         metrics[name] = [(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name)]
     for found, wanted in zip(metrics["weighted"], metrics["repeated"], strict=True):

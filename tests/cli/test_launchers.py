@@ -8,40 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Zoo, metrics, summary
+from support.commands import Zoo, environment, metrics, python, summary
 
 pytestmark = pytest.mark.slow
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
 
 
-def environment(**more: str) -> dict[str, str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped and "SLURM" not in name}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
-
-
 def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
-    job = str(os.getpid())
     arguments = [argument for argument in zoo.train_arguments(tmp_path / "slurm") if "nproc" not in argument]
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zoo", *arguments],
-            env=environment(
-                SLURM_PROCID=str(task),
-                SLURM_LOCALID=str(task),
-                SLURM_NTASKS="2",
-                SLURM_NNODES="1",
-                SLURM_STEP_ID="0",
-                SLURM_JOB_ID=job,
-                SLURM_JOB_NODELIST="localhost",
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(2)
-    ]
+    command, pipe = [sys.executable, "-m", "zoo", *arguments], subprocess.PIPE
+    job = {"NTASKS": "2", "NNODES": "1", "STEP_ID": "0", "JOB_ID": str(os.getpid()), "JOB_NODELIST": "localhost"}
+    tasks = []
+    for task in range(2):
+        names = job | {"PROCID": str(task), "LOCALID": str(task)}
+        env = environment(**{f"SLURM_{name}": value for name, value in names.items()})
+        tasks.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     said = [task.communicate(timeout=240) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
     assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[1]
@@ -50,22 +32,8 @@ def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
     assert metrics(tmp_path / "slurm") == metrics(tmp_path / "here")
 
 
-def python(folder: Path, file: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """What Python says of a file, or of a script that it reads, in a folder."""
-    return subprocess.run(
-        [sys.executable, file],
-        input=script,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
-    done = python(tmp_path, str(NOTEBOOK))
+    done = python(NOTEBOOK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("12 steps, loss 6.") for line in lines), done.stdout
@@ -74,7 +42,7 @@ def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
 
     cells = ["\n".join(cell.splitlines()[1:]) for cell in NOTEBOOK.read_text().split("\n# %%")]
     kernel = f"import json\nspace = {{'__name__': '__main__'}}\nfor cell in json.loads({json.dumps(json.dumps(cells))}):\n    exec(cell, space)\n"
-    again = python(tmp_path, "-", script=kernel)
+    again = python("-", cwd=tmp_path, text=kernel)
     assert again.returncode == 0, again.stderr
     assert "12 steps, loss 6." in again.stdout  # the finished run is left as it is
     assert "is finished: 12 steps are done" in again.stdout
@@ -99,8 +67,6 @@ def test_modules_of_the_current_folder_hide_none_of_what_is_installed(zoo: Zoo, 
 
 def test_a_clone_that_is_not_installed_says_so(tmp_path: Path) -> None:
     shutil.copytree(NOTEBOOK.parents[1] / "zoo", tmp_path / "zoo", ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", "import zoo"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    done = python("-S", "-c", "import zoo", cwd=tmp_path)
     assert done.returncode == 1 and f"a clone ({tmp_path / 'zoo'}) that is not installed" in done.stderr
     assert "pip install -e ." in done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import python
 
 from zoo.cli.main import main
 from zoo.errors import UserError
@@ -29,9 +30,7 @@ REASONS = (
 
 def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command of Python in a folder whose packages come first."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return python("-m", *arguments, cwd=folder, timeout=600, PYTHONPATH=str(folder), HF_HUB_OFFLINE="1")
 
 
 def fill_in(file: Path, *changes: tuple[str, str]) -> None:
@@ -82,16 +81,14 @@ def test_a_package_of_ones_own(tmp_path: Path) -> None:
 def checkout(tmp_path: Path) -> Path:
     """A copy of this one: links, but for what is written into."""
     root = tmp_path / "zoo_checkout"
+    caches = shutil.ignore_patterns("__pycache__")
     for name in ("zoo", "models", "bridges", "recipes"):
-        shutil.copytree(
-            REPO / name, root / name, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(REPO / name, root / name, copy_function=os.symlink, ignore=caches)
     for name in ("models", "bridges", "recipes"):  # as setup.py maps them
         (root / "zoo" / name).symlink_to(root / name)
     for name in ("support", "parity"):
-        shutil.copytree(
-            REPO / "tests" / name, root / "tests" / name, ignore=shutil.ignore_patterns("test_*", "__pycache__")
-        )
+        no_tests = shutil.ignore_patterns("test_*", "__pycache__")
+        shutil.copytree(REPO / "tests" / name, root / "tests" / name, ignore=no_tests)
     for name in ("pyproject.toml", "tests/conftest.py"):
         shutil.copy(REPO / name, root / name)
     return root

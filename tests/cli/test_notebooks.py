@@ -1,14 +1,12 @@
 """The notebooks of examples/: their cells run one after the other, and none is committed with what it printed."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -44,18 +42,7 @@ def printed(name: str, folder: Path, **changes: str) -> list[str]:
     for text, other in changes.items():
         assert any(text in source for source in sources)
         sources = [re.sub(rf"{text} = \d+", f"{text} = {other}", source) for source in sources]
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in dropped}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_CELLS],
-        input=json.dumps(sources),
-        cwd=folder,
-        env={**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = python("-c", RUN_CELLS, cwd=folder, text=json.dumps(sources), timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split(MARK)[1:]
 

@@ -1,13 +1,11 @@
 """A family of somebody else's package: found through its entry point, trained, exported, and loaded by transformers."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import python
 
 SOURCE = Path(__file__).parents[2] / "examples" / "toy_lm"
 
@@ -21,12 +19,11 @@ def installed(tmp_path: Path) -> dict[str, str]:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-lm\nVersion: 0.1\n")
     (metadata / "entry_points.txt").write_text("[zoo.families]\ntoy_lm = toy_lm:FAMILY\n")
-    return {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    return {"PYTHONPATH": str(site)}
 
 
 def zoo(environment: dict[str, str], *arguments: str) -> str:
-    command = [sys.executable, "-m", "zoo", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = python("-m", "zoo", *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -45,7 +45,6 @@ def test_an_interrupt_ends_all_ranks_and_the_run_goes_on_to_the_bit(zoo: Zoo, st
     assert weights(folder) == weights(straight)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout(zoo: Zoo, straight: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(straight, tmp_path / "run"))
     done = zoo.train(folder, "nproc=2", "parallel.ep=2", "train.steps=8")

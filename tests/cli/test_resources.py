@@ -31,14 +31,8 @@ def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int)
     """Somebody else fills it behind the first checkpoint; with more room the same command goes on from there."""
     with mounted(tmp_path / "disk", "size=100m") as disk:
         folder = disk / "run"
-        arguments = zoo.train_arguments(
-            folder,
-            f"nproc={ranks}",
-            "train.save_every=1",
-            "train.steps=30",
-            "log.tensorboard=false",
-            "log.predictions=0",
-        )
+        saves = ("train.save_every=1", "train.steps=30", "log.tensorboard=false", "log.predictions=0")
+        arguments = zoo.train_arguments(folder, f"nproc={ranks}", *saves)
         running = zoo.start(*arguments)
         running.until(lambda: bool(checkpoints(folder)))
         with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
@@ -79,14 +73,8 @@ def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> Non
     disk = Disk(tmp_path)
     try:
         folder = disk.mount / "run"
-        arguments = zoo.train_arguments(
-            folder,
-            f"nproc={ranks}",
-            "train.save_every=2",
-            "train.steps=12",
-            "log.tensorboard=false",
-            "log.predictions=0",
-        )
+        saves = ("train.save_every=2", "train.steps=12", "log.tensorboard=false", "log.predictions=0")
+        arguments = zoo.train_arguments(folder, f"nproc={ranks}", *saves)
         running = zoo.start(*arguments)
         running.until(lambda: len(checkpoints(folder)) > 1)
         disk.lose()

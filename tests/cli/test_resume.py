@@ -29,12 +29,9 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 def arguments(folder: Path) -> list[str]:
     return [
-        f"data.train={folder}/rows.jsonl",
-        "export=false",
-        "log.tensorboard=false",
-        "log.predictions=0",
+        f"data.train={folder}/rows.jsonl", "export=false", "log.tensorboard=false", "log.predictions=0",
         "train.steps=3",
-    ]
+    ]  # fmt: skip
 
 
 FROZEN = "model.freeze=[language]"

@@ -98,13 +98,8 @@ def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
 
 def test_the_saved_config_repeats_the_run_to_the_bit(zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path) -> None:
     folder, _ = finished
-    done = zoo(
-        "train",
-        f"recipe={folder}/config.yaml",
-        f"run.dir={tmp_path}/again",
-        "log.tensorboard=false",
-        "log.predictions=0",
-    )
+    quiet = ("log.tensorboard=false", "log.predictions=0")
+    done = zoo("train", f"recipe={folder}/config.yaml", f"run.dir={tmp_path}/again", *quiet)
     assert done.code == 0, done
     assert "size tiny (as resolved in " in done.out
     assert metrics(tmp_path / "again") == metrics(folder)
@@ -137,15 +132,9 @@ def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
     assert [line[:9] for line in stays[first + 1 : first + 3]] == ["step 3/3 ", "eval at s"], stays
     gone = [text for line in drawn for text in line[:-1] if text]
     starts = [
-        "checking the recipe",
-        "importing",
-        "checking memory",
-        "joining",
-        "reading rows",
-        "building",
-        "drawing",
+        "checking the recipe", "importing", "checking memory", "joining", "reading rows", "building", "drawing",
         "first step",
-    ]
+    ]  # fmt: skip
     wanted = [*starts, "step 1/3  |", "step 2/3  |", "saving ...", "evaluating on 2 rows", "answering held-out"]
     seen = iter(gone)
     assert all(any(text.startswith(part) for text in seen) for part in wanted), gone  # in this order

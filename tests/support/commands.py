@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,21 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 6
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a command on the CPU that is no rank of another run, with further variables."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and "SLURM" not in name}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+def python(
+    *arguments: str | Path, cwd: Path | None = None, text: str | None = None, timeout: int = 400, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, once it has ended; `text` is its input, `env` is added to its environment."""
+    command, env = [sys.executable, *map(str, arguments)], environment(**env)
+    return subprocess.run(command, input=text, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 @dataclass

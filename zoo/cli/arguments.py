@@ -105,9 +105,8 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
 def refuse_foreign(arguments: Sequence[str]) -> None:
     """ConfigError for a command of another trainer, which names no recipe, with the one that does the same here."""
     from zoo.config.compose import load_recipe
-    from zoo.config.foreign.programs import flattened, program_of
-    from zoo.config.foreign.refusals import refuse_foreign_file
-    from zoo.config.foreign.translation import translate
+    from zoo.config.foreign.reader import flattened, program_of
+    from zoo.config.foreign.translation import refuse_foreign_file, translate
     from zoo.config.layers.layer import override_layer
 
     overrides = [text.removeprefix("--") for text in arguments]

@@ -84,17 +84,10 @@ OTHER_OBJECTS = {
 }
 # Lists, and what their entries are.
 WHOLES: dict[str, tuple[int, int]] = {
-    "mrope_section": (0, HEADS),
-    "mlp_only_layers": (-LAYERS, LAYERS),
-    "deepstack_visual_indexes": (-LAYERS, LAYERS),
-    "fullatt_block_indexes": (-LAYERS, LAYERS),
-    "vision_feature_layer": (-LAYERS, LAYERS),
-    "image_size": (1, SIDE),
-    "patch_size": (1, 2**10),
-    "eos_token_id": TOKEN,
-    "upsample_rates": (1, 2**10),
-    "upsampling_ratios": (1, 2**10),
-}
+    "mrope_section": (0, HEADS), "mlp_only_layers": (-LAYERS, LAYERS), "deepstack_visual_indexes": (-LAYERS, LAYERS),
+    "fullatt_block_indexes": (-LAYERS, LAYERS), "vision_feature_layer": (-LAYERS, LAYERS), "image_size": (1, SIDE),
+    "patch_size": (1, 2**10), "eos_token_id": TOKEN, "upsample_rates": (1, 2**10), "upsampling_ratios": (1, 2**10),
+}  # fmt: skip
 EITHER = {"vision_feature_layer", "image_size", "patch_size", "eos_token_id"}  # one number, or a list of them
 LISTS = {*WHOLES, "layer_types", "image_grid_pinpoints", "architectures"}
 # What transformers takes and few decoders or towers here have: another architecture where it is anything else than this.

@@ -26,13 +26,22 @@ from zoo.config.architecture import refuse_misplaced
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
-from zoo.config.foreign.refusals import refuse_foreign_file, refuse_unknown
+from zoo.config.foreign.translation import refuse_foreign_file, refuse_unknown
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, Overrides, escaped
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import Place, is_hub_id, look, read_arch, read_state
-from zoo.config.recipes.chain import CHOICES, base_chain, is_shipped, refuse_file_keys, without_file_keys
-from zoo.config.recipes.hand_built import BY_HAND, hand_built_chain, split_overrides, with_objects
+from zoo.config.recipes.chain import (
+    BY_HAND,
+    CHOICES,
+    base_chain,
+    hand_built_chain,
+    is_shipped,
+    refuse_file_keys,
+    split_overrides,
+    with_objects,
+    without_file_keys,
+)
 from zoo.config.recipes.published import KnownArch, arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable

@@ -44,7 +44,12 @@ def gpu_memory() -> int:
     if torch is not None and hasattr(torch, "cuda"):
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
         return min(sizes, default=0)
-    return min((_driver_memory(index) for index in range(gpu_count())), default=0)
+    sizes = []
+    for index in range(gpu_count()):
+        (driver, device), size = _device(index), ctypes.c_size_t()
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        sizes.append(size.value)
+    return min(sizes, default=0)
 
 
 @cache
@@ -113,12 +118,6 @@ def _device(index: int) -> tuple[ctypes.CDLL, ctypes.c_int]:
     if error := driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
         raise OSError(f"the CUDA driver does not say what GPU {index} is: error {error}")
     return driver, device
-
-
-def _driver_memory(index: int) -> int:
-    (driver, device), size = _device(index), ctypes.c_size_t()
-    driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-    return size.value
 
 
 def _driver_capability(index: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zoo.config.foreign.programs import flattened
+from zoo.config.foreign.reader import flattened
 from zoo.config.schema import Recipe
 from zoo.data.loading.lengths import OneRank, RankGroup
 from zoo.errors import UserError

@@ -15,8 +15,7 @@ from zoo.config.checks.engine import not_captured
 from zoo.config.checks.layout import check_layout
 from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.schema import Recipe
-from zoo.config.schema.run import Recompute
-from zoo.config.schema.train import StateDtype
+from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, host_bytes, memory

@@ -22,7 +22,7 @@ from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Overrides, parse_value
 from zoo.config.layers.tree import leaves_of
 from zoo.config.locate import Place, read_arch
-from zoo.config.recipes.hand_built import split_overrides
+from zoo.config.recipes.chain import split_overrides
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on, with_defaults
 from zoo.data.loading.sample_source import SampleSource

@@ -47,26 +47,13 @@ def test_sums_over_rows_and_the_table() -> None:
     found = summed(rows, Scores.named([]))
     assert found.rows == 4 and found.loss == pytest.approx((2 + 0.5 + 2 + 16) / 8)
     assert found.scores == {
-        "exact_match": pytest.approx(1 / 3),
-        "wer": pytest.approx(1 / 3),
-        "accuracy": 1.0,
-        "anls": 1.0,
-    }
+        "exact_match": pytest.approx(1 / 3), "wer": pytest.approx(1 / 3), "accuracy": 1.0, "anls": 1.0,
+    }  # fmt: skip
     assert found.by_kind["clip"]["wer"] == pytest.approx(1 / 3)
     assert found.by_kind["page"] == {"rows": 1, "loss": 4.0}
     first, *lines = table(found).splitlines()
     assert first.split() == [
-        "kind",
-        "rows",
-        "loss",
-        "exact",
-        "match",
-        "WER",
-        "(lower",
-        "is",
-        "better)",
-        "accuracy",
-        "ANLS",
-    ]
+        "kind", "rows", "loss", "exact", "match", "WER", "(lower", "is", "better)", "accuracy", "ANLS",
+    ]  # fmt: skip
     assert lines[-1].split() == ["all", "4", "2.5625", "33.3%", "33.3%", "100.0%", "100.0%"]
     assert wrong(found)[1] == "  clip:1: 'one too', wanted 'one two'"

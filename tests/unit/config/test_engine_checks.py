@@ -70,12 +70,9 @@ def test_fp8_by_tensors_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch
 def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
     sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16,
-    }
+    }  # fmt: skip
     linear = {
         "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 8,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,

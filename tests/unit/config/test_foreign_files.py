@@ -10,166 +10,66 @@ import pytest
 from zoo.cli.main import main
 from zoo.config import compose
 from zoo.config.compose import load_recipe
-from zoo.config.foreign.programs import flattened, program_of
+from zoo.config.foreign.reader import flattened, program_of
 from zoo.config.foreign.translation import translate
+from zoo.config.layers.foreign import _TABLE, NAMES, foreign_hint
+from zoo.config.layers.keys import keys
 from zoo.config.layers.reader import read_yaml
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
-LLAMA_FACTORY = """
-model_name_or_path: Qwen/Qwen3-VL-4B-Instruct
-trust_remote_code: true
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-dataset: mine
-template: qwen3_vl
-cutoff_len: 2048
-output_dir: saves/x
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-ddp_timeout: 180000000
+LLAMA_FACTORY = r"""
+{model_name_or_path: Qwen/Qwen3-VL-4B-Instruct, trust_remote_code: true, stage: sft, do_train: true, finetuning_type: lora,
+    lora_rank: 8, lora_target: all, dataset: mine, template: qwen3_vl, cutoff_len: 2048, output_dir: saves/x, per_device_train_batch_size: 2,
+    gradient_accumulation_steps: 8, learning_rate: 0.0001, num_train_epochs: 3.0, lr_scheduler_type: cosine, warmup_ratio: 0.1,
+    bf16: true, ddp_timeout: 180000000}
 """
-FULL = """
-model_name_or_path: Qwen/Qwen3-VL-30B-A3B-Instruct
-stage: sft
-finetuning_type: full
-freeze_multi_modal_projector: false
-deepspeed: examples/deepspeed/ds_z3_config.json
-dataset: rows.jsonl
-cutoff_len: 4096
-max_steps: 200
-warmup_ratio: 0.1
-lr_scheduler_type: constant_with_warmup
+FULL = r"""
+{model_name_or_path: Qwen/Qwen3-VL-30B-A3B-Instruct, stage: sft, finetuning_type: full, freeze_multi_modal_projector: false,
+    deepspeed: examples/deepspeed/ds_z3_config.json, dataset: rows.jsonl, cutoff_len: 4096, max_steps: 200, warmup_ratio: 0.1,
+    lr_scheduler_type: constant_with_warmup}
 """
-SWIFT = """
-model: Qwen/Qwen3-8B
-rlhf_type: dpo
-train_type: full
-dataset: [rows.jsonl]
-torch_dtype: float32
-beta: 0.2
-max_length: 1024
-tensor_model_parallel_size: 2
-split_dataset_ratio: 0.02
-report_to: wandb
+SWIFT = r"""
+{model: Qwen/Qwen3-8B, rlhf_type: dpo, train_type: full, dataset: [rows.jsonl], torch_dtype: float32, beta: 0.2, max_length: 1024,
+    tensor_model_parallel_size: 2, split_dataset_ratio: 0.02, report_to: wandb}
 """
-AXOLOTL = """
-base_model: google/gemma-3-4b-it
-load_in_4bit: true
-datasets:
-  - path: org/set
-    type: alpaca
-    split: train
-  - path: more.jsonl
-    type: chat_template
-val_set_size: 0.1
-sequence_len: 4096
-sample_packing: true
-adapter: qlora
-lora_r: 32
-lora_alpha: 16
-lora_target_modules: [q_proj, v_proj]
-micro_batch_size: 2
-optimizer: adamw_bnb_8bit
-weight_decay: 0.0
-wandb_project: tuning
-saves_per_epoch: 2
-unheard_of: 3
+AXOLOTL = r"""
+{base_model: google/gemma-3-4b-it, load_in_4bit: true, datasets: [{path: org/set, type: alpaca, split: train}, {path: more.jsonl,
+    type: chat_template}], val_set_size: 0.1, sequence_len: 4096, sample_packing: true, adapter: qlora, lora_r: 32,
+    lora_alpha: 16, lora_target_modules: [q_proj, v_proj], micro_batch_size: 2, optimizer: adamw_bnb_8bit, weight_decay: 0.0,
+    wandb_project: tuning, saves_per_epoch: 2, unheard_of: 3}
 """
-TORCHTUNE = """
-output_dir: /tmp/out
-model:
-  _component_: torchtune.models.qwen3.lora_qwen3_8b_instruct
-  lora_rank: 16
-checkpointer:
-  checkpoint_dir: ${output_dir}/Qwen3-8B
-batch_size: 4
-epochs: 2
-optimizer:
-  _component_: torch.optim.AdamW
-  lr: 2e-5
+TORCHTUNE = r"""
+{output_dir: /tmp/out, model: {_component_: torchtune.models.qwen3.lora_qwen3_8b_instruct, lora_rank: 16}, checkpointer: {
+    checkpoint_dir: '${output_dir}/Qwen3-8B'}, batch_size: 4, epochs: 2, optimizer: {_component_: torch.optim.AdamW, lr: 2.0e-05}}
 """
-VERL = """
-data: {train_files: rows.parquet, max_length: 1024}
-model: {partial_pretrain: Qwen/Qwen3-0.6B}
-optim: {lr: 1e-5}
-trainer: {total_epochs: 2, n_gpus_per_node: 8}
+VERL = r"""
+{data: {train_files: rows.parquet, max_length: 1024}, model: {partial_pretrain: Qwen/Qwen3-0.6B}, optim: {lr: 1.0e-05},
+    trainer: {total_epochs: 2, n_gpus_per_node: 8}}
 """
-VISION = """
-base_model: Qwen/Qwen2.5-VL-7B-Instruct
-processor_type: AutoProcessor
-chat_template: qwen2_vl
-datasets:
-  - {path: org/chats, type: chat_template.default, split: "train[:1%]", field_messages: talk, shards: 4}
-adapter: lora
-lora_r: 32
-lora_target_modules: 'model.language_model.layers.[\\d]+.self_attn.(q|k)_proj'
-sequence_len: 8192
-max_steps: 40
-learning_rate: 2e-4
-cosine_min_lr_ratio: 0.1
-lr_scheduler: cosine
-train_on_inputs: true
+VISION = r"""
+{base_model: Qwen/Qwen2.5-VL-7B-Instruct, processor_type: AutoProcessor, chat_template: qwen2_vl, datasets: [{path: org/chats,
+    type: chat_template.default, split: 'train[:1%]', field_messages: talk, shards: 4}], adapter: lora, lora_r: 32,
+    lora_target_modules: 'model.language_model.layers.[\d]+.self_attn.(q|k)_proj', sequence_len: 8192, max_steps: 40, learning_rate: 0.0002,
+    cosine_min_lr_ratio: 0.1, lr_scheduler: cosine, train_on_inputs: true}
 """
-PREFERENCES = """
-model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
-stage: dpo
-do_train: true
-finetuning_type: lora
-lora_target: all
-pref_beta: 0.1
-pref_loss: simpo
-dataset: pairs.json
-template: qwen2_vl
-max_samples: 1000
-learning_rate: 5.0e-6
-lr_scheduler_type: cosine
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
+PREFERENCES = r"""
+{model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct, stage: dpo, do_train: true, finetuning_type: lora, lora_target: all,
+    pref_beta: 0.1, pref_loss: simpo, dataset: pairs.json, template: qwen2_vl, max_samples: 1000, learning_rate: 5.0e-06,
+    lr_scheduler_type: cosine, lr_scheduler_kwargs: {min_lr_rate: 0.1}}
 """
-PARTS = """
-model: Qwen/Qwen2.5-Omni-7B
-dataset: [org/coco:validation#200, my.jsonl]
-freeze_vit: false
-vit_lr: 1e-5
-learning_rate: 1e-4
-loss_scale: last_round
-truncation_strategy: delete
-torch_dtype: bfloat16
+PARTS = r"""
+{model: Qwen/Qwen2.5-Omni-7B, dataset: ['org/coco:validation#200', my.jsonl], freeze_vit: false, vit_lr: 1.0e-05, learning_rate: 0.0001,
+    loss_scale: last_round, truncation_strategy: delete, torch_dtype: bfloat16}
 """
-MEGATRON_SWIFT = """
-model: Qwen/Qwen3-30B-A3B-Instruct-2507
-tuner_type: full
-dataset: a.jsonl
-tensor_model_parallel_size: 2
-expert_model_parallel_size: 8
-recompute_granularity: full
-micro_batch_size: 1
-global_batch_size: 16
-lr: 1e-5
-min_lr: 1e-6
-lr_decay_style: cosine
-train_iters: 100
-lr_warmup_fraction: 0.05
-moe_grouped_gemm: true
-num_layers: 48
+MEGATRON_SWIFT = r"""
+{model: Qwen/Qwen3-30B-A3B-Instruct-2507, tuner_type: full, dataset: a.jsonl, tensor_model_parallel_size: 2, expert_model_parallel_size: 8,
+    recompute_granularity: full, micro_batch_size: 1, global_batch_size: 16, lr: 1.0e-05, min_lr: 1.0e-06, lr_decay_style: cosine,
+    train_iters: 100, lr_warmup_fraction: 0.05, moe_grouped_gemm: true, num_layers: 48}
 """
-TRL = """
-model_name_or_path: google/gemma-3-4b-it
-dataset_name: trl-lib/Capybara
-dataset_train_split: train_sft
-use_peft: true
-dtype: bfloat16
-assistant_only_loss: true
-push_to_hub: true
-max_length: 2048
+TRL = r"""
+{model_name_or_path: google/gemma-3-4b-it, dataset_name: trl-lib/Capybara, dataset_train_split: train_sft, use_peft: true,
+    dtype: bfloat16, assistant_only_loss: true, push_to_hub: true, max_length: 2048}
 """
 
 
@@ -390,3 +290,58 @@ def test_overrides_behind_a_foreign_file_replace_what_it_says(
     command = dict(text.partition("=")[::2] for text in shlex.split(answer.splitlines()[0])[2:])
     assert {key: read_yaml(command[key]) for key in settings} == settings
     assert not any(text in answer for text in gone), answer
+
+
+# --- each of their names leads to keys that there are
+
+COMMON = [name for line in """
+batch_size learning_rate num_train_epochs output_dir gradient_accumulation_steps per_device_train_batch_size max_seq_length
+cutoff_len warmup_ratio lr_scheduler_type save_steps logging_steps eval_steps bf16 lora_rank lora_alpha lora_target
+model_name_or_path dataset val_size report_to deepspeed finetuning_type tensor_model_parallel_size max_grad_norm
+gradient_checkpointing save_total_limit max_steps context_parallel_size expert_model_parallel_size attn_implementation
+""".splitlines() for name in line.split()]  # fmt: skip
+
+
+def test_every_target_is_a_key_and_every_name_means_one_thing() -> None:
+    names = [name for _, _, some in _TABLE for name in some.split()]
+    assert len(names) == len(set(names)) > 200
+    for name, meaning in NAMES.items():
+        assert all(key in keys(Recipe) for key in meaning.keys), name
+        assert meaning.keys or meaning.note
+        assert name not in keys(Recipe) and name == name.lower()
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", COMMON)
+def test_common_names(name: str) -> None:
+    for key in (name, f"train.{name}", f"training.{name}", name.upper(), name.replace("_", "-")):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe("llava_sft", [f"{key}=1"])
+        meaning = str(NAMES[name])
+        assert str(caught.value) == f"{key}: no such key; {meaning}"
+
+
+def test_arithmetic_and_where_there_is_nothing() -> None:
+    assert foreign_hint("gradient_accumulation_steps") == (
+        "zoo's is train.global_batch (gradient accumulation = train.global_batch / (train.micro_batch * data-parallel ranks))"
+    )
+    assert foreign_hint("warmup_ratio") == "zoo's is train.warmup_steps (a number of steps: ratio * train.steps)"
+    assert foreign_hint("train.bf16") == "zoo's is engine.precision (fp32 or bf16; by itself bf16 on a GPU)"
+    assert foreign_hint("load_in_4bit") == "quantised weights are not trained here"
+    assert foreign_hint("zzz") is None
+
+
+def test_packing_is_a_section() -> None:
+    with pytest.raises(ConfigError, match=r"^packing=true: packing is a section; zoo's is packing.mode"):
+        load_recipe("llava_sft", ["packing=true"])
+    with pytest.raises(ConfigError, match=r"^weight_decay: no such key; nearest: train.weight_decay"):
+        load_recipe("llava_sft", ["weight_decay=1"])
+
+
+def test_options_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--learning_rate", "1e-4"], ["--learning_rate=1e-4"], ["learning_rate=1e-4"]):
+        assert main(["show", "recipe=llava_sft", *arguments]) == 2
+        assert capsys.readouterr().err == "zoo: error: learning_rate: no such key; zoo's is train.lr\n"
+    assert main(["show", "recipe=llava_sft", "--bf16"]) == 2
+    said = "bf16: no such key; zoo's is engine.precision (fp32 or bf16; by itself bf16 on a GPU)"
+    assert capsys.readouterr().err == f"zoo: error: {said}\n"

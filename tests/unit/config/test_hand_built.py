@@ -34,12 +34,8 @@ def test_a_recipe_of_its_parts_is_what_a_file_with_the_same_keys_is(tmp_path: Pa
     assert made.model.arch and (made.train.lr, made.nproc_cpu) == (1e-5, 1)  # said, though they are defaults
     assert made.train.global_batch == load_recipe("qwen3_vl_sft", ["size=tiny"]).train.global_batch
     assert load_recipe(made) == made and made.set_by_user == {
-        "model.family",
-        "train.steps",
-        "train.lr",
-        "train.min_lr",
-        "nproc_cpu",
-    }
+        "model.family", "train.steps", "train.lr", "train.min_lr", "nproc_cpu",
+    }  # fmt: skip
     with pytest.raises(ConfigError, match=r"size=tinny: no such size; nearest: tiny"):
         load_recipe(zoo.Recipe(**BY_HAND | {"size": "tinny"}))
 
@@ -77,12 +73,9 @@ def test_mistakes_in_parts_are_one_sentence(parts: dict[str, Any], message: str)
 
 def test_overrides_are_a_dict_nested_and_dotted() -> None:
     texts = [
-        "size=tiny",
-        "train.steps=2",
-        "train.lr=1e-5",
-        "model.arch.text_config.num_hidden_layers=2",
+        "size=tiny", "train.steps=2", "train.lr=1e-5", "model.arch.text_config.num_hidden_layers=2",
         "data.train[0].weight=2",
-    ]
+    ]  # fmt: skip
     nested = {
         "size": "tiny", "train": {"steps": 2}, "train.lr": 1e-5, "data.train[0].weight": 2,
         "model": {"arch": {"text_config": {"num_hidden_layers": 2}}},
@@ -148,10 +141,7 @@ def test_a_recipe_with_a_base_says_what_its_base_says(tmp_path: object) -> None:
     with open(mine, "w", encoding="utf-8") as file:
         file.write("base: qwen3_vl_moe_sft\ndescription: mine\npublished_size: 235b-a22b\n")
     assert about(mine) == {
-        "description": "mine",
-        "published_size": "235b-a22b",
-        "tiny_size": "tiny-moe",
-        "family": "qwen3_vl",
+        "description": "mine", "published_size": "235b-a22b", "tiny_size": "tiny-moe", "family": "qwen3_vl",
         "base": "qwen3_vl_moe_sft",
-    }
+    }  # fmt: skip
     assert load_recipe(mine).size == "tiny-moe"

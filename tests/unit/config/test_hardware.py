@@ -1,12 +1,19 @@
-"""`hardware`: GPUs by name and by memory, what is here, and what is planned for it."""
+"""`hardware`: GPUs by name and by memory, what is here, and what is planned for it; the table of GPUs."""
 
+import json
 from pathlib import Path
 
 import pytest
 from support.recipes import NAME, error_of, write
 
+import zoo
 from zoo.config import compose, files
 from zoo.config.compose import load_recipe
+from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
+from zoo.config.validate import validate
+from zoo.errors import ConfigError
+
+BENCHMARKS = Path(zoo.__file__).parents[1] / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +36,10 @@ def test_hardware_is_a_number_of_a_kind() -> None:
 @pytest.mark.parametrize(
     ("hardware", "gpu", "memory"),
     [
-        ("8xa100", "a100", 80),
-        ("4xa100-40", "a100-40", 40),
-        ("8xb200", "b200", 180),
-        ("4xl40s", "l40s", 48),
-        ("2xrtx4090", "rtx4090", 24),
-        ("8x80gb", "80gb", 80),
-        ("H100", "h100", 80),
-        ("2x8xH100-80GB", "h100", 80),
+        ("8xa100", "a100", 80), ("4xa100-40", "a100-40", 40), ("8xb200", "b200", 180), ("4xl40s", "l40s", 48),
+        ("2xrtx4090", "rtx4090", 24), ("8x80gb", "80gb", 80), ("H100", "h100", 80), ("2x8xH100-80GB", "h100", 80),
     ],
-)
+)  # fmt: skip
 def test_any_gpu_by_name_or_by_memory(hardware: str, gpu: str, memory: float) -> None:
     recipe = load_recipe(NAME, [f"hardware={hardware}"])
     assert (recipe.machine.gpu, recipe.machine.memory_gb) == (gpu, memory)
@@ -79,3 +80,52 @@ def test_hardware_auto_is_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert load_recipe(NAME).machine.nodes == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200nvl"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_name_that_a_driver_gives(device: str, name: str | None) -> None:
+    found = gpu_of_device(device)
+    assert (found.name if found else None) == name
+
+
+def test_kernels_follow_compute_capability() -> None:
+    kernels = {name: (gpu.attention, gpu.fp8) for name, gpu in GPUS.items()}
+    assert kernels["h200"] == ("FlashAttention 4", True)
+    assert kernels["a100"] == ("FlashAttention 2", False)
+    assert kernels["l40s"] == ("FlashAttention 2", True)
+    unknown = find_gpu("80gb")
+    assert unknown is not None and (unknown.attention, unknown.fp8, unknown.tflops) == (None, None, None)
+    assert "nothing measured" in unknown.about()
+
+
+def test_what_was_measured_is_in_the_benchmarks() -> None:
+    """Each GPU of benchmarks/results says so, and no other."""
+    environments = [json.loads(path.read_text())["environment"] for path in BENCHMARKS.glob("*.json")]
+    devices = {device for environment in environments for device in environment["gpus"]}
+    assert {getattr(gpu_of_device(device), "name", device) for device in devices} == {
+        name for name, gpu in GPUS.items() if gpu.measured
+    }
+
+
+def test_a_machine_of_a_gpu_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"^machine\.gpu=h20o: no such GPU; nearest: h20, h200"):
+        validate(load_recipe("qwen3_vl_sft", ["hardware=cpu", "machine.gpu=h20o"]), 1)
+
+
+def test_typos_find_their_gpu() -> None:
+    for typed, meant in (("h20o", "h200"), ("a1000", "a100"), ("4090", "rtx4090"), ("l4os", "l40s"), ("B20", "b200")):
+        assert find_gpu(typed) is None
+        assert meant in near_gpus(typed)

@@ -9,6 +9,7 @@ from zoo.config import compose
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.files import root_recipes
 from zoo.errors import ConfigError, UserError
+from zoo.registry import get_family
 
 
 @pytest.fixture(autouse=True)
@@ -114,17 +115,11 @@ def test_a_mistake_in_a_file(text: str, message: str, tmp_path: Path) -> None:
         assert found.startswith(file)
 
 
-def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
+def test_files_that_are_none(tmp_path: Path) -> None:
     file = write(tmp_path / "x.yaml", "- a\n")
     assert error_of(name=file) == f"{file}: wanted keys and values (`train:` and so on), found a list"
-
-
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     assert "no text in UTF-8" in error_of(name=str(tmp_path / "x.yaml"))
-
-
-def test_a_base_that_leads_back(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "base: b.yaml\n")
     write(tmp_path / "b.yaml", "base: a.yaml\n")
     assert "leads back to itself" in error_of(name=str(tmp_path / "a.yaml"))
@@ -155,16 +150,10 @@ def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
     assert "wanted a JSON object" in error_of(f"model.init={tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("thinker_config.text_config.hiden_size", "model.arch.thinker_config.text_config.hidden_size"),
-        ("text_config.hidden_size", "model.arch.thinker_config.text_config.hidden_size"),
-    ],
-)
-def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
-    message = error_of(f"model.arch.{key}=64")
-    assert message == f"model.arch.{key}: no such key; nearest: {nearest}"
+def test_a_misspelt_key_of_the_architecture() -> None:
+    near = "model.arch.thinker_config.text_config.hidden_size"
+    for key in ("thinker_config.text_config.hiden_size", "text_config.hidden_size"):
+        assert error_of(f"model.arch.{key}=64") == f"model.arch.{key}: no such key; nearest: {near}"
 
 
 def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
@@ -190,3 +179,41 @@ def test_a_folder_or_a_list_in_the_place_of_a_recipe_says_what_it_may_be(tmp_pat
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"a folder; wanted a YAML file \(weights are named as model.init="):
         load_recipe(tmp_path)
+
+
+# --- keys of an architecture stand in the part that has them; elsewhere nothing would read them
+
+PARTS = ("text_config.", "vision_config.", "audio_config.", "thinker_config.", "thinker_config.text_config.", "")
+BASES = [name for name in root_recipes() if name.endswith("_sft")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "wanted"),
+    [
+        ("qwen3_sft", "text_config.hidden_size", "hidden_size"),
+        ("qwen3_vl_sft", "hidden_size", "text_config.hidden_size"),
+        ("qwen3_vl_sft", "depth", "vision_config.depth"),
+        ("qwen3_vl_sft", "thinker_config.text_config.vocab_size", "text_config.vocab_size"),
+        ("qwen3_omni_sft", "text_config.hidden_size", "thinker_config.text_config.hidden_size"),
+        ("qwen3_omni_sft", "num_hidden_layers", "thinker_config.text_config.num_hidden_layers"),
+    ],
+)
+def test_a_key_in_another_part_is_refused_with_its_place(recipe: str, given: str, wanted: str) -> None:
+    with pytest.raises(UserError, match=f"^model.arch.{given}: no such key; nearest: .*model.arch.{wanted}"):
+        load_recipe(recipe, ["size=tiny", f"model.arch.{given}=64"])
+
+
+def test_keys_that_nothing_is_known_of_pass() -> None:
+    for key in ("initializer_range=0.1", "vision_config.initializer_range=0.1", "pad_token_id=3", "note=x"):
+        load_recipe("qwen3_vl_sft", ["size=tiny", f"model.arch.{key}"])
+
+
+@pytest.mark.parametrize("recipe", BASES)
+def test_parts_that_a_family_has_not_end_in_one_sentence(recipe: str) -> None:
+    for part in PARTS:
+        for key, value in (("hidden_size", "64"), ("d_model", "3"), ("num_heads", "[1]"), ("foo", "{a: 1}")):
+            try:
+                model = load_recipe(recipe, ["size=tiny", f"model.arch.{part}{key}={value}"]).model
+                get_family(str(model.family)).load("config").from_arch(model.arch)
+            except UserError as error:
+                assert "\n" not in str(error)

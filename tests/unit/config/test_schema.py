@@ -68,15 +68,3 @@ def test_every_section_is_exported() -> None:
         if is_dataclass(item.default_factory):
             assert getattr(zoo, item.default_factory.__name__) is item.default_factory
             assert item.default_factory.__name__ in zoo.__all__
-
-
-def test_defaults_of_the_optimizer_and_of_bad_steps() -> None:
-    """A recipe that names none of these keys trains as it did: whoever changes one changes every such run."""
-    defaults = {
-        "optimizer": "adamw", "lr": 1e-5, "min_lr": 0.0, "warmup_steps": 0, "schedule": "cosine", "decay_steps": None, "lr_scale": {},
-        "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "clip_grad": 1.0, "momentum": 0.95, "matrix_lr_scale": 1.0,
-        "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_grads_dtype": "fp32", "optimizer_offload_fraction": 0.0,
-        "on_bad_step": "stop", "bad_steps": 3, "skip_limit": 20, "on_new_level": "stop", "spike": 10.0, "spike_after": 100,
-    }  # fmt: skip
-    found = TrainConfig()
-    assert {key: getattr(found, key) for key in defaults} == defaults

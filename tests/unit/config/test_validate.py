@@ -40,15 +40,10 @@ def test_precision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tp", "cp", "sp", "align"),
     [
-        (1, 1, False, 1),
-        (2, 1, True, 2),
-        (1, 2, False, 4),
-        (2, 2, True, 4),
-        (8, 2, True, 16),
-        (4, 2, True, 8),
+        (1, 1, False, 1), (2, 1, True, 2), (1, 2, False, 4), (2, 2, True, 4), (8, 2, True, 16), (4, 2, True, 8),
         (2, 3, True, 6),
     ],
-)
+)  # fmt: skip
 def test_sequence_parallel_and_alignment(tp: int, cp: int, sp: bool, align: int) -> None:
     recipe = validate(MOE.replace({"parallel.tp": tp, "parallel.cp": cp}), tp * cp)
     assert (recipe.parallel.sp, recipe.packing.align) == (sp, align)

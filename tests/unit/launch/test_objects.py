@@ -107,14 +107,9 @@ def test_a_run_on_objects_is_the_run_on_their_file_on_two_ranks_and_resumed(tmp_
         lines.append(json.dumps({**row, "images": [f"{number}.png"]}))
     (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
     shared = [
-        "packing.budget=128",
-        "train.global_batch=2",
-        "train.steps=4",
-        "export=false",
-        "engine.threads=1",
-        "nproc=2",
+        "packing.budget=128", "train.global_batch=2", "train.steps=4", "export=false", "engine.threads=1", "nproc=2",
         "train.save_every=2",
-    ]
+    ]  # fmt: skip
     recipe = recipe_in(tmp_path, *shared)
     of_file = zoo.train(recipe.replace({"run.dir": str(tmp_path / "file"), "data.train": [str(tmp_path / "x.jsonl")]}))
     of_objects = zoo.train(recipe, data=ROWS)

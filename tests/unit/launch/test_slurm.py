@@ -14,13 +14,10 @@ from zoo.launch.slurm import first_host, join_slurm, write_template
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [
-        ("gpu7", "gpu7"),
-        ("gpu[003-006,009],login", "gpu003"),
-        ("node-a1,node-a2", "node-a1"),
-        ("rack2-[12,14-15]-ib", "rack2-12-ib"),
-        (" localhost", "localhost"),
+        ("gpu7", "gpu7"), ("gpu[003-006,009],login", "gpu003"), ("node-a1,node-a2", "node-a1"),
+        ("rack2-[12,14-15]-ib", "rack2-12-ib"), (" localhost", "localhost"),
     ],
-)
+)  # fmt: skip
 def test_the_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 

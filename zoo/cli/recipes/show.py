@@ -58,12 +58,9 @@ def run(arguments: Sequence[str]) -> int:
     changed, differing = _changed(values, asdict(resolved.base)), _differing(resolved.recipe)
     if "--json" in flags:
         shown = {
-            "recipe": values,
-            "size_why": resolved.size_why,
-            "taken": resolved.taken,
-            "changed": changed,
+            "recipe": values, "size_why": resolved.size_why, "taken": resolved.taken, "changed": changed,
             "differs_from_defaults": differing,
-        }
+        }  # fmt: skip
         print(json.dumps(shown, indent=2))
         return 0
     print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")

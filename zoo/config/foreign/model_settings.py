@@ -7,8 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from zoo.config.files import read_part, read_size, size_names
-from zoo.config.foreign.programs import leaf
-from zoo.config.foreign.reader import Reader, number
+from zoo.config.foreign.reader import Reader, leaf, number
 from zoo.config.layers.foreign import foreign_name
 from zoo.config.locate import look, read_arch
 from zoo.config.recipes.matrix import LORA, SFT, RecipeParts, names_in
@@ -82,27 +81,24 @@ def _has_adapters(reader: Reader, kind: object, method: str, architecture: str) 
 def _choose_recipe(reader: Reader, model: Model | None, names: list[str], adapters: bool) -> None:
     trial = str(reader.take("adv_estimator") or "").lower()
     stage = str(reader.take("stage", "rlhf_type", "rl", "task_type") or trial or "sft").lower()
-    method, translation = _METHODS.get(stage), reader.translation
-    if method is None:
+    task, loss = _METHODS.get(stage, (None, None))
+    if stage not in _METHODS:
         more = " (verl learns so with zoo as its engine: docs/verl.md)" if stage in _LEARNT_BY_TRIAL else ""
         reader.decide("stage", f"{stage}: no recipe does this{more}; the command fine-tunes on the rows' answers")
     if reader.recipe is not None:
-        if method is not None and method.task is not None:
-            reader.decide("stage", f"{stage}: task={method.task} beside the recipe's name")
+        if task is not None:
+            reader.decide("stage", f"{stage}: task={task} beside the recipe's name")
     elif model is None:
         shown = ", ".join(names) or "no model is named"
         reader.decide("RECIPE", f"{shown}: no family of zoo is called so; `zoo list families` shows what there is")
     else:
-        fitting = recipe_of(model, None if method is None else method.task, adapters)
+        fitting = recipe_of(model, task, adapters)
         if fitting is None:
-            reader.decide(
-                "stage",
-                f"{stage}: no recipe of {model.family.name} does this; the command fine-tunes on the rows' answers",
-            )
-            fitting = recipe_of(model, None, adapters)
-        elif method is not None and method.loss is not None:
-            reader.set("train.loss", method.loss)
-        translation.recipe = fitting or translation.recipe
+            said = f"no recipe of {model.family.name} does this; the command fine-tunes on the rows' answers"
+            reader.decide("stage", f"{stage}: {said}")
+        elif loss is not None:
+            reader.set("train.loss", loss)
+        reader.translation.recipe = fitting or reader.translation.recipe
 
 
 def _adapters(reader: Reader, adapters: bool) -> None:
@@ -193,19 +189,11 @@ class Model(NamedTuple):
     experts: bool  # whether its name says that it has experts
 
 
-class Method(NamedTuple):
-    """What is learnt: a task of recipes, None for supervised fine-tuning, and a loss other than the task's."""
-
-    task: str | None
-    loss: str | None = None
-
-
-_METHODS = {
-    **dict.fromkeys(("sft", "pt", "pretrain", "causal_lm"), Method(None)),
-    "dpo": Method("dpo"),
-    "rm": Method("reward"),
-    "reward": Method("reward"),
-    **{name: Method("dpo", name) for name in ("kto", "orpo", "simpo", "ipo")},
+# What is learnt: a task of recipes, None for supervised fine-tuning, and a loss other than the task's.
+_METHODS: dict[str, tuple[str | None, str | None]] = {
+    **dict.fromkeys(("sft", "pt", "pretrain", "causal_lm"), (None, None)),
+    **{"dpo": ("dpo", None), "rm": ("reward", None), "reward": ("reward", None)},
+    **{name: ("dpo", name) for name in ("kto", "orpo", "simpo", "ipo")},
 }
 
 

@@ -157,15 +157,11 @@ _ENTRY_KEYS = {
     "kinds": "modalities",
 }  # fmt: skip
 _FORMATS = {
-    "conversations": "sharegpt llava vicuna fastchat",
-    "messages": "openai chatml chat chat_template oai qwen swift",
-    "alpaca": "instruction instruct",
-    "preference": "dpo rm ranking pairs rlhf",
-    "text": "pt pretrain pretraining completion plain txt",
-    "captions": "caption",
-    "transcripts": "asr transcript",
+    "conversations": "sharegpt llava vicuna fastchat", "messages": "openai chatml chat chat_template oai qwen swift",
+    "alpaca": "instruction instruct", "preference": "dpo rm ranking pairs rlhf",
+    "text": "pt pretrain pretraining completion plain txt", "captions": "caption", "transcripts": "asr transcript",
     "question_answer": "vqa qa",
-}
+}  # fmt: skip
 
 
 def foreign_hint(key: str) -> str | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def read_yaml(text: str) -> Any:
     if len(text) > MOST_TEXT:
         raise UnreadableError(f"over {MOST_TEXT:,} characters")
     try:
-        _Check().run(text)
+        _check_events(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -106,21 +105,18 @@ def check_size(value: object) -> None:
     """UnreadableError where plain values that a program made are deeper or more than those of a file may be."""
     count, level = 0, [value]
     for _ in range(MOST_DEPTH + 1):
-        inner = [item for outer in level for item in _items(outer)]
-        count += len(inner)
-        if not inner:
+        items = (
+            outer.values() if isinstance(outer, dict) else outer
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+        )
+        level = [item for part in items for item in part]
+        count += len(level)
+        if not level:
             return
         if count > MOST_NODES:
             raise UnreadableError(f"over {MOST_NODES:,} values")
-        level = inner
     raise UnreadableError(f"over {MOST_DEPTH} mappings and lists within each other")
-
-
-def _items(value: object) -> Iterator[object]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
 
 
 @dataclass
@@ -133,68 +129,47 @@ class _Open:
     at_key: bool = True  # whether a key comes next
 
 
-@dataclass
-class _Check:
-    """Reads a text's events and counts what it would become."""
-
-    nodes: int = 0
-    characters: int = 0
-    anchors: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> nodes and characters
-    open: list[_Open] = field(default_factory=list)
-
-    def run(self, text: str) -> None:
-        """Raises UnreadableError or YAMLError."""
-        for event in yaml.parse(text, Loader=_Loader):
-            line = event.start_mark.line + 1 if event.start_mark else 0
-            if isinstance(event, yaml.CollectionEndEvent):
-                ended = self.open.pop()
-                self._name(ended.anchor, ended.before)
-            elif isinstance(event, yaml.NodeEvent):
-                self._key(event, line)
-                self._node(event, line)
-                if len(self.open) > MOST_DEPTH:
-                    raise UnreadableError(f"over {MOST_DEPTH} mappings and lists within each other", line)
-                if self.nodes > MOST_NODES:
-                    raise UnreadableError(f"over {MOST_NODES:,} values, aliases written out", line)
-                if self.characters > MOST_TEXT:
-                    raise UnreadableError(f"over {MOST_TEXT:,} characters, aliases written out", line)
-
-    def _key(self, event: yaml.NodeEvent, line: int) -> None:
-        """A mapping's keys and values take turns."""
-        if not self.open or self.open[-1].keys is None:
-            return
-        mapping = self.open[-1]
-        assert mapping.keys is not None
-        if mapping.at_key and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
-            if event.value in mapping.keys:
-                raise UnreadableError("a key is given twice", line)
-            mapping.keys.add(event.value)
-        mapping.at_key = not mapping.at_key
-
-    def _node(self, event: yaml.NodeEvent, line: int) -> None:
+def _check_events(text: str) -> None:
+    """Refuse what a text's events would become, aliases written out, where it is over the bounds; YAMLError where it is no YAML."""
+    nodes = characters = 0
+    anchors: dict[str | None, tuple[int, int]] = {}  # name -> nodes and characters
+    opened: list[_Open] = []
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if isinstance(event, yaml.CollectionEndEvent):
+            ended = opened.pop()
+            anchors[ended.anchor] = (nodes - ended.before[0], characters - ended.before[1])
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        if opened and (keys := opened[-1].keys) is not None:  # a mapping, whose keys and values take turns
+            if opened[-1].at_key and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
+                if event.value in keys:
+                    raise UnreadableError("a key is given twice", line)
+                keys.add(event.value)
+            opened[-1].at_key = not opened[-1].at_key
+        before = (nodes, characters)
         if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in self.anchors:
+            if event.anchor not in anchors:
                 raise UnreadableError("an alias of nothing, or of what it stands in", line)
-            nodes, characters = self.anchors[event.anchor]
-            self.nodes, self.characters = self.nodes + nodes, self.characters + characters
-            return
-        if getattr(event, "tag", None) not in (None, *_TAGS):
+            nodes, characters = nodes + anchors[event.anchor][0], characters + anchors[event.anchor][1]
+        elif getattr(event, "tag", None) not in (None, *_TAGS):
             raise UnreadableError(f"a tag; a recipe knows !!{', !!'.join(_KINDS)}", line)
-        before = (self.nodes, self.characters)
-        self.nodes += 1
-        if isinstance(event, yaml.ScalarEvent):
-            self.characters += len(event.value)
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes, characters = nodes + 1, characters + len(event.value)
             if len(event.value) > _LONGEST_NUMBER and _is_number(event):
                 raise UnreadableError(f"a number of over {_LONGEST_NUMBER} characters", line)
-            self._name(event.anchor, before)
+            anchors[event.anchor] = (1, len(event.value))
         else:
-            keys = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
-            self.open.append(_Open(event.anchor, before, keys))
-            self.anchors.pop(event.anchor or "", None)
-
-    def _name(self, anchor: str | None, before: tuple[int, int]) -> None:
-        if anchor is not None:
-            self.anchors[anchor] = (self.nodes - before[0], self.characters - before[1])
+            nodes += 1
+            opened.append(_Open(event.anchor, before, set() if isinstance(event, yaml.MappingStartEvent) else None))
+            anchors.pop(event.anchor, None)
+        for wrong, bound in (
+            (len(opened) > MOST_DEPTH, f"{MOST_DEPTH} mappings and lists within each other"),
+            (nodes > MOST_NODES, f"{MOST_NODES:,} values, aliases written out"),
+            (characters > MOST_TEXT, f"{MOST_TEXT:,} characters, aliases written out"),
+        ):
+            if wrong:
+                raise UnreadableError(f"over {bound}", line)
 
 
 def _is_number(event: yaml.ScalarEvent) -> bool:

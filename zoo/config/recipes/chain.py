@@ -1,16 +1,27 @@
-"""The layers of a recipe: what its family, task and adapter say, and the files that stand on it by `base:`."""
+"""The layers of a recipe: what its family, task and adapter say, the files that stand on it by `base:`, and what a program has built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 
+from zoo.config.entries import split_objects
 from zoo.config.files import read_part, read_recipe
 from zoo.config.layers.keys import shown_value
-from zoo.config.layers.layer import Layer, merge_into
-from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in, task_names
+from zoo.config.layers.layer import (
+    Layer,
+    Overrides,
+    layer_of,
+    merge_into,
+    override_layer,
+    plain_values,
+    reading_objects,
+)
+from zoo.config.recipes.matrix import SFT, RecipeParts, matrix, names_in, recipe_names, task_names
+from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.types import JsonMapping, JsonObject
 
@@ -29,6 +40,7 @@ CHOICES = ("task", "adapter")  # those of them that an override may set
 NO_ADAPTER = "none"
 
 _LONGEST_CHAIN = 16  # files that stand on each other by `base:`
+BY_HAND = "zoo.Recipe(...)"  # the origin of what stands in the place of a file
 _WITH = "with"  # in a family's or a task's file: what it says beside some adapter or task
 
 
@@ -59,8 +71,12 @@ def base_chain(name_or_path: str, typed: Layer | None = None) -> Chain:
     layers, parts = _files(name_or_path)
     choices = {} if typed is None else {key: typed.tree[key] for key in CHOICES if key in typed.tree}
     wanted = _wanted(layers, choices)
-    if parts is None:
-        return _on_a_file(name_or_path, layers, wanted)
+    if parts is None:  # a file that is a recipe by itself, above which lies what the task and adapter say
+        root, *layers_above = layers
+        for key in CHOICES:
+            if root.tree.get(key) is not None:
+                raise ConfigError(f"{root.origin}: {key}: wanted a base or a family, whose model does the {key}")
+        return Chain(name_or_path, root, [*_named(wanted, layers_above), *layers_above], Path(root.origin).stem)
     parts = _checked(parts, wanted)
     if choices.get("task") == SFT:
         _refuse_other_loss(layers)
@@ -157,15 +173,6 @@ def _without(layer: Layer) -> Layer:
     return replace(layer, tree={key: value for key, value in layer.tree.items() if key not in dropped})
 
 
-def _on_a_file(name: str, layers: Sequence[Layer], wanted: Mapping[str, tuple[object, str]]) -> Chain:
-    """The chain on a file that is a recipe by itself: what the task and adapter say lies above it."""
-    root, *layers_above = layers
-    for key in CHOICES:
-        if root.tree.get(key) is not None:
-            raise ConfigError(f"{root.origin}: {key}: wanted a base or a family, whose model does the {key}")
-    return Chain(name, root, [*_named(wanted, layers_above), *layers_above], Path(root.origin).stem)
-
-
 def _named(wanted: Mapping[str, tuple[object, str]], users: Sequence[Layer]) -> list[Layer]:
     """What a task and an adapter say where no family is known."""
     parts = _checked(RecipeParts(names_in("families")[0]), wanted)
@@ -175,12 +182,6 @@ def _named(wanted: Mapping[str, tuple[object, str]], users: Sequence[Layer]) -> 
     adapter = [] if parts.adapter is None else [read_part("adapters", parts.adapter)]
     more = [_with(layer, parts.adapter) for layer in task]
     return [layer for layer in (*map(_without, adapter), *map(_without, task), *more) if layer.tree]
-
-
-def on_program(root: Layer, own: Layer, typed: Layer) -> Chain:
-    """The chain of a recipe that a program has built on none: `root` is empty, `own` is what it says."""
-    choices = {key: typed.tree[key] for key in CHOICES if key in typed.tree}
-    return Chain(root.origin, root, [*_named(_wanted([], choices), [own]), own], root.origin)
 
 
 def _refuse_other_loss(layers: Sequence[Layer]) -> None:
@@ -209,3 +210,49 @@ def refuse_file_keys(layer: Layer, allowed: Sequence[str]) -> None:
         if key in layer.tree and key not in allowed:
             why = FILE_KEYS.get(key, "it stands in a recipe file or on the command line; leave it out")
             raise ConfigError(f"{where}{key}={shown_value(layer.tree[key])}: {why}")
+
+
+def hand_built_chain(recipe: Recipe, typed: Layer) -> tuple[Chain, dict[str, list[object]]]:
+    """What a recipe built by hand says, as the last of a chain of files, and its rows as objects by key.
+
+    It stands on the recipe that it names, on nothing where it names none: a name that is no recipe's is a label, if the family
+    is given.
+    """
+    set_values = {key: attrgetter(key)(recipe) for key in recipe.set_by_user if key != "recipe"}
+    plain, objects = split_objects(set_values)
+    rows = {f"data.{name}": entries for name, entries in objects.items()}
+    own = layer_of(plain_values({**plain, **{key: [] for key in rows}}).items())
+    is_label = recipe.recipe == Recipe.recipe or (
+        bool(recipe.model.family) and recipe.recipe not in recipe_names() and "/" not in recipe.recipe
+    )
+    if is_label:
+        choices = {key: typed.tree[key] for key in CHOICES if key in typed.tree}
+        layers = [*_named(_wanted([], choices), [own]), own]
+        return Chain(recipe.recipe, Layer(BY_HAND, {}), layers, BY_HAND), rows
+    chain = base_chain(recipe.recipe, typed)
+    return replace(chain, own=[*chain.own, own]), rows
+
+
+def split_overrides(overrides: Overrides) -> tuple[Layer, dict[str, list[object]]]:
+    """Overrides as a layer, with an empty list in the place of rows as objects, and these by key."""
+    if not isinstance(overrides, Mapping):
+        return override_layer(overrides), {}
+    with reading_objects():
+        plain, objects = split_objects(overrides)
+    rows = {f"data.{name}": entries for name, entries in objects.items()}
+    return override_layer({**plain, **{key: [] for key in rows}}), rows
+
+
+def with_objects(recipe: Recipe, rows: Mapping[str, list[object]]) -> Recipe:
+    """The recipe with rows as objects at these keys, which are empty in it.
+
+    Raises:
+        ConfigError: something else was set there.
+    """
+    for key in rows:
+        if attrgetter(key)(recipe):
+            raise ConfigError(
+                f"{key}: rows as objects, and an entry of their list is set beside them; set it in {{'rows': ..., ...}}"
+            )
+    parts: JsonObject = {key.removeprefix("data."): entries for key, entries in rows.items()}
+    return replace(recipe, data=replace(recipe.data, **parts)) if rows else recipe

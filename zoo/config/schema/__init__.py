@@ -5,11 +5,9 @@ the API reference and ``zoo show --schema`` show, and each field states when it 
 only; composition is in :mod:`zoo.config.compose`, checks that involve more than one key are in :mod:`zoo.config.validate`.
 """
 
-from zoo.config.schema.data import DataConfig, PackingConfig
-from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
+from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
 from zoo.config.schema.recipe import Recipe
-from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
-from zoo.config.schema.train import TrainConfig
+from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig, TrainConfig
 
 __all__ = [
     "DataConfig", "DistillConfig", "EngineConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",

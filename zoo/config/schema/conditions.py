@@ -13,7 +13,6 @@ from zoo.config.architecture import num_experts, text_config
 from zoo.config.entries import AUTO, DataEntry, held_out_entries, only_bundled, parse_entry
 from zoo.config.layers.keys import When
 from zoo.registry import families
-from zoo.types import JsonMapping
 
 type Recipe = Any
 """A zoo.Recipe, whose schema imports this module."""
@@ -22,34 +21,28 @@ REFERENCED = ("dpo", "ipo", "kto")  # losses that compare with a reference model
 
 
 def _value(key: str, holds: Callable[[Any], bool], *, lacks: str, do: str) -> When:
-    """The condition that the value of one key is such a one."""
     value = attrgetter(key)
     return When(lacks=lacks, do=do, keys=(key,), holds=lambda recipe: holds(value(recipe)))
 
 
 def _one_of(key: str, *values: Any, lacks: str) -> When:
-    """The condition that a key has one of some values."""
     do = f"set {key} to {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}"
     return _value(key, lambda value: value in values, lacks=lacks, do=do)
 
 
 def _above_zero(key: str, lacks: str) -> When:
-    """The condition that a number is above 0."""
     return _value(key, lambda value: value > 0, lacks=lacks, do=f"set {key} above 0")
 
 
 def _stated(key: str, lacks: str, do: str) -> When:
-    """The condition that a key has a value."""
     return _value(key, lambda value: value is not None, lacks=lacks, do=do)
 
 
 def _left_out(key: str, lacks: str) -> When:
-    """The condition that a key has no value."""
     return _value(key, lambda value: value is None, lacks=lacks, do=f"leave {key} out")
 
 
 def _size(name: str, lacks: str) -> When:
-    """The condition that a parallel size is above 1, or will be planned."""
     return When(
         lacks=lacks,
         do=f"set parallel.{name}=2 or more",
@@ -59,7 +52,6 @@ def _size(name: str, lacks: str) -> When:
 
 
 def _takes_media(kind: str, of_which: str) -> When:
-    """The condition that the family takes a kind of media."""
     return When(
         lacks=f"in a family that takes no {of_which}",
         do=f"train a family that takes {of_which}",
@@ -73,10 +65,6 @@ def _modalities(recipe: Recipe) -> tuple[str, ...]:
     return ("text", "image", "video", "audio") if family is None else family.modalities
 
 
-def _text(recipe: Recipe) -> JsonMapping:
-    return text_config(recipe.model.arch)
-
-
 def _has_experts(recipe: Recipe) -> bool:
     return not recipe.model.arch or num_experts(recipe.model.arch) > 0
 
@@ -88,11 +76,11 @@ def _exchanges_tokens(recipe: Recipe) -> bool:
 
 def _has_mtp(recipe: Recipe) -> bool:
     family = families().get(recipe.model.family)
-    return family is None or not recipe.model.arch or bool(_text(recipe).get(*family.mtp))
+    return family is None or not recipe.model.arch or bool(text_config(recipe.model.arch).get(*family.mtp))
 
 
 def _has_linear_attention(recipe: Recipe) -> bool:
-    text = _text(recipe)
+    text = text_config(recipe.model.arch)
     heads = "linear_num_value_heads" in text  # configs of some models leave out layer_types
     return not recipe.model.arch or heads or "linear_attention" in (text.get("layer_types") or ())
 

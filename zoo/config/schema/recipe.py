@@ -21,10 +21,8 @@ from zoo.config.layers.keys import (
 from zoo.config.layers.layer import reading_objects
 from zoo.config.layers.tree import replaced
 from zoo.config.schema import conditions
-from zoo.config.schema.data import DataConfig, PackingConfig
-from zoo.config.schema.model import DistillConfig, LoraConfig, ModelConfig
-from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig
-from zoo.config.schema.train import TrainConfig
+from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
+from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig, TrainConfig
 from zoo.errors import ConfigError
 from zoo.types import JsonMapping, JsonObject
 

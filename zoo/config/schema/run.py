@@ -1,4 +1,4 @@
-"""Keys of a run: where it lives, on what it runs, and where its metrics go."""
+"""Keys of a run: where it lives, on what it runs, how it optimises, and where its metrics go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from zoo.config.layers.keys import ALWAYS, Bounds, number, section, setting
 from zoo.config.schema import conditions
 
 Recompute = Literal["none", "selective", "full"]
+StateDtype = Literal["fp32", "bf16", "fp8"]  # how an optimizer's state is held
 
 # A key and its default with the bounds of a number stay on one line.
 # fmt: off
@@ -133,6 +134,135 @@ class LogConfig:
     """most tokens of such an answer"""
     slow_step: float = number(3.0, 0, 1e6, when=ALWAYS)
     """a step slower than so many times the running median is reported, with its cause; 0: never"""
+
+
+@section
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int | None = number(None, 1, 10**9, when=ALWAYS)
+    """optimizer steps; default: from epochs"""
+    epochs: float | None = number(None, above=0, most=1e6, when=ALWAYS)
+    """passes over the training rows, when steps is not given"""
+    global_batch: int = number(8, 1, 10**6, when=ALWAYS)
+    """rows per optimizer step, all ranks together (packed rows under thd)"""
+    micro_batch: int = number(1, 1, 10**5, when=conditions.PADDED, off=1)
+    """rows per forward pass and rank (packing.mode=none; a packed row counts as 1)"""
+    loss: Literal["nll", "dpo", "ipo", "simpo", "orpo", "kto", "reward"] = setting("nll", when=ALWAYS)
+    """nll: of the answers' tokens | of preference pairs, kto: of labelled answers | reward: of pairs, for a model that scores answers (docs/preference.md)"""
+    beta: float = number(0.1, above=0, most=1e6, when=conditions.PREFERENCES)
+    """how much a difference of log-probabilities counts for a loss of preferences"""
+    reference: str = setting("start", when=conditions.REFERENCE)
+    """dpo, ipo, kto: start (the run's first weights) | base (the weights without adapters) | another model, as model.init names it | a reference.safetensors"""
+    label_smoothing: float = number(0.0, 0, below=0.5, when=conditions.SMOOTHED)
+    """dpo, simpo: share of pairs taken to be the wrong way round"""
+    simpo_gamma: float = number(0.5, 0, 1e6, when=conditions.SIMPO)
+    """simpo: the margin between the rewards of a pair"""
+    desirable_weight: float = number(1.0, 0, 1e6, when=conditions.KTO)
+    """kto: of desirable answers in the loss"""
+    undesirable_weight: float = number(1.0, 0, 1e6, when=conditions.KTO)
+    """kto: of the others"""
+    center_rewards: float = number(0.0, 0, 1e6, when=conditions.REWARD)
+    """reward: weight of the squared sum of a pair's scores, which keeps their mean at 0"""
+    lr: float = number(1e-5, 0, 100, when=ALWAYS)
+    """peak learning rate"""
+    min_lr: float = number(0.0, 0, 100, when=conditions.FALLING_RATE)
+    """learning rate that the schedule would reach one update after the last; constant has none"""
+    lr_scale: dict[str, float] = setting(dict, when=ALWAYS, bounds=Bounds(least=0, most=1e6))
+    """factor of lr for a part of the model"""
+    warmup_steps: int = number(0, 0, 10**9, when=ALWAYS)
+    """linear warm-up in updates, the last one at lr; a run of fewer updates never reaches lr"""
+    schedule: Literal["cosine", "constant", "linear", "wsd"] = setting("cosine", when=ALWAYS)
+    """after the warm-up: cosine or linear to min_lr | constant: lr | wsd: lr, then linear to min_lr over decay_steps"""
+    decay_steps: int | None = number(None, 1, 10**9, when=conditions.WSD)
+    """wsd: the last updates, in which the rate falls; default: a tenth of the steps"""
+    optimizer: Literal["adamw", "muon"] = setting("adamw", when=ALWAYS)
+    """adamw | muon: Muon for the matrices of decoder and towers, AdamW for embeddings, heads, routers, norms and biases"""
+    momentum: float = number(0.95, 0, below=1, when=conditions.MUON)
+    """Muon"""
+    matrix_lr_scale: float = number(1.0, above=0, most=1e3, when=conditions.MUON)
+    """learning rate of Muon's matrices, as a factor of lr"""
+    weight_decay: float = number(0.0, 0, 100, when=ALWAYS)
+    """decoupled weight decay (not on norms and biases)"""
+    beta1: float = number(0.9, 0, below=1, when=ALWAYS)
+    """AdamW"""
+    beta2: float = number(0.95, 0, below=1, when=ALWAYS)
+    """AdamW"""
+    eps: float = number(1e-8, above=0, most=1, when=ALWAYS)
+    """AdamW"""
+    exp_avg_dtype: StateDtype = setting("fp32", when=ALWAYS)
+    """how AdamW's first moment and Muon's momentum are held: fp32 | bf16 | fp8 (8 bits, 128 values share an exponent)"""
+    exp_avg_sq_dtype: StateDtype = setting("fp32", when=ALWAYS)
+    """the same of AdamW's second moment"""
+    optimizer_offload_fraction: float = number(0.0, 0, 1, when=ALWAYS)
+    """share of AdamW's state that is in the host's memory, and updated there by the rank's cores"""
+    main_grads_dtype: Literal["fp32", "bf16"] = setting("fp32", when=ALWAYS)
+    """fp32 | bf16: how gradients are kept, and summed over micro-batches; ranks' are summed in fp32 either way; bf16 needs engine.precision=bf16"""
+    clip_grad: float = number(1.0, 0, 1e9, when=ALWAYS)
+    """largest global gradient norm; 0 turns clipping off"""
+    on_bad_step: Literal["stop", "skip"] = setting("stop", when=ALWAYS)
+    """a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)"""
+    bad_steps: int = number(3, 1, 10**6, when=conditions.STOPS)
+    """bad steps in a row at which on_bad_step=stop ends the run"""
+    skip_limit: int = number(20, 1, 10**6, when=ALWAYS)
+    """bad steps among the last 4 * skip_limit steps that end the run, or that are a new level of the loss"""
+    on_new_level: Literal["stop", "take"] = setting("stop", when=(conditions.SKIPS, conditions.SPIKES), off="stop")
+    """stop | take: after skip_limit spikes in a row, their level is the normal one; losses that are not finite still stop"""
+    spike: float = number(10.0, 0, 1e9, when=ALWAYS)
+    """a loss this many spreads above the median of good steps is bad; 0: never"""
+    spike_after: int = number(100, 0, 10**6, when=conditions.SPIKES)
+    """good steps before spikes are looked for"""
+    aux_loss: float = number(0.0, 0, 1000, when=conditions.EXPERTS)
+    """coefficient of the router's load-balancing loss"""
+    z_loss: float = number(0.0, 0, 1000, when=conditions.EXPERTS)
+    """coefficient of the router's z-loss"""
+    mtp_loss: float = number(0.1, 0, 1000, when=(conditions.MTP, conditions.NLL, conditions.NO_TEACHER), off=0)
+    """weight of multi-token prediction, where the model has it; 0 leaves it out, as losses of preferences and a teacher do"""
+    eval_every: int = number(0, 0, 10**9, when=conditions.EVALUATION)
+    """steps between evaluations; 0: only at the end"""
+    eval_rows: int | None = number(None, 0, 10**9, when=conditions.HELD_OUT)
+    """rows of the evaluation set that are used; 0: none; default: all"""
+    save: Literal["full", "weights"] = setting("full", when=ALWAYS)
+    """full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins the optimizer's moments anew"""
+    save_every: int = number(0, 0, 10**9, when=ALWAYS)
+    """steps between checkpoints; 0: only at the end"""
+    save_minutes: float | None = number(None, above=0, most=1e8, when=ALWAYS)
+    """minutes between checkpoints, beside those of save_every"""
+    keep: int = number(2, 1, 10**6, when=ALWAYS)
+    """checkpoints kept, newest first"""
+    keep_best: str | None = setting("loss", when=conditions.EVALUATION)
+    """the checkpoint that is best at this metric of held-out rows is kept too: loss, exact_match, exact_match_image, or NAME:min, NAME:max; null: none"""
+    early_stop: str | None = setting(None, when=conditions.EVALUATION)
+    """metric of held-out rows, named as in keep_best: the run ends when it improves no more; default: not used"""
+    early_stop_patience: int = number(3, 1, 10**6, when=conditions.EARLY_STOP)
+    """evaluations in a row without an improvement that end the run"""
+    early_stop_min_delta: float = number(0.0, 0, 1e9, when=conditions.EARLY_STOP)
+    """an improvement is one of more than this"""
+    log_every: int = number(10, 1, 10**9, when=ALWAYS)
+    """steps between plain log lines (every step is in train.jsonl)"""
+    max_minutes: float | None = number(None, above=0, most=1e8, when=ALWAYS)
+    """stop (save, evaluate, export) after this long"""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the loss is one of preference pairs."""
+        return self.loss in ("dpo", "ipo", "simpo", "orpo", "reward")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model is one that scores answers."""
+        return self.loss == "reward"
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the loss is one of answers with a label."""
+        return self.loss == "kto"
+
+    @property
+    def preference(self) -> bool:
+        """Whether the loss is one of either."""
+        return self.pairs or self.labelled
 
 
 # fmt: on

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.config.foreign.programs import flattened
+from zoo.config.foreign.reader import flattened
 from zoo.config.schema import Recipe
 from zoo.files import finite
 from zoo.logging.callbacks.event import Event
