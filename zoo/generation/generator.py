@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generator:
-    """Answers rows with a model on this rank.
+    """Answers rows with a model on this rank."""
 
-    Attributes:
-        decoding: makes the tokens.
-        batch: most prompts that are answered at once.
-        bad_rows: decides about rows that can't be used.
-    """
-
-    decoding: Decoding
-    batch: int
-    bad_rows: BadRows
+    decoding: Decoding  # makes the tokens
+    batch: int  # most prompts that are answered at once
+    bad_rows: BadRows  # decides about rows that can't be used
 
     def all(
         self,

@@ -36,14 +36,9 @@ MARGIN = 8  # tokens that an answer may have above the longest one wanted
 def predict(
     recipe: Recipe, assembly: Assembly, world: World, held_out: SampleSource, chunks: Sequence[MegatronModule]
 ) -> list[Prediction]:
-    """The answers to log.predictions rows, in the rows' order; every rank calls it, and gets them all.
+    """The answers to log.predictions rows of `held_out`, in the rows' order; every rank calls it, and gets them all.
 
-    Args:
-        recipe: of the run.
-        assembly: family, config and processor.
-        world: the process groups.
-        held_out: rows of data.eval.
-        chunks: this rank's model chunks, which are in training mode afterwards.
+    The model chunks are in training mode afterwards.
     """
     if not recipe.log.predictions:
         return []

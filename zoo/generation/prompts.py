@@ -25,17 +25,11 @@ STAND_IN = "."  # the answer of a row that has none, while its prompt is found
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer is made from.
+    """What an answer is made from."""
 
-    Attributes:
-        row: as it was read.
-        sample: tokens and media before the answer; no labels.
-        reference: the row's own answer; None where it has none.
-    """
-
-    row: Row
-    sample: Sample
-    reference: str | None
+    row: Row  # as it was read
+    sample: Sample  # tokens and media before the answer; no labels
+    reference: str | None  # the row's own answer; None where it has none
 
 
 def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, answered: bool = True) -> Prompt:

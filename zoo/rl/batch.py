@@ -25,36 +25,27 @@ class Prepared(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Sparse:
-    """Layers with experts of a model: how many, how many experts they have, and how many a token takes."""
+    """Layers with experts of a model."""
 
     layers: int
-    experts: int
-    topk: int
+    experts: int  # of a layer
+    topk: int  # that a token takes
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """A batch of B rows, which may be none, padded to T tokens on either side, on the host.
+    """A batch of B rows, which may be none, padded to T tokens on either side, on the host."""
 
-    Attributes:
-        input_ids: (B, T) int64.
-        mask: (B, T) bool, True on real tokens.
-        labels: (B, T) int64, the token where its log-probability is wanted and IGNORE elsewhere; None: of all tokens.
-        lengths: real tokens of each row.
-        media: by row, the tensors of its media as the family's step takes them.
-        temperature: of all rows, or (B,) float32.
-        tensors: the caller's batch.
-        experts: (B, T, L, k) int64, experts that are to be taken; None: routers choose.
-    """
-
-    input_ids: Tensor
-    mask: Tensor
-    labels: Tensor | None
-    lengths: tuple[int, ...]
-    media: tuple[Mapping[str, Tensor], ...]
-    temperature: float | Tensor
-    tensors: JsonMapping
-    experts: Tensor | None = None
+    input_ids: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool, True on real tokens
+    labels: (
+        Tensor | None
+    )  # (B, T) int64, the token where its log-probability is wanted, else IGNORE; None: of all tokens
+    lengths: tuple[int, ...]  # real tokens of each row
+    media: tuple[Mapping[str, Tensor], ...]  # by row, as the family's step takes them
+    temperature: float | Tensor  # of all rows, or (B,) float32
+    tensors: JsonMapping  # the caller's batch
+    experts: Tensor | None = None  # (B, T, L, k) int64, experts that are to be taken; None: routers choose
 
     @classmethod
     def read(

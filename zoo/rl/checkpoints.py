@@ -26,15 +26,10 @@ from zoo.types import JsonObject
 
 @dataclass
 class Counts:
-    """What an engine has done so far.
+    """What an engine has done so far."""
 
-    Attributes:
-        train_steps: from which masks of dropout follow.
-        updates: that the optimizer's state has seen; the schedule may have moved apart from them.
-    """
-
-    train_steps: int = 0
-    updates: int = 0
+    train_steps: int = 0  # from which masks of dropout follow
+    updates: int = 0  # that the optimizer's state has seen; the schedule may have moved apart from them
 
 
 class Checkpoints:

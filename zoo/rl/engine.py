@@ -69,7 +69,7 @@ class Engine(OpenModel):
             ValueError: the batch is not as described, or a row is longer than `packing.budget`.
             UserError: the engine is closed.
         """
-        return self._values(batch, temperature, entropy=False)["logprobs"]
+        return self._values(batch, temperature)["logprobs"]
 
     def entropy(self, batch: JsonMapping, *, temperature: float | Tensor = 1.0) -> Tensor:
         """Entropy in nats of the distribution that each token was drawn from; arguments, layout and errors of `logprobs`."""
@@ -229,15 +229,15 @@ class Engine(OpenModel):
         """
         if self._sparse is None:
             raise UserError("the model has no experts; call logprobs")
-        passes, rows = self._open("model"), self._read(batch, temperature)
-        with settings(self.recipe, self.device):
-            values = passes.values(rows, sparse=self._sparse)
+        values = self._values(batch, temperature, routing=True)
         return values["logprobs"], values["routing"]
 
     def _read(self, batch: JsonMapping, temperature: float | Tensor) -> PaddedRows:
         return PaddedRows.read(batch, self._parts.assembly.processor, temperature, self._sparse)
 
-    def _values(self, batch: JsonMapping, temperature: float | Tensor, *, entropy: bool) -> dict[str, Tensor]:
+    def _values(
+        self, batch: JsonMapping, temperature: float | Tensor, *, entropy: bool = False, routing: bool = False
+    ) -> dict[str, Tensor]:
         passes, rows = self._open("model"), self._read(batch, temperature)
         with settings(self.recipe, self.device):
-            return passes.values(rows, entropy=entropy)
+            return passes.values(rows, entropy=entropy, sparse=self._sparse if routing else None)

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A rank's part of a model, and what trains it.
-
-    Attributes:
-        chunks: model chunks, under megatron-core's DDP where they are trained.
-        optimizer, scheduler: None where they are not.
-    """
+    """A rank's part of a model, and what trains it."""
 
     assembly: build.Assembly
-    chunks: Sequence[MegatronModule]
+    chunks: Sequence[MegatronModule]  # under megatron-core's DDP where they are trained
     step: PackedStep
     adapters: lora.Adapters | None
-    optimizer: Any = None
+    optimizer: Any = None  # None, as is the scheduler, where nothing is trained
     scheduler: Any = None
 
 

@@ -46,25 +46,24 @@ class StepOutcome:
 
 @dataclass
 class Training:
-    """Takes steps with a model that is under DDP and has an optimizer.
-
-    Attributes:
-        counts: what has been done so far.
-        tokens: that the gradients at hand are of, of all replicas.
-    """
+    """Takes steps with a model that is under DDP and has an optimizer."""
 
     recipe: Recipe
     world: World
     parts: EngineParts
     passes: Passes
-    counts: Counts = field(default_factory=Counts)
-    tokens: int = 0
+    counts: Counts = field(default_factory=Counts)  # what has been done so far
+    tokens: int = 0  # that the gradients at hand are of, of all replicas
 
     def step(
         self, rows: PaddedRows, loss_fn: LossFunction, scale: float | None, *, entropy: bool, update: bool
     ) -> StepOutcome:
         """Gradients of the loss, and an update by them; `scale` None: 1 / tokens."""
-        tokens = self._tokens(rows)
+        tokens = rows.targets
+        if self.world.dp_size > 1:
+            total = torch.tensor(tokens, device=self.world.device)
+            dist.all_reduce(total, group=self.world.groups.dp)
+            tokens = int(total)
         scale = 1.0 / max(tokens, 1) if scale is None else float(scale)
         self.clear()
         lora.seed_dropout(self.recipe, self.counts.train_steps, self.world)
@@ -112,13 +111,6 @@ class Training:
         for chunk in self.parts.chunks:
             chunk.zero_grad_buffer()  # the optimizer has views of it alone, which it keeps
         self.tokens = 0
-
-    def _tokens(self, rows: PaddedRows) -> int:
-        if self.world.dp_size == 1:
-            return rows.targets
-        total = torch.tensor(rows.targets, device=self.world.device)
-        dist.all_reduce(total, group=self.world.groups.dp)
-        return int(total)
 
     def _totals(self, outputs: Sequence[JsonMapping]) -> dict[str, float]:
         """Sums over this rank's micro-batches and over replicas, of each of which one rank counts."""

@@ -39,15 +39,10 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """The loss of a student: (1 - weight) * cross entropy + weight * temperature^2 * divergence of each label (arXiv 1503.02531).
+    """The loss of a student: (1 - weight) * cross entropy + weight * temperature^2 * divergence of each label (arXiv 1503.02531)."""
 
-    Attributes:
-        weight: of the divergence, 0 to 1.
-        temperature: at which both distributions are compared; its square keeps the gradient's size.
-    """
-
-    weight: float
-    temperature: float
+    weight: float  # of the divergence, 0 to 1
+    temperature: float  # at which both distributions are compared; its square keeps the gradient's size
     names: ClassVar[tuple[str, ...]] = ("ce", "kl")
 
     def __call__(self, nll: Tensor, divergence: Tensor) -> Tensor:

@@ -117,7 +117,6 @@ class PackedStep:
         self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
         self.mtp_depths, self.mtp_weight = objective.mtp_depths, objective.mtp_weight
         self.preference, self.distillation = objective.preference, objective.distillation
-        self.reported = self.preference or self.distillation  # the loss that has metrics of its own
         # Whether the model gives a score of each sample's last state.
         self.scores = self.preference is not None and self.preference.scores
 

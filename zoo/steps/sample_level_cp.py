@@ -26,27 +26,17 @@ SLACK = 0.05  # of a rank's work that may be padding or waiting: cutting samples
 
 @dataclass(frozen=True)
 class SampleLevelSplit:
-    """A packed row, and the rank that holds each segment.
+    """A packed row, and the rank that holds each segment."""
 
-    Attributes:
-        layout: of the row, padded so that ranks hold equally many tokens.
-        rank_of: S ranks.
-        size: how many ranks there are.
-    """
-
-    layout: PackedLayout
-    rank_of: tuple[int, ...]
-    size: int
+    layout: PackedLayout  # of the row, padded so that ranks hold equally many tokens
+    rank_of: tuple[int, ...]  # of S segments
+    size: int  # how many ranks there are
 
     def local(self, rank: int) -> PackedLayout:
         """The packed row that a rank holds: its segments, in the order of the row."""
-        mine = self._segments(rank)
-        lengths, padded = self.layout.lengths, self.layout.padded_lengths
-        return PackedLayout(
-            tuple(lengths[segment] for segment in mine),
-            tuple(padded[segment] for segment in mine),
-            device=self.layout.device,
-        )
+        mine, row = self._segments(rank), self.layout
+        lengths, padded = (tuple(of[segment] for segment in mine) for of in (row.lengths, row.padded_lengths))
+        return PackedLayout(lengths, padded, device=row.device)
 
     def index(self, rank: int) -> Tensor:
         """(T / size,) int64 positions in the row of a rank's tokens, in the order in which it holds them."""
@@ -129,11 +119,8 @@ def _balanced(lengths: Sequence[int], size: int) -> tuple[list[int], int]:
                 held[target].append(moved)
                 tokens[source] -= moved[0]
                 tokens[target] += moved[0]
-    rank_of = [0] * len(lengths)
-    for rank, segments in enumerate(held):
-        for _, segment in segments:
-            rank_of[segment] = rank
-    return rank_of, max(tokens)
+    ranks = {segment: rank for rank, segments in enumerate(held) for _, segment in segments}
+    return [ranks[segment] for segment in range(len(lengths))], max(tokens)
 
 
 def _best_swap(

@@ -30,21 +30,13 @@ _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 @dataclass(frozen=True)
 class KnownRows:
-    """A run's rows, compared with those of its checkpoint.
+    """A run's rows, compared with those of its checkpoint."""
 
-    Attributes:
-        known: digests by which rows are recognised, for state.json, by data.train and data.eval; {} on ranks but the first.
-        sizes: rows of each part of data.train in the checkpoint, where rows have been added since; else None.
-        restart: whether the data start over, because more or fewer rows or another order were allowed.
-        replaced: whether other rows were allowed, so that the lengths saved in the checkpoint are void.
-        messages: sentences for the person who watches.
-    """
-
-    known: JsonObject
-    sizes: list[int | None] | None = None
-    restart: bool = False
-    replaced: bool = False
-    messages: list[str] = field(default_factory=list)
+    known: JsonObject  # digests by which rows are recognised, by data.train and data.eval; {} on ranks but the first
+    sizes: list[int | None] | None = None  # rows of each part of data.train, where the checkpoint had fewer
+    restart: bool = False  # the data start over, because more or fewer rows or another order were allowed
+    replaced: bool = False  # other rows were allowed, so that the lengths saved in the checkpoint are void
+    messages: list[str] = field(default_factory=list)  # sentences for the person who watches
 
 
 def allowed_changes(checkpoint: Path, state: JsonMapping, recipe: Recipe, model: JsonMapping) -> list[Change]:

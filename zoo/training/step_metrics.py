@@ -100,7 +100,7 @@ class StepTotals:
             parts: seconds of the step's parts (`zoo.logging.step_timer.PARTS`); called when the device has finished.
             flags: whatever else is to be summed over the ranks; called just before the exchange.
         """
-        mtp, loss_with_metrics = bool(step.mtp_depths), step.reported
+        mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *own_names)
         sums = [torch.zeros_like(squared_norm)] * len(names)
@@ -133,24 +133,24 @@ class StepTotals:
             flags=list(summed),
         )
 
-
-def step_record(step: int, totals: StepTotals, lr: float, waited: float, seconds: float) -> JsonObject:
-    """A step's line of train.jsonl. `waited`: seconds of its `seconds` that it waited for data."""
-    record = {
-        "step": step,
-        "loss": totals.loss,
-        "grad_norm": totals.grad_norm,
-        "lr": lr,
-        "real_tokens": int(totals.real),
-        "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
-        "labels": int(totals.labels),
-        "step_ms": seconds * 1e3,
-        "data_ms": waited * 1e3,
-        "data_wait": waited / seconds,
-        **totals.further,
-        **totals.experts,
-    }
-    return record if totals.mtp_loss is None else {**record, "mtp_loss": totals.mtp_loss}
+    def record(self, step: int, lr: float, seconds: float) -> JsonObject:
+        """A step's line of train.jsonl."""
+        waited = max(parts[0] for parts in self.parts)  # for data; the other ranks wait for that one
+        return {
+            "step": step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": lr,
+            "real_tokens": int(self.real),
+            "pad_fraction": 1.0 - self.real / max(self.total, 1),
+            "labels": int(self.labels),
+            "step_ms": seconds * 1e3,
+            "data_ms": waited * 1e3,
+            "data_wait": waited / seconds,
+            **self.further,
+            **self.experts,
+            **({} if self.mtp_loss is None else {"mtp_loss": self.mtp_loss}),
+        }
 
 
 def expert_shares(config: TransformerConfig, world: World, micro_batches: int) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, to
 from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
 from zoo.training.reference import Reference
-from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, step_record
+from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares
 from zoo.watchdog.heartbeat import HeartbeatMonitor
 from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import translate_oom_errors, translate_resource_errors
@@ -410,11 +410,9 @@ class Trainer:
 
     def log_step(self, result: StepResult) -> None:
         """Write a step's metrics down."""
-        totals = result.totals
+        totals, lr = result.totals, self.scheduler.get_lr({})  # {}: the first group may be a part's with its own rate
         self.losses.append(totals.loss)
-        waited = max(parts[0] for parts in totals.parts)  # the others wait for that rank
-        lr = self.scheduler.get_lr({})  # {}: the first group may be a part's with its own rate
-        record = step_record(self.done, totals, lr, waited, result.seconds)
+        record = totals.record(self.done, lr, result.seconds)
         if result.bad is not None:
             record["skipped"] = result.bad.cause
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)

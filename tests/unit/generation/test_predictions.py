@@ -26,18 +26,17 @@ class Finder:
         return SimpleNamespace(reference=answer)
 
 
+class HeldOut(list[Row]):
+    """Rows as a source has them."""
+
+    @property
+    def rows(self) -> RowSet:
+        return RowSet([list(self)], ["x"])
+
+
 def chosen(kinds: list[str], most: int, *bad: int) -> list[int]:
-    rows: Any = RowSet([[row(number, kind) for number, kind in enumerate(kinds)]], ["x"])
+    held_out: Any = HeldOut(row(number, kind) for number, kind in enumerate(kinds))
     finder: Any = Finder(*bad)
-
-    class HeldOut:
-        def __init__(self) -> None:
-            self.rows = rows
-
-        def __len__(self) -> int:
-            return len(rows)
-
-    held_out: Any = HeldOut()
     found = _chosen(finder, held_out, most)
     assert list(found.values()) == [str(number) for number in found]
     known: Any = Finder()

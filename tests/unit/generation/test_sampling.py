@@ -13,11 +13,8 @@ from zoo.generation.sampling import Answers, Sampling, end_tokens
 LOGITS = torch.tensor([[0.1, 2.0, 1.9, -1.0], [3.0, 0.0, 0.0, 0.0]])
 
 
-def test_greedy_takes_the_most_likely() -> None:
-    assert Sampling().choose(LOGITS, [0, 1], 0) == [1, 0]
-
-
 def test_draws_follow_the_probabilities_and_stay_within_top_p() -> None:
+    assert Sampling().choose(LOGITS, [0, 1], 0) == [1, 0], "greedy takes the most likely"
     drawn = [Sampling(temperature=1.0).choose(LOGITS[:1], [row], 0)[0] for row in range(2000)]
     shares = torch.tensor(drawn).bincount(minlength=4) / 2000
     assert torch.allclose(shares, torch.softmax(LOGITS[0], -1), atol=0.04)
@@ -59,9 +56,6 @@ def test_end_tokens_are_the_files_and_that_of_training(given: object, wanted: se
     assert end_tokens(None, processor) == end_tokens(tmp_path, processor) == {3}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     assert end_tokens(tmp_path, processor) == wanted
-
-
-def test_an_end_token_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "<end>"}')
     with pytest.raises(UserError, match="eos_token_id is '<end>'"):
-        end_tokens(tmp_path, SimpleNamespace(ends={"<end>": 3}))
+        end_tokens(tmp_path, processor)

@@ -67,13 +67,10 @@ def test_memory_is_given_back_and_taken_again(engine: Any, state_bytes: int) -> 
     assert moved.optimizer == moved.gradients == 0
     assert moved.model >= sum(p.numel() * p.element_size() for p in parameters) > 0
     assert {p.untyped_storage().nbytes() for p in parameters} == {0}
-    for call in (
-        lambda: engine.logprobs(batch),
-        lambda: engine.train_step(batch, likelihood),
-        lambda: next(engine.hf_weights()),
-    ):
+    calls = (engine.logprobs, lambda batch: engine.train_step(batch, likelihood), lambda _: next(engine.hf_weights()))
+    for call in calls:
         with pytest.raises(UserError, match="model is on the host"):
-            call()
+            call(batch)
     rest = engine.to("cpu")
     buffers = [buffer for chunk in engine._parts.chunks for buffer in chunk.buffers]
     assert rest.model == 0 and rest.gradients >= 4 * sum(p.numel() for p in parameters)
@@ -186,9 +183,7 @@ def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="no checkpoint"):
             other.load(tmp_path)
         engine.close()
-        torch.testing.assert_close(
-            other.logprobs(batch), wanted, rtol=0, atol=0, msg="groups last as long as any engine does: {}".format
-        )
+        torch.testing.assert_close(other.logprobs(batch), wanted, rtol=0, atol=0)  # groups last as long as any engine
     assert not dist.is_initialized()
 
 

@@ -49,17 +49,13 @@ def test_the_loaders_layout_is_not_built_again(align: int, pad_to: int | None, m
 def test_what_a_call_makes_is_not_kept_with_the_batch() -> None:
     """Index tensors of a call, on its device, are freed with it, though a loader's batches live for a step."""
     batch = loaded(4)
+    sent = pickle.loads(pickle.dumps(batch))
+    assert sent.layout == batch.layout
+    torch.testing.assert_close(step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions, rtol=0, atol=0)
     before = set(batch.layout._memo.tensors)
     inputs, _ = step(4).prepare(batch)
     assert inputs.seq_params.layout._memo.tensors.keys() > before
     assert set(batch.layout._memo.tensors) == before
-
-
-def test_a_layout_travels_through_a_pickle() -> None:
-    batch = loaded(4)
-    sent = pickle.loads(pickle.dumps(batch))
-    assert sent.layout == batch.layout
-    torch.testing.assert_close(step(4).prepare(sent)[0].positions, step(4).prepare(batch)[0].positions, rtol=0, atol=0)
 
 
 @dataclass(frozen=True)
@@ -113,13 +109,7 @@ def test_a_layout_that_contradicts_its_batch_is_refused(batch: Own, message: str
 def test_an_id_without_a_row_is_named(mode: str, ids: list[int], labels: list[int] | None) -> None:
     """Under tensor parallelism it would be taken for padding."""
     given = None if labels is None else torch.tensor([labels])
-    batch = SimpleNamespace(
-        input_ids=torch.tensor([ids]),
-        labels=given,
-        attention_mask=torch.ones(1, 2, dtype=torch.bool),
-        lengths=None,
-        media={},
-    )
+    batch = Own(torch.tensor([ids]), labels=given, attention_mask=torch.ones(1, 2, dtype=torch.bool), media={})
     wrong = 9 if 9 in [*ids, *(labels or ())] else -1
     with pytest.raises(ValueError, match=rf"{wrong}, the embedding 9 rows"):
         step(1, mode=mode, vocabulary=9).prepare(batch, evaluate=True)

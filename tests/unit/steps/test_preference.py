@@ -35,14 +35,8 @@ def test_losses_are_those_of_trl() -> None:
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
-    trainer = SimpleNamespace(
-        alpha=0.0,
-        beta=0.3,
-        label_smoothing=0.1,
-        loss_type="simpo",
-        simpo_gamma=0.7,
-        accelerator=SimpleNamespace(device="cpu"),
-    )
+    settings = {"alpha": 0.0, "beta": 0.3, "label_smoothing": 0.1, "loss_type": "simpo", "simpo_gamma": 0.7}
+    trainer = SimpleNamespace(**settings, accelerator=SimpleNamespace(device="cpu"))
     mean = (LOGPROBS / LABELS).view(-1, 2).T
     wanted, chosen, rejected = CPOTrainer.cpo_loss(trainer, *mean)
     losses, metrics = PreferenceLoss("simpo", 0.3, 0.1, 0.7)(LOGPROBS, LABELS, None)
@@ -61,12 +55,8 @@ def test_smoothing_weighs_both_ways_round() -> None:
     other = PreferenceLoss("dpo", 0.3)(turned[0], LABELS, turned[1]).losses
     found = PreferenceLoss("dpo", 0.3, 0.2)(LOGPROBS, LABELS, REFERENCE).losses
     torch.testing.assert_close(found, 0.8 * one + 0.2 * other)
-
-
-def test_the_policy_that_is_the_reference_has_the_loss_of_a_coin() -> None:
-    losses, metrics = PreferenceLoss("dpo", 0.1)(REFERENCE, LABELS, REFERENCE)
-    assert losses.tolist() == pytest.approx([math.log(2)] * 4)
-    assert metrics["rewards/accuracies"].sum() == 0
+    losses, metrics = PreferenceLoss("dpo", 0.1)(REFERENCE, LABELS, REFERENCE)  # the policy is the reference: a coin
+    assert losses.tolist() == pytest.approx([math.log(2)] * 4) and metrics["rewards/accuracies"].sum() == 0
 
 
 def test_certain_answers_have_finite_gradients() -> None:

@@ -1,6 +1,6 @@
 """Rows whose segments context-parallel ranks hold whole: equal shares, all tokens once, and chunks where shares can't be equal."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,25 +11,14 @@ from zoo.packing import PackedLayout
 from zoo.steps.sample_level_cp import SLACK, SampleLevelSplit, split_by_samples
 
 
-def by_token(length: int) -> float:
-    return float(length)
-
-
 def quadratic(length: int) -> float:
     return float(length) + length**2 / 100
 
 
-def made(
-    lengths: list[int],
-    size: int = 2,
-    *,
-    flops: Callable[[int], float] = by_token,
-    align: int | None = None,
-    most: int = 10**9,
-    pad_to: int | None = None,
-) -> SampleLevelSplit | None:
-    layout = PackedLayout.from_lengths(lengths, align or 2 * size, pad_to)
-    return split_by_samples(layout, size, flops, most, pad_to)
+def made(lengths: list[int], size: int = 2, flops: Any = float, **given: Any) -> SampleLevelSplit | None:
+    options = {"align": 2 * size, "most": 10**9, "pad_to": None, **given}
+    layout = PackedLayout.from_lengths(lengths, options["align"], options["pad_to"])
+    return split_by_samples(layout, size, flops, options["most"], options["pad_to"])
 
 
 @settings(deadline=None)
@@ -56,7 +45,7 @@ def test_every_token_is_on_one_rank_and_ranks_have_equally_many(lengths: list[in
 
 def test_tokens_move_from_one_layout_to_the_other() -> None:
     given_layout = PackedLayout.from_lengths([3, 5, 2], 4)
-    found = split_by_samples(given_layout, 2, by_token, 100)
+    found = split_by_samples(given_layout, 2, float, 100)
     assert found is not None and found.layout.padded_lengths == (3, 6, 3)
     row = torch.arange(given_layout.total)[None]
     moved = found.lay_out(row, given_layout, -1)
@@ -70,12 +59,8 @@ def test_samples_of_training_rows_are_dealt_out_nearly_evenly() -> None:
         found = made(lengths, size)
         assert found is not None
         assert found.layout.total < 1.002 * sum(lengths)
-
-
-def test_a_rank_gives_one_away_where_longest_first_is_not_best() -> None:
-    """Longest first, ranks get 8 + 5 + 4 and 7 + 6; a swap makes them equal."""
-    found = made([8, 7, 6, 5, 4], 2, align=2)
-    assert found is not None and found.layout.total == 30
+    swapped = made([8, 7, 6, 5, 4], 2, align=2)  # longest first, ranks get 8 + 5 + 4 and 7 + 6; a swap makes them equal
+    assert swapped is not None and swapped.layout.total == 30
 
 
 @pytest.mark.parametrize(
@@ -96,6 +81,5 @@ def test_rows_that_are_better_cut(lengths: list[int], options: dict) -> None:
 
 def test_a_fixed_row_is_as_long_as_asked_for() -> None:
     found = made([90, 70, 20], pad_to=200)
-    assert found is not None
-    assert found.layout.total == 200
+    assert found is not None and found.layout.total == 200
     assert [found.local(rank).total for rank in range(2)] == [100, 100]

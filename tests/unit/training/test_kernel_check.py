@@ -96,7 +96,8 @@ def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
 
 
 def test_a_kernel_that_ends_its_process_stops_the_run(recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _run_instead(monkeypatch, "import os; print('an illegal address', flush=True); os.abort()")
+    program = "import os; print('an illegal address', flush=True); os.abort()"
+    monkeypatch.setattr(process, "module_command", lambda *_: [sys.executable, "-c", program])
     told = r"the kernel attention \(torch sdpa\) is wrong on this GPU: the process that checks it ended with SIGABRT"
     with pytest.raises(UserError, match=told + r" \(an illegal address\); fix: .*; the kernel delta_rule"):
         before_training.check_kernels(recipe)
@@ -106,28 +107,19 @@ def test_a_kernel_that_ends_its_process_stops_the_run(recipe: Any, gpu: Path, mo
 def test_a_check_that_no_other_process_can_make_is_made_here(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _run_instead(monkeypatch, "exit('the GPU takes one process')")
+    program = [sys.executable, "-c", "exit('the GPU takes one process')"]
+    monkeypatch.setattr(process, "module_command", lambda *_: program)
     before_training.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     names = [kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]]
     assert names[-3:] == ["attention", "delta_rule", "experts"]
 
 
-def _run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Processes that make checks run this program."""
-    monkeypatch.setattr(process, "module_command", lambda *_: [sys.executable, "-c", program])
-
-
-def test_nothing_is_done_without_a_gpu(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_or_a_home_nothing_is_kept(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(before_training, "gpu_count", lambda: 0)
     before_training.check_kernels(recipe)
     assert not (tmp_path / "cache").exists()
-
-
-def test_without_a_home_nothing_is_kept(
-    recipe: Any, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)

@@ -24,19 +24,13 @@ class Groups:
 
 
 def wanted(
-    update: int,
-    steps: int,
-    warm_up: int,
-    lr: float = LR,
-    min_lr: float = MIN_LR,
-    schedule: str = "cosine",
-    decay: int | None = None,
+    update: int, steps: int, warm_up: int, schedule: str, decay: int | None = None, min_lr: float = MIN_LR
 ) -> float:
-    """Of update k, from 1."""
+    """The rate of update k, from 1."""
     if update <= warm_up:
-        return lr * update / warm_up
+        return LR * update / warm_up
     if schedule == "constant":
-        return lr
+        return LR
     if schedule == "wsd":
         decay = min(max(steps // 10, 1), steps - warm_up) if decay is None else decay
         share = max(0, update - (steps - decay)) / (decay + 1)
@@ -44,7 +38,7 @@ def wanted(
         share = (update - warm_up) / (steps + 1 - warm_up)
     if schedule == "cosine":
         share = (1 - math.cos(math.pi * share)) / 2
-    return lr - (lr - min_lr) * share
+    return LR - (LR - min_lr) * share
 
 
 def rates(steps: int, warm_up: int, **train: Any) -> list[tuple[float, ...]]:
@@ -89,7 +83,7 @@ def test_a_corrected_number_of_updates_is_followed_from_the_next_one_on(schedule
     for update, total in enumerate([9, 9, 9, 12, 12, 11, 11, 40, 40, 10], 1):
         set_schedule_length(made, train, total)
         made.step(increment=1)
-        want = wanted(update, total, 2, min_lr=MIN_LR, schedule=schedule)
+        want = wanted(update, total, 2, schedule)
         assert optimizer.param_groups[1]["lr"] == pytest.approx(want, rel=1e-12), update
 
 
@@ -119,14 +113,12 @@ def test_transformers_has_the_same_rates() -> None:
     from transformers import optimization
 
     steps, warm_up, decay = 40, 6, 9
+    length = {"num_training_steps": steps + 1}
     theirs = {
-        "cosine": (optimization.get_cosine_schedule_with_warmup, {"num_training_steps": steps + 1}),
+        "cosine": (optimization.get_cosine_schedule_with_warmup, length),
         "constant": (optimization.get_constant_schedule_with_warmup, {}),
-        "linear": (optimization.get_linear_schedule_with_warmup, {"num_training_steps": steps + 1}),
-        "wsd": (
-            optimization.get_wsd_schedule,
-            {"num_training_steps": steps + 1, "num_decay_steps": decay + 1, "decay_type": "linear"},
-        ),
+        "linear": (optimization.get_linear_schedule_with_warmup, length),
+        "wsd": (optimization.get_wsd_schedule, {**length, "num_decay_steps": decay + 1, "decay_type": "linear"}),
     }
     for schedule, (build, lengths) in theirs.items():
         optimizer = optim.SGD([nn.Parameter()], lr=LR)

@@ -1,6 +1,7 @@
 """A teacher's tokens on disk come back row by row; damage, gaps and what does not fit are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,6 @@ def test_every_row_comes_back_with_fewer_tokens_too(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["thd", "none"])
 def test_a_micro_batch_knows_the_places_of_its_labels(folder: Path, mode: str) -> None:
-    from dataclasses import replace
-
     found = reader(folder)
     samples = [replace(sample(n), taught=found.find(row(n).digest, sample(n))) for n in (1, 4, 0)]
     batch = make_batch(samples, mode, 4, None, 0)
@@ -100,6 +99,8 @@ def test_a_folder_left_half_way_goes_on(folder: Path) -> None:
         reader(folder)
     with pytest.raises(UserError, match="of another model and rows"):
         TokenWriter(folder, made_by(model="other", rows=6))
+    TokenWriter(folder / "empty", made_by(rows=1)).write(0, [])  # all rows were bad
+    assert len(reader(folder / "empty").keys) == 0
 
 
 def test_what_does_not_fit_is_refused(folder: Path) -> None:
@@ -122,9 +123,3 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
     with pytest.raises(RowError, match="damaged in this row"):
         reader(folder).find(row(0).digest, sample(0))
     assert reader(folder).find(row(1).digest, sample(1)).rest.shape == (1,)
-
-
-def test_an_empty_file_is_one_of_bad_rows(tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path, made_by(rows=1))
-    writer.write(0, [])
-    assert len(reader(tmp_path).keys) == 0

@@ -30,10 +30,8 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
     monkeypatch.setattr(saving, "to_write", lambda trainable, *_, **__: taken.append(trainable) or RankState())
     saver = Saver.__new__(Saver)
     saver._prepared, saver._copied = False, SimpleNamespace(prepare=lambda *_: 0)  # type: ignore[assignment]
-    saver._recipe, saver._world = (
-        SimpleNamespace(train=SimpleNamespace(save="full")),
-        SimpleNamespace(size=1, is_main=True),
-    )  # type: ignore[assignment]
+    saver._recipe = SimpleNamespace(train=SimpleNamespace(save="full"))  # type: ignore[assignment]
+    saver._world = SimpleNamespace(size=1, is_main=True)  # type: ignore[assignment]
     saver._writing, saver.expected_seconds = None, None
     monkeypatch.setattr(Saver, "poll", lambda *_: None)
     trainer: Any = Trainer.__new__(Trainer)
