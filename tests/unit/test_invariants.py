@@ -84,8 +84,5 @@ def test_an_invariant_without_a_member_is_found(fast: set[str]) -> None:
     listed = ("w", "`distributed/test_golden.py`")
     good = ("z", "`unit/packing/test_layout.py`")
     assert without_member([gone, slow, listed, good], fast) == ["x", "y", "w"]
-
-
-def test_what_is_slow_is_left_out() -> None:
     assert not fast_tests(TESTS / "slow/test_learns.py") and not fast_tests(TESTS / "distributed/test_golden.py")
-    assert "tests/unit/test_invariants.py::test_what_is_slow_is_left_out" in fast_tests(Path(__file__))
+    assert "tests/unit/test_invariants.py::test_tests_that_pages_name_are_fast" in fast_tests(Path(__file__))

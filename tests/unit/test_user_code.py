@@ -33,14 +33,11 @@ def module(tmp_path: Path) -> str:
     return f"{path}:leaves"
 
 
-def test_sys_exit_is_an_error_of_the_function(module: str) -> None:
+def test_sys_exit_is_an_error_of_the_function_or_of_the_module(module: str, tmp_path: Path) -> None:
     with pytest.raises(RowError, match=r"leaves refuses the row: UserCodeError: it raised SystemExit\(0\)"):
         find_format(module)({"a": 1})
     with pytest.raises(UserError, match=r"leaves: it failed on prediction 'a' \(.*SystemExit\(0\)"):
         Scores.named([module]).of_row("a", ["b"], None, ())
-
-
-def test_sys_exit_of_a_module_is_an_error_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)")
     with pytest.raises(UserError, match=r"format=.*ends.py:f: it can't be imported .*SystemExit\(0\)"):
         imported(f"{tmp_path}/ends.py:f", "format")

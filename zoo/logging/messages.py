@@ -50,15 +50,13 @@ def at_start(
     trains = "a stream" if rows is None else f"{rows} rows"
     evaluates = "no evaluation"
     if eval_rows is not None:
-        evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
+        evaluates = f"evaluates on {eval_rows} of {_names(with_defaults(recipe.data).eval)}"
     below = f" | {warning}" if (warning := random_base(recipe)) else ""
     if kept_frozen:
         why = "PEFT saves whole modules, and the one that has it holds other parts too"
         below += f" | {', '.join(kept_frozen)} of lora.whole_parts stays as it is: {why}"
-    return (
-        f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
-        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {steps}{below}"
-    )
+    size = f"{parameters / 1e6:.2f} M parameters on this rank{share}"
+    return f"{size} | trains on {trains} of {_names(recipe.data.train)}, {evaluates} | {steps}{below}"
 
 
 def steps_of(train: TrainConfig, total_steps: int, loader: BatchLoader) -> str:
@@ -176,5 +174,5 @@ def late_save(seconds: float, recipe: Recipe, about: str = "") -> str | None:
     )
 
 
-def _names(specs: Sequence[object]) -> list[str]:
-    return [Path(str(parse_entry(spec, ""))).name for spec in specs]
+def _names(specs: Sequence[object]) -> str:
+    return ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)

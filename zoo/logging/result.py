@@ -66,16 +66,9 @@ class TrainResult:
         if summary is None:
             raise UserError(f"{folder}: no summary.json, so no run has ended there")
         losses = list(losses_by_step(folder).values())
-        return cls(
-            steps=summary.get("steps", len(losses)),
-            losses=losses,
-            checkpoint=summary.get("checkpoint"),
-            metrics=summary.get("metrics", {}),
-            run_dir=str(folder),
-            interrupted=summary.get("interrupted", False),
-            stopped=summary.get("stopped"),
-            preempted=summary.get("preempted", False),
-        )
+        known = {name: summary[name] for name in ("metrics", "interrupted", "stopped", "preempted") if name in summary}
+        steps, checkpoint = summary.get("steps", len(losses)), summary.get("checkpoint")
+        return cls(steps=steps, losses=losses, checkpoint=checkpoint, run_dir=str(folder), **known)
 
 
 def read_summary(run_dir: str | Path) -> JsonObject | None:

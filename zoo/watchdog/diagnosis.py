@@ -45,10 +45,9 @@ class PeerState:
 
     def update(self, heartbeat: Heartbeat) -> None:
         """Take in a heartbeat that was read."""
-        now = time.monotonic()
+        now, moment, before = time.monotonic(), heartbeat.moment, self.heartbeat.moment
         if heartbeat.count != self.heartbeat.count:
             self.heard = now
-        moment, before = heartbeat.moment, self.heartbeat.moment
         if (moment.progress, moment.phase) != (before.progress, before.phase):
             self.moved = now
         self.heartbeat = heartbeat

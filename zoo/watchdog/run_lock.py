@@ -172,18 +172,22 @@ class RunLock:
 
 def refuse_second(folder: Path) -> None:
     """UserError where it is certain that a run of this machine trains in the folder: to be asked before ranks are started."""
-    with contextlib.suppress(OSError):
-        lock = _read(folder / LOCK)
-        if lock is not None and _alive(lock[0], 0.0):
+    if (lock := _living(folder)) is not None:
+        with contextlib.suppress(OSError):
             raise refusal(folder, lock[0], file_clock(folder) - lock[1])
 
 
 def held_since(folder: Path) -> float | None:
     """When the run that holds the folder took it, by the clock of the file system; None where none is certain to live."""
+    lock = _living(folder)
+    return None if lock is None else float(lock[0].get("time", 0.0))
+
+
+def _living(folder: Path) -> tuple[JsonObject, float] | None:
+    """The lock of the run that is certain to live in a folder, and when it was touched."""
     with contextlib.suppress(OSError):
         lock = _read(folder / LOCK)
-        if lock is not None and _alive(lock[0], 0.0):
-            return float(lock[0].get("time", 0.0))
+        return lock if lock is not None and _alive(lock[0], 0.0) else None
     return None
 
 

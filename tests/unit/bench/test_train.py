@@ -56,8 +56,7 @@ def test_samples_are_of_the_stated_sizes_and_always_the_same() -> None:
 
 
 def test_settings_are_read_and_named_as_typed() -> None:
-    for text in bench_train.SETTINGS:
-        assert Setting.parse(text).name == text
+    assert all(Setting.parse(text).name == text for text in bench_train.SETTINGS)
     assert Setting.parse("padded:2x2048") == Setting("padded", 2, 2048)
     for text in ("packed", "packed:0", "packed:2x64", "flat:2", "hf:"):
         with pytest.raises(UserError, match=f"settings: '{text}' is none; wanted packed:N"):
@@ -188,11 +187,10 @@ def test_a_router_is_trained_before_steps_are_timed() -> None:
         recipe="qwen3_vl_moe_sft", size="tiny-moe", longest=64, samples=4, passes=1, settings=("packed:2",),
         backends=("torch",), warm_steps=7,
     )  # fmt: skip
-    lines: list[dict] = []
-    bench_train.run(options, ["hardware=cpu", "engine.threads=1", "train.lr=0.01"], lines.append)
-    assert lines[0]["warm_steps"] == 8, "whole passes of two steps"
-    balance = lines[0]["moe_load_balancing_loss"]
-    assert len(balance) == len(lines[0]["losses"]) == 16 and balance[0] != balance[-1] >= 0.9
+    (line,) = bench_train.run(options, ["hardware=cpu", "engine.threads=1", "train.lr=0.01"])["lines"]
+    balance = line["moe_load_balancing_loss"]
+    assert line["warm_steps"] == 8, "whole passes of two steps"
+    assert len(balance) == len(line["losses"]) == 16 and balance[0] != balance[-1] >= 0.9
 
 
 RUNS = [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]

@@ -28,6 +28,12 @@ BUFFERS = {
 }
 
 
+LLAVA_BUFFERS = {  # as the published LLaVA 1.5 has them: places of CLIP's patches, angles of each layer
+    "vision_tower.vision_model.embeddings.position_ids": torch.arange(17)[None],
+    "language_model.model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(4),
+}
+
+
 def there_and_back(folder: Path, to: Path) -> dict[str, Any]:
     convert(folder, to / "zoo", quiet=True)
     convert(to / "zoo", to / "hf", quiet=True)
@@ -67,18 +73,10 @@ def test_known_buffers_are_passed_over_and_said(tmp_path: Path, capfd: pytest.Ca
     rewrite(folder, lambda saved: {**saved, **BUFFERS, HEAD: saved[EMBEDDING].clone()})
     assert there_and_back(folder, tmp_path).keys() == wanted.keys() and HEAD in wanted
     assert "inv_freq and 2 more" in capfd.readouterr().err
-
-
-def test_clips_places_of_patches(tmp_path: Path) -> None:
-    """Published LLaVA 1.5 has them, and each layer's angles."""
-    folder = tiny_llava.write_tiny_llava(tmp_path / "in", "llava")
+    folder = tiny_llava.write_tiny_llava(tmp_path / "llava", "llava")
     wanted = tensors(folder)
-    buffers = {
-        "vision_tower.vision_model.embeddings.position_ids": torch.arange(17)[None],
-        "language_model.model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(4),
-    }
-    rewrite(folder, lambda saved: saved | buffers)
-    assert there_and_back(folder, tmp_path).keys() == wanted.keys()
+    rewrite(folder, lambda saved: saved | LLAVA_BUFFERS)
+    assert there_and_back(folder, tmp_path / "back").keys() == wanted.keys()
 
 
 def test_other_tensors_are_not_taken_for_buffers(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ import pytest
 
 from zoo.checkpoint import integrity
 from zoo.checkpoint.storage import disk
+from zoo.config.schema import DataConfig
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.media.sizes import SampleSize
+from zoo.data.sources.rows import Row
 from zoo.watchdog.progress import Progress
 
 
@@ -132,11 +136,6 @@ def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
 
 def test_rows_that_are_read_are_signs_of_life() -> None:
     """The first batch: the main thread waits for the one that prepares data, which waits for a slow reader."""
-    from zoo.config.schema import DataConfig
-    from zoo.data.loading.sample_source import SampleSource
-    from zoo.data.media.sizes import SampleSize
-    from zoo.data.sources.rows import Row
-
     ticks: list[int] = []
     processor: Any = SimpleNamespace(modalities=("text",), measure=lambda row, **how: SampleSize(1))
     rows = [Row((("user", "a"), ("assistant", "b")))] * 3

@@ -102,15 +102,15 @@ def _overview(runs: Sequence[Run]) -> Markup:
         "state": lambda run: run.status.state + (f": {run.status.why}" if run.status.why else ""),
         "recipe": lambda run: " ".join(str(run.recipe.get(key) or "") for key in ("recipe", "size")),
         "steps": lambda run: f"{run.status.step:,} of {run.status.total_steps or '?'}",
-        "loss of the last step": lambda run: _digits(run.status.loss),
+        "loss of the last step": lambda run: _shown(run.status.loss, ".4f"),
         "mean loss of the last steps": lambda run: (
             "" if run.status.mean_loss is None else f"{run.status.mean_loss:.4f} ({run.status.mean_loss_steps} steps)"
         ),
-        "held-out loss": lambda run: _digits((run.status.eval or {}).get("loss")),
-        "exact match": lambda run: _percent((run.status.eval or {}).get("exact_match")),
+        "held-out loss": lambda run: _shown((run.status.eval or {}).get("loss"), ".4f"),
+        "exact match": lambda run: _shown((run.status.eval or {}).get("exact_match"), ".1%"),
         "best exact match": _best,
-        "real tokens/s": lambda run: "" if (rate := _middle(run, "tokens_per_second")) is None else f"{rate:,.0f}",
-        "waiting for data": lambda run: _percent(_middle(run, "data_wait")),
+        "real tokens/s": lambda run: _shown(_middle(run, "tokens_per_second"), ",.0f"),
+        "waiting for data": lambda run: _shown(_middle(run, "data_wait"), ".1%"),
         "time": lambda run: "" if run.seconds is None else clock(run.seconds),
         "starts": lambda run: str(run.status.starts),
         "steps not applied": lambda run: str(run.status.skipped_steps),
@@ -128,12 +128,8 @@ def _labelled(runs: Sequence[Run], run: Run) -> str:
     return Markup('<i class="key" style="background:{}"></i>{}').format(colour, run.name)
 
 
-def _digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _middle(run: Run, metric: str) -> float | None:
