@@ -215,24 +215,15 @@ def _by_width(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tupl
 
     Each comes with the bytes of an element that is written of it; again for parts of another width.
     """
-    left = [
-        (name, parameter, width)
-        for name, parameter in parameters
-        if name not in plan.copied
-        for width in plan.widths(name, parameter)
-    ]
-    return sorted(left, key=lambda output: -output[2])
+    left = [pair for pair in parameters if pair[0] not in plan.copied]
+    outputs = [(*pair, width) for pair in left for width in plan.widths(*pair)]
+    return sorted(outputs, key=lambda output: -output[2])
 
 
 def _write_parameters(
-    parameters: Sequence[tuple[str, Tensor, int]],
-    plan: Plan,
-    dims: Dims,
-    shard: ShardInfo,
-    comm: Comm,
-    folder: Path,
-    shard_bytes: int,
-) -> list[Shard]:
+    parameters: Sequence[tuple[str, Tensor, int]], plan: Plan, dims: Dims, shard: ShardInfo, comm: Comm,
+    folder: Path, shard_bytes: int,
+) -> list[Shard]:  # fmt: skip
     """Gather and write each parameter; a rank that cannot write still gathers, as the others wait for it."""
     planned = [tensor for output in parameters for tensor in _outputs(*output, plan, dims, shard)]
     shards = ShardWriter(folder, planned, rank=comm.rank, shard_bytes=shard_bytes)
@@ -317,13 +308,9 @@ def _stacked(local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Co
 
 
 def _commit(
-    writer: ExportWriter,
-    shards: list[Shard],
-    plan: Plan,
-    processor: Saveable | None,
-    ends: Sequence[int],
+    writer: ExportWriter, shards: list[Shard], plan: Plan, processor: Saveable | None, ends: Sequence[int],
     card: Callable[[JsonMapping], str] | None,
-) -> None:
+) -> None:  # fmt: skip
     """On rank 0: check what was written, add the files beside the weights, and give the folder its name."""
     copied = [tensor.name for job in plan.copies for tensor in job.planned]
     expected = Counter({*plan.names, *copied})

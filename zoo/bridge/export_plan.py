@@ -146,15 +146,9 @@ class Plan:
 
 
 def make_plan(
-    bridge: Bridge,
-    zoo_names: Sequence[str],
-    dims: Dims,
-    config: PretrainedConfig | JsonMapping | None,
-    source_folder: Place | str | Path | None,
-    dtype: torch.dtype | None,
-    stated: torch.dtype | None,
-    frozen: Sequence[str],
-) -> Plan:
+    bridge: Bridge, zoo_names: Sequence[str], dims: Dims, config: PretrainedConfig | JsonMapping | None,
+    source_folder: Place | str | Path | None, dtype: torch.dtype | None, stated: torch.dtype | None, frozen: Sequence[str],
+) -> Plan:  # fmt: skip
     """Pair names with rules and with the source; nothing is written yet."""
     entries = bridge.publish(zoo_names)
     source = Source.open(source_folder, bridge, zoo_names, dims)

@@ -156,14 +156,9 @@ def _misfits(
 
 @torch.no_grad()
 def _fill_all(
-    parameters: Sequence[tuple[str, Tensor]],
-    entries: Mapping[str, Entry],
-    source: Mapping[str, str],
-    reader: SafetensorsFolder,
-    dims: Dims,
-    shard: ShardInfo,
-    moved: Callable[[int, int], None],
-) -> None:
+    parameters: Sequence[tuple[str, Tensor]], entries: Mapping[str, Entry], source: Mapping[str, str],
+    reader: SafetensorsFolder, dims: Dims, shard: ShardInfo, moved: Callable[[int, int], None],
+) -> None:  # fmt: skip
     whole, done = sum(parameter.nbytes for _, parameter in parameters), 0
 
     def read(names: list[str]) -> list[Tensor]:

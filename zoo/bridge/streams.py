@@ -106,13 +106,9 @@ def by_width(jobs: Iterable[Job]) -> list[Job]:
 
 
 def to_zoo(
-    entry: Entry,
-    shape: tuple[int, ...],
-    source: Mapping[str, str],
-    reader: SafetensorsFolder,
-    dims: Dims,
+    entry: Entry, shape: tuple[int, ...], source: Mapping[str, str], reader: SafetensorsFolder, dims: Dims,
     dtype: torch.dtype | None,
-) -> Job:
+) -> Job:  # fmt: skip
     """A zoo tensor of that full shape out of the tensors of its entry; `dtype` None keeps theirs."""
     names = [source[name] for name in entry.layout.all_names(entry.binding, dims.experts)]
     stored = dtype or reduce(torch.promote_types, (reader.dtype(name) for name in names))

@@ -40,12 +40,9 @@ class WeightShard:
 
 @torch.no_grad()
 def weight_shards(
-    parameters: Mapping[str, Tensor],
-    plan: Plan,
-    dims: Dims,
-    info: ShardInfo,
+    parameters: Mapping[str, Tensor], plan: Plan, dims: Dims, info: ShardInfo,
     local: Local = lambda name, parameter: parameter,
-) -> Iterator[WeightShard]:
+) -> Iterator[WeightShard]:  # fmt: skip
     """This rank's blocks, in the order of its parameters; see :class:`zoo.bridge.weight_stream.WeightStream` for the arguments."""
     for name, parameter in parameters.items():
         entry = plan.entries[name]

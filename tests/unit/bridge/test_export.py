@@ -86,15 +86,8 @@ def test_a_config_object_and_a_processor(tiny: Tiny, tmp_path: Path) -> None:
             (Path(folder) / "processor_config.json").write_text("{}")
 
     config = Qwen3OmniMoeConfig(thinker_config=fakes.THINKER)  # asks for a talker; there are no weights for one
-    export_hf(
-        [loaded(tiny, tiny.silent)],
-        tmp_path / "out",
-        BRIDGE,
-        DIMS,
-        config=config,
-        processor=Processor(),
-        dtype=torch.bfloat16,
-    )
+    given: dict[str, Any] = {"config": config, "processor": Processor(), "dtype": torch.bfloat16}
+    export_hf([loaded(tiny, tiny.silent)], tmp_path / "out", BRIDGE, DIMS, **given)
     assert (tmp_path / "out" / "processor_config.json").exists()
     assert_same_tensors(tmp_path / "out", {k: v.bfloat16() for k, v in read_all(tiny.silent).items()})
     model = load_in_transformers(tmp_path / "out")

@@ -7,19 +7,8 @@ import pytest
 import torch
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping.peft import (
-    Target,
-    candidates,
-    check_config,
-    choose,
-    match,
-    means,
-    modules_to_save,
-    peft_config,
-    tensor_names,
-    to_peft,
-    to_zoo,
-)
+from zoo.bridge.mapping import peft
+from zoo.bridge.mapping.peft import Target, candidates, check_config, choose, means, modules_to_save, peft_config
 from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError
 from zoo.registry import families
@@ -64,9 +53,9 @@ def test_tensors_there_and_back_to_the_bit(family: str) -> None:
         experts = shape[:1] if target.stacked else ()
         a = torch.randn(*experts, (1 if experts else len(target.named)) * rank, shape[-1])
         b = torch.randn(*shape[:-1], rank)
-        pairs = to_peft(target, a, b, DIMS)
+        pairs = peft.to_peft(target, a, b, DIMS)
         assert len(pairs) == len(target.named)
-        again = to_zoo(target, pairs, shape, DIMS)
+        again = peft.to_zoo(target, pairs, shape, DIMS)
         torch.testing.assert_close(again[0], a, rtol=0, atol=0)
         torch.testing.assert_close(again[1], b, rtol=0, atol=0)
 
@@ -79,7 +68,7 @@ def test_the_product_is_that_of_the_published_weights(family: str) -> None:
             continue
         shape, rank = SHAPES[family][target.zoo], 3
         a, b = torch.randn(len(target.named) * rank, shape[-1]), torch.randn(shape[0], rank)
-        products = [pb @ pa for pa, pb in to_peft(target, a, b, DIMS)]
+        products = [pb @ pa for pa, pb in peft.to_peft(target, a, b, DIMS)]
         wanted = target.entry.layout.transform.to_zoo(products, DIMS)
         owner = target.owner(shape, DIMS)
         rows = torch.stack([b[i] @ a.chunk(len(products))[part] for i, part in enumerate(owner.tolist())])
@@ -93,7 +82,7 @@ def test_a_part_that_is_not_targeted_has_no_rows() -> None:
     assert qkv.chosen == (False, True, False)
     owner = qkv.owner((50, 7), DIMS)
     assert (owner == 0).sum() == 10 and (owner == -1).sum() == 40
-    _, b = to_zoo(qkv, [(torch.ones(2, 7), torch.ones(10, 2))], (50, 7), DIMS)
+    _, b = peft.to_zoo(qkv, [(torch.ones(2, 7), torch.ones(10, 2))], (50, 7), DIMS)
     torch.testing.assert_close(b.any(dim=1), owner == 0, rtol=0, atol=0)
 
 
@@ -143,11 +132,11 @@ def test_names_are_those_of_modules_in_transformers() -> None:
 def test_stacked_parameters_are_named_as_peft_nests_them() -> None:
     first, second = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
     module = "base_model.model.model.layers.0.mlp.experts"
-    assert tensor_names([first, second], {first, second}) == [
+    assert peft.tensor_names([first, second], {first, second}) == [
         (f"{module}.base_layer.lora_A.weight", f"{module}.base_layer.lora_B.weight"),
         (f"{module}.lora_A.weight", f"{module}.lora_B.weight"),
     ]
-    assert tensor_names([first], {first})[0][0] == f"{module}.lora_A.weight"
+    assert peft.tensor_names([first], {first})[0][0] == f"{module}.lora_A.weight"
 
 
 def test_config() -> None:
@@ -197,7 +186,7 @@ def test_modules_are_the_outermost_that_hold_nothing_else() -> None:
 
 def test_what_does_not_match_is_one_report() -> None:
     with pytest.raises(BridgeError) as caught:
-        match({"a": (1, 2), "b": (3,)}, {"a", "c"}, {"a": (2, 1)}, "there")
+        peft.match({"a": (1, 2), "b": (3,)}, {"a", "c"}, {"a": (2, 1)}, "there")
     message = str(caught.value)
     for words in ("a: shape [1, 2], wanted [2, 1]", "c: missing", "b: extra"):
         assert words in message

@@ -46,14 +46,8 @@ def test_of_a_run_on_a_model_of_the_hub(tmp_path: Path) -> None:
         "license": "apache-2.0",
         "tags": ["zoo"],
     }
-    for told in (
-        "mine.jsonl",
-        "qwen3_vl_sft, size tiny",
-        "| steps | 7 |",
-        "3e-05",
-        f"zoo {zoo.__version__}",
-        "apache-2.0",
-    ):
+    version = f"zoo {zoo.__version__}"
+    for told in ("mine.jsonl", "qwen3_vl_sft, size tiny", "| steps | 7 |", "3e-05", version, "apache-2.0"):
         assert told in text
     assert str(tmp_path) not in text
     assert "Qwen3VLForConditionalGeneration.from_pretrained" in code(text)

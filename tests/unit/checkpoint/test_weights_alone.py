@@ -28,12 +28,8 @@ def test_bf16_weights_are_read_once_and_nothing_is_added_to_them(
         return block(self, name, number, size, buffer)
 
     monkeypatch.setattr(Files, "block", counted)
-    more = [
-        "train.steps=2",
-        "train.lr=1e-30",
-        "train.min_lr=0",
-        "run.accept_changes=[train.lr,train.min_lr,train.steps]",
-    ]
+    changes = "run.accept_changes=[train.lr,train.min_lr,train.steps]"
+    more = ["train.steps=2", "train.lr=1e-30", "train.min_lr=0", changes]
     first = zoo.convert(before, tmp_path / "first", quiet=True)
     read.clear()
     assert main(["train", *KEYS, *more, f"run.dir={run}", "train.keep=2"]) == 0

@@ -73,15 +73,9 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        planned: Iterable[Planned],
-        *,
-        rank: int = 0,
-        shard_bytes: int = DEFAULT_SHARD_BYTES,
-        label: str = "rank",
-        checksums: bool = False,
-    ) -> None:
+        self, folder: Path, planned: Iterable[Planned],
+        *, rank: int = 0, shard_bytes: int = DEFAULT_SHARD_BYTES, label: str = "rank", checksums: bool = False,
+    ) -> None:  # fmt: skip
         """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others.
 
         `checksums`: the XXH3 of each file is worked out while it is written.

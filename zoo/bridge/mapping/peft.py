@@ -217,17 +217,9 @@ def to_zoo(
 
 
 def peft_config(
-    linears: Iterable[str],
-    stacks: Iterable[str],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    base: str,
-    experts: bool,
-    whole: Iterable[str] = (),
-    head: str | None = None,
-) -> JsonObject:
+    linears: Iterable[str], stacks: Iterable[str],
+    *, rank: int, alpha: float, dropout: float, base: str, experts: bool, whole: Iterable[str] = (), head: str | None = None,
+) -> JsonObject:  # fmt: skip
     """adapter_config.json of adapters of those modules and stacked parameters.
 
     `base`: folder or hub id of the weights that are adapted; `whole`: modules that are trained whole; `head`: the one among them

@@ -195,13 +195,9 @@ class Files:
     """Files of a folder that are copied to another one; those that are done are not copied again."""
 
     def __init__(
-        self,
-        source: Path,
-        target: Path,
-        checksums: Mapping[str, integrity.Checksum],
-        tick: Callable[[], None] = lambda: None,
-        meter: Meter | None = None,
-    ) -> None:
+        self, source: Path, target: Path, checksums: Mapping[str, integrity.Checksum],
+        tick: Callable[[], None] = lambda: None, meter: Meter | None = None,
+    ) -> None:  # fmt: skip
         """`checksums`: of each file, as its manifest has them; a file without one is not checked."""
         self._source, self._target, self._checksums, self._tick = source, target, checksums, tick
         self._meter = meter or Meter()
