@@ -2,10 +2,12 @@
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import rank_tasks
 from support.engine import Batch
 from support.matrix import replace_table, table
 from support.pool import Pool
@@ -22,6 +24,17 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def call(pool: Pool) -> Callable[..., Any]:
+    """A function of zoo's on so many ranks; the first one's answer."""
+
+    def run(name: str, *arguments: Any, ranks: int = 1, **options: Any) -> Any:
+        plain = [str(one) if isinstance(one, Path) else one for one in arguments]
+        return pool.run(ranks, partial(rank_tasks.call, **options), name, *plain, timeout=300.0)[0]
+
+    return run
 
 
 MEASURED = pytest.StashKey[dict[tuple[str, str], float]]()

@@ -14,48 +14,37 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import rank_tasks
+from support.families import FAMILIES
 from support.pool import Pool, PoolError
-from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
-from support.tiny_gemma4 import write_tiny_gemma4
-from support.tiny_glm45v import write_tiny_glm45v
-from support.tiny_internvl import write_tiny_internvl
-from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
-from support.tiny_qwen3 import write_tiny_qwen3
-from support.tiny_qwen3_asr import write_tiny_qwen3_asr
-from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_omni import load_thinker, write_tiny_qwen25_omni
-from support.tiny_qwen25_vl import write_tiny_qwen25_vl
-from support.tiny_qwen35 import write_tiny_qwen35
+from support.weights import same, tensors
 
 pytestmark = pytest.mark.slow
 
 LOGPROBS = 5e-5
 LAYERS = {"num_hidden_layers": 4}
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "qwen3_vl": lambda folder: write_tiny_qwen3_vl(folder, tied=True, **LAYERS),
-    "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
-    "gemma3": lambda folder: write_tiny_gemma3(
-        folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    "gemma3_text": lambda folder: write_tiny_gemma3_text(folder, tied=True),
-    "gemma4": lambda folder: write_tiny_gemma4(
-        folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
-    "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
-    "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
-    "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
-    "glm45v": lambda folder: write_tiny_glm45v(folder, **LAYERS),
-    "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
-    "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
-    "qwen3 experts": lambda folder: write_tiny_qwen3(folder, moe=True, **LAYERS),
-    "qwen3_next": lambda folder: write_tiny_qwen3_next(folder, mtp=1),
-    "omni": lambda folder: write_tiny_omni(folder).whole,
-    "llava": lambda folder: write_tiny_llava(folder, "llava_next"),
-    "internvl experts": lambda folder: write_tiny_internvl(folder, "qwen3_moe", text=LAYERS),
+MIXED = LAYERS | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {  # families of support.families and sizes
+    "qwen3_vl": ("qwen3_vl", {"tied": True, **LAYERS}),
+    "qwen3_vl experts": ("qwen3_vl experts", LAYERS),
+    "gemma3": ("gemma3", {"tied": True, **MIXED}),
+    "gemma3_text": ("gemma3_text", {"tied": True}),
+    "gemma4": ("gemma4", {"tied": True, **MIXED}),
+    "qwen25_vl": ("qwen25_vl", LAYERS),
+    "qwen3_asr": ("qwen3_asr", {"tied": True, **LAYERS}),
+    "qwen25_omni": ("qwen25_omni", {"whole": True, **LAYERS}),
+    "glm45v": ("glm45v", LAYERS),
+    "qwen35": ("qwen35_vl", {"tied": True}),
+    "qwen35 experts and MTP": ("qwen35_vl experts", {"mtp": 1}),
+    "qwen3 experts": ("qwen3 experts", LAYERS),
+    "qwen3_next": ("qwen3_next", {"mtp": 1}),
+    "omni": ("whole omni", {}),
+    "llava": ("llava_next", {}),
+    "internvl experts": ("internvl experts", {"text": LAYERS}),
 }
 
 
@@ -65,37 +54,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def write(name: str) -> Path:
         if name not in done:
-            done[name] = CHECKPOINTS[name](tmp_path_factory.mktemp("checkpoint"))
+            family, sizes = CHECKPOINTS[name]
+            folder = tmp_path_factory.mktemp("checkpoint")
+            done[name] = write_tiny_omni(folder).whole if name == "omni" else FAMILIES[family].write(folder, **sizes)
         return done[name]
 
     return write
-
-
-@pytest.fixture
-def call(pool: Pool) -> Callable[..., Any]:
-    """A function of zoo's on so many ranks; the first one's answer."""
-
-    def run(name: str, *arguments: Any, ranks: int = 1, **options: Any) -> Any:
-        from functools import partial
-
-        return pool.run(ranks, partial(rank_tasks.call, **options), name, *map(_plain, arguments), timeout=300.0)[0]
-
-    return run
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import rank_tasks
 from support.matrix import MODELS
 from support.pool import Pool
 from support.preference import write_labelled, write_pairs
+from support.weights import tensors
 
 from zoo.data.digits import ROOT
 
@@ -48,11 +48,6 @@ def write_rows(file: Path, count: int) -> tuple[str, ...]:
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     return [line for line in lines if "grad_norm" in line]
-
-
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    files = (folder / "export").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture
@@ -93,7 +88,7 @@ def test_a_short_last_step_is_that_of_one_rank(name: str, train: Callable[..., P
         for key in ("loss", "grad_norm", "kl", "rewards/margins", "pairs", "answers"):
             if key in other:
                 assert one[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5), key
-    weights, others = exported(spread), exported(alone)
+    weights, others = tensors(spread / "export"), tensors(alone / "export")
     for tensor, want in others.items():
         assert torch.allclose(weights[tensor].float(), want.float(), atol=2e-5), tensor
 

@@ -1,15 +1,13 @@
 """Products in FP8 under every kind of parallelism and recompute: as near to one rank's as one rank in FP8 is to one in bf16."""
 
-import pickle
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from support.engine import packed_batch, recipe_for
 from support.gathered import full_gradients, total_loss
 from support.pool import Pool
-from support.rank_gradients import Held, Plan, run_step
-from support.rows import vision_examples
+from support.prepared import PACKED, lay_out
+from support.rank_gradients import Held, run_step
 from support.stacks import TINY
 from torch import Tensor
 
@@ -29,20 +27,12 @@ Step = Callable[..., list[Held]]
 @pytest.fixture(scope="module")
 def step(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Step:
     """Loss and gradients of two micro-batches."""
-    from zoo.model.build import assemble
-
-    root = tmp_path_factory.mktemp("fp8")
-    stack = TINY["qwen3_vl"]
-    folder = str(stack.write(root / "model"))
-    examples = vision_examples(assemble(recipe_for(folder, recipe=stack.recipe)).processor)
-    groups = [[examples[name].sample for name in group] for group in GROUPS]
-    batches = str(root / "batches.pickle")
-    Path(batches).write_bytes(pickle.dumps([packed_batch(group) for group in groups]))
-    labels = sum(sample.num_labels for group in groups for sample in group)
+    made, _ = lay_out(TINY["qwen3_vl"], GROUPS, tmp_path_factory.mktemp("fp8"), which=(PACKED,))
 
     def run(ranks: int, overrides: tuple[str, ...]) -> list[Held]:
-        plan = Plan(folder=folder, batches=batches, labels=labels, overrides=overrides, recipe=stack.recipe)
-        return pool.run(ranks, run_step, plan, timeout=300.0)
+        return pool.run(
+            ranks, run_step, replace(made, batches=made.layouts[0].batches, overrides=overrides), timeout=300.0
+        )
 
     return run
 

@@ -4,21 +4,18 @@ The models, rows and layouts of test_matrix.py, with adapters of random B on eve
 Measured: 1.1e-5 of gradients (keys of the audio tower's last layer, see support.gathered), others below 6e-6.
 """
 
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
 
 import pytest
-from support.engine import Batch, packed_batch, recipe_for
 from support.gathered import full_gradients, total_loss, worst
-from support.matrix import MODELS, PARALLEL, REFUSED, Model, Parallel, layouts
+from support.matrix import MODELS, PARALLEL, REFUSED, Model, Parallel
 from support.pool import Pool
-from support.rank_gradients import Layout, Plan, run_layouts
-from torch import Tensor
+from support.prepared import PACKED, PADDED, Prepared, lay_out
+from support.rank_gradients import run_layouts
 
 from zoo.config.compose import about
-from zoo.model.build import assemble
 from zoo.registry import get_family
 
 LIMIT = 2e-5
@@ -47,61 +44,21 @@ def overrides(model: Model) -> tuple[str, ...]:
     )
 
 
-@dataclass
-class Prepared:
-    """A model's plan, its samples laid out, and what one rank makes of the samples one by one."""
-
-    plan: Plan
-    batches: list[list[Batch]]
-    loss: float
-    gradients: dict[str, Tensor]
-
-
 @pytest.fixture(scope="module")
 def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
-    root, done = tmp_path_factory.mktemp("lora"), {}
+    root = tmp_path_factory.mktemp("lora")
 
+    @cache
     def prepare(name: str) -> Prepared:
-        if name not in done:
-            model = MODELS[name.removesuffix(IN_FP8).removesuffix(WHOLE)]
-            more = ("lora.base_dtype=fp8",) if name.endswith(IN_FP8) else ()
-            if name.endswith(WHOLE):
-                others = [part for part in parts_of(model) if part != "language"]
-                more = ("lora.parts=[language]", f"lora.whole_parts=[{','.join(others)}]")
-            done[name] = _prepare(pool, model, root / name, more)
-        return done[name]
+        model = MODELS[name.removesuffix(IN_FP8).removesuffix(WHOLE)]
+        more = ["lora.base_dtype=fp8"] if name.endswith(IN_FP8) else []
+        if name.endswith(WHOLE):
+            others = [part for part in parts_of(model) if part != "language"]
+            more = ["lora.parts=[language]", f"lora.whole_parts=[{','.join(others)}]"]
+        given = (*overrides(model), *more)
+        return Prepared.run(pool, lay_out(model, model.groups, root / name, given, which=(PADDED, PACKED)))
 
     return prepare
-
-
-def _prepare(pool: Pool, model: Model, root: Path, more: tuple[str, ...]) -> Prepared:
-    root.mkdir()
-    folder = str(model.write(root / "checkpoint"))
-    processor = assemble(recipe_for(folder, recipe=model.recipe)).processor
-    samples = {name: example.sample for name, example in model.examples(processor).items()}
-    groups = [[samples[name] for name in group] for group in model.groups]
-
-    def store(name: str, batches: list[Batch]) -> str:
-        path = root / f"{name}.pickle"
-        path.write_bytes(pickle.dumps(batches))
-        return str(path)
-
-    padded, _, packed, _ = layouts(samples, model.groups)
-    single = store("single", [packed_batch([sample]) for group in groups for sample in group])
-    plan = Plan(
-        folder=folder,
-        batches=single,
-        labels=sum(sample.num_labels for group in groups for sample in group),
-        overrides=(*overrides(model), *more),
-        recipe=model.recipe,
-        layouts=(Layout(single),),
-    )
-    (held,) = (rank[0] for rank in pool.run(1, run_layouts, plan, timeout=300.0))
-    made = [padded, packed]
-    laid_out = tuple(Layout(store(str(i), batches), keys) for i, (batches, keys) in enumerate(made))
-    return Prepared(
-        replace(plan, layouts=laid_out), [batches for batches, _ in made], total_loss([held]), full_gradients([held])
-    )
 
 
 CASES = [
@@ -131,7 +88,7 @@ def test_gradients_of_adapters(
     record_property: Callable[[str, object], None],
 ) -> None:
     plain, setting = prepared(model), LAYOUTS[parallel]
-    plan = replace(plain.plan, overrides=(*plain.plan.overrides, *setting.overrides))
+    plan = plain.with_overrides(*setting.overrides)
     ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
     whole = {name.split(".")[0] for name in plain.gradients if ".lora." not in name}
     assert whole == (
@@ -162,7 +119,7 @@ def test_dropout_under_tensor_parallel(parallel: str, pool: Pool, prepared: Call
     """Ranks with the same input drop the same of it: what they hold twice has the same gradient to the bit."""
     plain, setting = prepared("dense"), DROPPED[parallel]
     more = ("lora.dropout=0.3", "lora.parts=[language]", *setting.overrides)
-    plan = replace(plain.plan, overrides=(*plain.plan.overrides, *more), layouts=plain.plan.layouts[1:])
+    plan = replace(plain.with_overrides(*more), layouts=plain.plan.layouts[1:])
     ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
     gradients = full_gradients([rank[0] for rank in ranks])
     assert all(bool(gradient.isfinite().all()) and bool(gradient.any()) for gradient in gradients.values())

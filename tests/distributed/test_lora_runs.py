@@ -6,7 +6,6 @@ The hybrid with experts, from random weights, with adapters on every linear of t
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ def train(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Train:
         return done[name]
 
     return run
-
-
-@pytest.fixture
-def call(pool: Pool) -> Callable[..., Any]:
-    """A function of zoo's in a process of its own."""
-    return lambda name, *given, **options: pool.run(
-        1, partial(rank_tasks.call, **options), name, *given, timeout=300.0
-    )[0]
 
 
 def relative(found: float, wanted: float) -> float:

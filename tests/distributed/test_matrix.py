@@ -5,90 +5,36 @@ throughout: build_model, mcore's DDP, schedules and finalize_model_grads. Gradie
 hold; where several hold the same part it must be the same to the bit on each.
 """
 
-import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from support.engine import Batch, packed_batch, recipe_for
+from support.engine import Batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
-from support.matrix import CORE, LAYOUTS, MODELS, PARALLEL, REFUSED, Model, layouts
+from support.matrix import CORE, LAYOUTS, MODELS, PARALLEL, REFUSED
 from support.pool import Pool
-from support.rank_gradients import Held, Layout, Plan, run_layouts
+from support.prepared import Prepared, lay_out
+from support.rank_gradients import Held, run_layouts
 from torch import Tensor
 
 from zoo.errors import ConfigError
 from zoo.registry import families
 
 
-@dataclass
-class Prepared:
-    """A model's checkpoint, its samples laid out, and what one rank makes of the samples one by one."""
-
-    model: Model
-    folder: str
-    labels: int
-    layouts: tuple[Layout, ...]
-    batches: list[list[Batch]]  # by layout
-    loss: float
-    gradients: dict[str, Tensor]
-    logprobs: list[Tensor]  # (L,) of each sample, 0 at its first token
-
-
 @pytest.fixture(scope="module")
 def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Prepared]:
     """By the name of a model, and how often each of its samples comes in a micro-batch."""
-    root, done = tmp_path_factory.mktemp("matrix"), {}
+    root = tmp_path_factory.mktemp("matrix")
 
+    @cache
     def prepare(name: str, times: int = 1) -> Prepared:
-        if (name, times) not in done:
-            groups = tuple(group * times for group in MODELS[name].groups)
-            done[name, times] = _prepare(pool, replace(MODELS[name], groups=groups), root / f"{name} {times}")
-        return done[name, times]
+        model = MODELS[name]
+        groups = [group * times for group in model.groups]
+        return Prepared.run(pool, lay_out(model, groups, root / f"{name} {times}", model.overrides, logprobs=True))
 
     return prepare
-
-
-def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
-    from zoo.model.build import assemble
-
-    root.mkdir()
-    folder = str(model.write(root / "checkpoint"))
-    processor = assemble(recipe_for(folder, recipe=model.recipe)).processor
-    samples = {name: example.sample for name, example in model.examples(processor).items()}
-    groups = [[samples[name] for name in group] for group in model.groups]
-    labels = sum(sample.num_labels for group in groups for sample in group)
-
-    def store(name: str, batches: list[Batch]) -> str:
-        path = root / f"{name}.pickle"
-        path.write_bytes(pickle.dumps(batches))
-        return str(path)
-
-    made = layouts(samples, model.groups)
-    single = store("single", [packed_batch([sample]) for group in groups for sample in group])
-    plan = Plan(
-        folder=folder,
-        batches=single,
-        labels=labels,
-        overrides=model.overrides,
-        recipe=model.recipe,
-        logprobs=True,
-        layouts=(Layout(single),),
-    )
-    (held,) = (rank[0] for rank in pool.run(1, run_layouts, plan, timeout=300.0))
-    return Prepared(
-        model=model,
-        folder=folder,
-        labels=labels,
-        layouts=tuple(Layout(store(str(i), batches), overrides) for i, (batches, overrides) in enumerate(made)),
-        batches=[batches for batches, _ in made],
-        loss=total_loss([held]),
-        gradients=full_gradients([held]),
-        logprobs=[held.logprobs[i][0] for i in range(len(held.logprobs))],
-    )
 
 
 def by_sample(batch: Batch, logprobs: Tensor) -> list[Tensor]:
@@ -160,12 +106,12 @@ def test_matrix(
 ) -> None:
     plain, setting = prepared(model), PARALLEL[parallel]
     split = ["parallel.cp_split=zigzag"] if any("parallel.cp=" in key for key in setting.overrides) else []
-    overrides = (*plain.model.overrides, *setting.overrides, *split)
+    plan = plain.with_overrides(*setting.overrides, *split)
     if (parallel, model) in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[parallel, model]):
-            recipe_for(plain.folder, *overrides, recipe=plain.model.recipe, ranks=setting.ranks)
+            recipe_for(plan.folder, *plan.overrides, recipe=plan.recipe, ranks=setting.ranks)
         return
-    ranks = _run(plain, setting.ranks, overrides, pool)
+    ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
     largest = 0.0
     for index, layout in enumerate(LAYOUTS):
         held = [rank[index] for rank in ranks]
@@ -198,28 +144,14 @@ def test_context_parallel_ranks_may_hold_samples_whole(
     setting = PARALLEL[parallel]
     size = 4 if parallel == "cp4" else 2
     plain = prepared(model, size)
-    ranks = _run(plain, setting.ranks, (*plain.model.overrides, *setting.overrides), pool)
+    ranks = pool.run(setting.ranks, run_layouts, plain.with_overrides(*setting.overrides), timeout=300.0)
     for index, layout in enumerate(LAYOUTS):
         held = [rank[index] for rank in ranks]
         errors = _errors(held, plain, index)
         assert max(errors[:3]) < LIMIT, (layout, errors)
         assert_encoded_once(held, plain.batches[index])
-        rows = any("packing.mode=none" in override for override in plain.layouts[index].overrides)
+        rows = any("packing.mode=none" in override for override in plain.plan.layouts[index].overrides)
         assert all(part.whole == (0 if rows else len(plain.batches[index])) for part in held)
-
-
-def _run(plain: Prepared, ranks: int, overrides: tuple[str, ...], pool: Pool) -> list[list[Held]]:
-    """By rank, what it has of each layout."""
-    plan = Plan(
-        folder=plain.folder,
-        batches="",
-        labels=plain.labels,
-        overrides=overrides,
-        recipe=plain.model.recipe,
-        logprobs=True,
-        layouts=plain.layouts,
-    )
-    return pool.run(ranks, run_layouts, plan, timeout=300.0)
 
 
 def _errors(held: list[Held], plain: Prepared, index: int) -> tuple[float, float, float, str]:

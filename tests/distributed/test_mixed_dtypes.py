@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import rank_tasks
 from support.pool import Pool
 from support.tiny import rewrite
 from support.tiny_qwen35 import write_tiny_qwen35
+from support.weights import same, tensors
 from torch import Tensor
 
 COMMON = (
@@ -42,10 +42,6 @@ def mixed(folder: Path, *, every: bool, **model: Any) -> Path:
 
     rewrite(folder, change)
     return folder
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def has_more_digits(tensor: Tensor) -> bool:
@@ -81,8 +77,7 @@ def run(pool: Pool, source: Path, folder: Path, layout: str, *more: str, resumes
         (folder / "run/summary.json").unlink()
         second, again, back = train()
         assert first["losses"] == second["losses"] and whole == again
-        for name, one in back.items():
-            torch.testing.assert_close(found[name], one, rtol=0, atol=0)
+        same(back, found)
 
     def call(name: str, *arguments: str, **options: Any) -> Any:
         return pool.run(1, partial(rank_tasks.call, **options), name, *arguments, timeout=300.0)[0]

@@ -10,41 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import rank_tasks
 from support.pool import Pool
 from support.quantise import write_fp8
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
+from support.weights import same, tensors
 
 pytestmark = pytest.mark.slow
 
 LOGPROBS = 5e-5
 Call = Callable[..., Any]
-
-
-@pytest.fixture
-def call(pool: Pool) -> Call:
-    """A function of zoo's on so many ranks; the first one's answer."""
-    from functools import partial
-
-    def run(name: str, *arguments: Any, ranks: int = 1, **options: Any) -> Any:
-        plain = [str(value) if isinstance(value, Path) else value for value in arguments]
-        return pool.run(ranks, partial(rank_tasks.call, **options), name, *plain, timeout=300.0)[0]
-
-    return run
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def is_plain(folder: Path) -> bool:

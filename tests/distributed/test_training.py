@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import rank_tasks
 from support.pool import Pool
+from support.weights import same, tensors
 
 from zoo.launch.rank_group import free_port
 
@@ -59,13 +59,6 @@ def train(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    files = sorted((folder / "export").glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 def relative(found: float, wanted: float) -> float:
     return abs(found - wanted) / max(abs(wanted), 1e-12)
 
@@ -81,7 +74,7 @@ def test_same_steps_and_same_weights(name: str, train: Train, record_property: C
         for key in ("loss", "grad_norm", "moe_load_balancing_loss", "pad_fraction"):
             errors[key] = max(errors.get(key, 0.0), relative(mine[key], wanted[key]))
     errors["eval loss"] = relative(parallel["metrics"]["loss"], serial["metrics"]["loss"])
-    weights, originals = exported(parallel["folder"]), exported(serial["folder"])
+    weights, originals = tensors(parallel["folder"] / "export"), tensors(serial["folder"] / "export")
     assert set(weights) == set(originals)
     moved = 0.0
     for key, tensor in originals.items():
@@ -102,9 +95,7 @@ def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Trai
     for key in ("loss", "grad_norm", "lr", "labels"):
         assert found["steps"][0][key] == whole["steps"][2][key]
     assert found["metrics"] == whole["metrics"]
-    weights = exported(resumed)
-    for name, tensor in exported(whole["folder"]).items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
+    same(tensors(resumed / "export"), tensors(whole["folder"] / "export"))
 
 
 # After three steps, with gradients of decays that are sums which nearly cancel: 1.2e-5 measured for the metrics, 5.7e-5 for
@@ -128,7 +119,7 @@ def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool,
         return pool.run(size, rank_tasks.train, *arguments, timeout=300.0)[0]["steps"]
 
     steps = {name: run(name, tmp_path / name) for name in HYBRID}
-    weights = {name: exported(tmp_path / name) for name in HYBRID}
+    weights = {name: tensors(tmp_path / name / "export") for name in HYBRID}
     assert any(key.startswith("mtp.") for key in weights["serial"])
     for name in HYBRID:
         for mine, wanted in zip(steps[name], steps["serial"], strict=True):

@@ -1,21 +1,19 @@
 """Sizes that ranks do not divide: layers over pipeline stages, tokens over tensor parallel ranks. Loss, gradients, runs, resumes and exports are those of one rank."""
 
-import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from support import rank_tasks
-from support.engine import packed_batch, recipe_for
+from support.families import FAMILIES
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.pool import Pool
-from support.rank_gradients import Held, Layout, Plan, run_layouts
-from support.rows import vision_examples
-from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.prepared import PACKED, lay_out
+from support.rank_gradients import Held, run_layouts
+from support.weights import tensors
 
 # Two micro-batches, and four for the interleaved schedule; the second has no media.
 GROUPS = (
@@ -44,25 +42,11 @@ def step(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Step:
 
 
 def _steps(pool: Pool, root: Path, **config: Any) -> Step:
-    from zoo.model.build import assemble
-
-    folder = str(write_tiny_qwen3_vl(root / "model", num_hidden_layers=5, vocab_size=389, **config))
-    examples = vision_examples(assemble(recipe_for(folder, recipe="qwen3_vl_sft")).processor)
-    groups = [[examples[name].sample for name in group] for group in GROUPS]
-    batches = str(root / "batches.pickle")
-    Path(batches).write_bytes(pickle.dumps([packed_batch(group) for group in groups]))
-    labels = sum(sample.num_labels for group in groups for sample in group)
+    family = FAMILIES["qwen3_vl"].sized(num_hidden_layers=5, vocab_size=389, **config)
+    made, _ = lay_out(family, GROUPS, root, which=(PACKED,))
 
     def run(ranks: int = 1, overrides: tuple[str, ...] = ()) -> list[Held]:
-        plan = Plan(
-            folder=folder,
-            batches=batches,
-            labels=labels,
-            overrides=overrides,
-            recipe="qwen3_vl_sft",
-            layouts=(Layout(batches),),
-        )
-        return [held[0] for held in pool.run(ranks, run_layouts, plan, timeout=300.0)]
+        return [held[0] for held in pool.run(ranks, run_layouts, replace(made, overrides=overrides), timeout=300.0)]
 
     return run
 
@@ -122,11 +106,6 @@ COMMON = (
 NEAR, WEIGHTS = 5e-5, 2e-4  # those of tests/distributed/test_training.py
 
 
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted((folder / "export").glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_resumes_under_another_layout_and_is_exported_whole(name: str, pool: Pool, tmp_path: Path) -> None:
@@ -141,14 +120,14 @@ def test_a_run_resumes_under_another_layout_and_is_exported_whole(name: str, poo
         for mine, wanted in zip(steps, serial[-len(steps) :], strict=True):
             for key in ("loss", "grad_norm"):
                 assert abs(mine[key] - wanted[key]) < NEAR * abs(wanted[key]), key
-        weights = exported(folder)
+        weights = tensors(folder / "export")
         assert weights.keys() == whole.keys()
         for name, tensor in whole.items():
             assert weights[name].shape == tensor.shape
             assert float((weights[name] - tensor).norm() / tensor.norm().clamp(min=1e-3)) < WEIGHTS, name
 
     serial = run(tmp_path / "serial")
-    whole = exported(tmp_path / "serial")
+    whole = tensors(tmp_path / "serial" / "export")
     first = tmp_path / ("cut" if layout else "serial")
     if layout:
         same(run(first, layout), first)

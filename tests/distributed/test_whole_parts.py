@@ -100,12 +100,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
         pool.run(1, rank_tasks.train, other, RECIPE, SIZE)
 
 
-def test_converted_it_is_what_peft_merges(train: Train, pool: Pool, tmp_path: Path) -> None:
+def test_converted_it_is_what_peft_merges(train: Train, call: Callable[..., Any], tmp_path: Path) -> None:
     import peft
     from support.tiny import load_plain
-
-    def call(name: str, *given: str, **options: Any) -> Any:
-        return pool.run(1, partial(rank_tasks.call, **options), name, *given, timeout=300.0)[0]
 
     run = train("tp2")
     call("convert", str(run), str(tmp_path / "merged"), quiet=True)

@@ -1,14 +1,13 @@
 """A student's loss and every gradient are those of transformers' logits of student and teacher, written out in plain torch."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import tiny_qwen3_vl
 from support.engine import Zoo, recipe_for, single_process_world
 from support.matrix import MODELS
+from support.pairs import assert_hf_gradients
 from support.preference import KINDS, write_pairs
 from support.tiny import load_thinker
 from torch import Tensor
@@ -22,7 +21,7 @@ from zoo.training.distillation.teacher import Teacher
 from zoo.training.distillation.token_files import TokenReader
 
 WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
-LIMIT, NOISE = 5e-5, 1e-5  # relative; of gradients that are rounding alone
+LIMIT = 5e-5  # relative
 
 
 def other_weights(folder: Path, other: Path) -> Path:
@@ -89,7 +88,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
             batches = whole([make_batch(part, mode, 4, None, 0) for part in (samples[:3], samples[3:])])
             loss, gradients = zoo.gradients(batches, len(total), align=4, mode=mode)
             assert loss == pytest.approx(float(total.mean().detach()), rel=1e-5)
-            compare(zoo, gradients, hf, model.publish)
+            assert_hf_gradients(zoo, gradients, hf, model.publish, LIMIT)
 
 
 @pytest.mark.slow
@@ -150,13 +149,3 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
         recipe = recipe_for(folder, f"distill.teacher={other}", recipe="qwen3_vl_sft")
         with pytest.raises(UserError, match="a vocabulary of 512 tokens"):
             Teacher(recipe, build.assemble(recipe), world)
-
-
-def compare(zoo: Any, gradients: Mapping[str, Any], hf: Any, publish: Any) -> None:
-    """Every gradient that transformers has."""
-    wanted = publish({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
-    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
-    assert wanted.keys() <= found.keys()
-    for name, want in wanted.items():
-        size, error = float(want.norm()), float((found[name] - want).norm())
-        assert error < max(LIMIT * size, NOISE if size < NOISE else 1e-7), (name, error, size)

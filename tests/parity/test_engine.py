@@ -4,9 +4,7 @@ Rows with media of several turns, padded on the left, on the right or both by tu
 """
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from support.engine import Zoo
 from support.loops import differing, engine_recipe, grpo, held_by, hf_values, loop_batch, loop_examples
 from support.matrix import MODELS
+from support.pairs import assert_hf_gradients
 from support.tiny import load_plain, load_thinker
 from torch import Tensor
 
 import zoo
 
 LOGPROBS, GRADIENTS = 2e-5, 2e-5
-NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
 CASES = [(name, "mixed") for name in MODELS] + [("dense", "left"), ("omni", "left"), ("deepstack", "right")]
 
 
@@ -55,19 +53,8 @@ def test_values_and_gradients_are_those_of_transformers(name: str, side: str, tm
         assert outcome.micro_batches > 1 and outcome.metrics["clipped"] > 0
         assert outcome.loss == pytest.approx(float(loss.detach()) / tokens, abs=1e-5)
         assert not differing(engine, tmp_path / "export")
-        compare(engine, hf, model.publish)
-
-
-def compare(engine: Any, hf: Any, publish: Callable[[Any], Mapping[str, Tensor]]) -> None:
-    """Every gradient that transformers has."""
-    grads = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
-    wanted = publish(grads)
-    maker = Zoo(engine.recipe, engine._parts.assembly, torch.nn.Identity(), None)
-    found = maker.published(held_by(engine).gradients)
-    assert wanted.keys() <= found.keys()
-    for name, want in wanted.items():
-        size, error = float(want.norm()), float((found[name] - want).norm())
-        assert error < max(GRADIENTS * size, NOISE if size < NOISE else 1e-7), (name, error, size)
+        found = Zoo(engine.recipe, engine._parts.assembly, torch.nn.Identity(), None)
+        assert_hf_gradients(found, held_by(engine).gradients, hf, model.publish, GRADIENTS)
 
 
 @pytest.mark.slow

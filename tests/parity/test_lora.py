@@ -1,7 +1,7 @@
 """Adapters as peft has them: loaded by peft onto transformers' model they give zoo's logits, loss and gradients.
 
-Every family and variant, adapters with a random B on every linear of every part and on all experts, fp32. The two sum in
-different orders. Measured: 3e-5 of logits up to 8 (the hybrids', whose states add up rounding; others 9e-6), 7e-6 of gradients,
+Every family and variant, adapters with a random B on every linear of every part and on all experts, fp32; and parts that are
+trained whole beside adapters, as peft's modules_to_save. The two sum in different orders. Measured: 3e-5 of logits up to 8 (the hybrids', whose states add up rounding; others 9e-6), 7e-6 of gradients,
 relative to the Euclidean norm of each tensor.
 """
 
@@ -15,7 +15,8 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.adapted import CASES, EXPERTS, Adapted, load, recipe_of, with_adapters
+from support import gathered
+from support.adapted import CASES, EXPERTS, WHOLE, Adapted, load, recipe_of, with_adapters
 from support.engine import packed_batch, padded_batch
 from support.pairs import relative_errors, worst
 from support.tiny import load_plain
@@ -24,6 +25,7 @@ from support.weights import tensors
 from zoo.checkpoint import lora_files
 from zoo.checkpoint.export import export
 from zoo.errors import UserError
+from zoo.model import build
 from zoo.model.lora import seed_dropout
 
 LOGITS, GRADIENTS = 4e-5, 2e-5
@@ -38,19 +40,22 @@ FEW = {
 }
 
 
+BOTH = CASES | WHOLE
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     done: dict[str, Path] = {}
 
     def write(name: str) -> Path:
         if name not in done:
-            done[name] = CASES[name].family.write(tmp_path_factory.mktemp("checkpoint") / "hf")
+            done[name] = BOTH[name].family.write(tmp_path_factory.mktemp("checkpoint") / "hf")
         return done[name]
 
     return write
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=BOTH)
 def adapted(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
@@ -58,7 +63,7 @@ def adapted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Adapted:
     folder = checkpoint(request.param)
-    return load(CASES[request.param], folder, cpu_world, tmp_path_factory.mktemp("adapter") / "export")
+    return load(BOTH[request.param], folder, cpu_world, tmp_path_factory.mktemp("adapter") / "export")
 
 
 def assert_same(adapted: Adapted, batches: list[Any], **packing: Any) -> None:
@@ -66,11 +71,16 @@ def assert_same(adapted: Adapted, batches: list[Any], **packing: Any) -> None:
     wanted_loss, wanted = adapted.wanted()
     adapted.peft.zero_grad(set_to_none=True)
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
-    errors = relative_errors(gradients, wanted)
-    assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
+    assert any(".lora_" not in name for name in gradients) == bool(adapted.adapters.whole.trained)
+    same = {name: wanted[name] for name in gradients}
+    if adapted.adapters.whole.trained:  # keys' biases of towers are trained, too
+        assert gathered.worst(gradients, same)[0] < GRADIENTS
+    else:
+        assert not {name: error for name, error in relative_errors(gradients, same).items() if not error < GRADIENTS}
+    assert not {name for name in wanted.keys() - gradients.keys() if wanted[name] is not None and wanted[name].any()}
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(16)
 def test_peft_gives_the_same_logits(adapted: Adapted) -> None:
     wanted = adapted.logits()
     with adapted.peft.disable_adapter():
@@ -81,7 +91,7 @@ def test_peft_gives_the_same_logits(adapted: Adapted) -> None:
     assert worst(padded, wanted) < LOGITS
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_peft_gives_the_same_gradients(layout: str, adapted: Adapted) -> None:
     if layout == "packed":
@@ -100,7 +110,7 @@ def test_a_part_of_the_linears(few: str, checkpoint: Callable[[str], Path], cpu_
     assert_same(adapted, [packed_batch(adapted.samples)])
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(16)
 def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any, tmp_path: Path) -> None:
     """lora.init of what peft has saved, then the merged weights: in transformers, without peft, the same logits; what has no adapter is untouched."""
     adapted.peft.save_pretrained(tmp_path / "by_peft")
@@ -129,23 +139,27 @@ def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any,
     before, after = tensors(adapted.folder), tensors(merged)
     if before.keys() == after.keys():  # a thinker by itself is exported as a whole model
         same = {name for name in before if torch.equal(before[name], after[name])}
-        changed = {
-            n
-            for one in adapters.held
-            for n in one.target.entry.layout.all_names(one.target.entry.binding, adapters.dims.experts)
-        }
+        entries = [one.target.entry for one in adapters.held]
+        entries += [one.entry for one, parameter in adapters.whole.saved if parameter.requires_grad]
+        experts = adapters.dims.experts
+        changed = {name for one in entries for name in one.layout.all_names(one.binding, experts)}
         assert same == before.keys() - changed
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(10)
 def test_what_peft_is_told(adapted: Adapted) -> None:
-    """Whole names, so that no module of another part has an adapter; every tensor is used."""
+    """Whole names, so that no module of another part has an adapter or is trained; every tensor of the file is used, and saved again."""
     config = json.loads((adapted.exported / "adapter_config.json").read_text())
     file = load_file(adapted.exported / "adapter_model.safetensors")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 7, "LORA")
     assert config["base_model_name_or_path"] == str(adapted.folder)
     modules = dict(adapted.peft.get_base_model().named_modules())
     assert set(config["target_modules"]) <= modules.keys()
+    parts = adapted.adapters.whole
+    assert set(config.get("modules_to_save") or ()) == set(parts.modules)
+    assert set(config.get("modules_to_save") or ()) <= modules.keys()
+    assert {name for name in file if ".lora_" not in name} == parts.names
+    assert all(name.startswith("projector.image_newline") for name in parts.kept_frozen)
     loaded = peft.get_peft_model_state_dict(adapted.peft)
     assert loaded.keys() == file.keys()
     for name, tensor in file.items():
@@ -196,3 +210,46 @@ def test_layers_that_are_made_again_drop_the_same(
         other = found[recompute][1][parameter]
         assert (gradient is None) == (other is None)
         assert gradient is None or other is None or torch.equal(gradient, other), parameter
+
+
+@pytest.mark.sampled(10)
+def test_without_adapters_the_first_weights_are_there(adapted: Adapted, cpu_world: Any) -> None:
+    recipe = adapted.zoo.recipe
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, cpu_world)
+    _, adapters = lora_files.adapt(chunks, assembly, recipe, cpu_world, originals=True)
+    with torch.no_grad():
+        for name, parameter in adapters.named().items():
+            parameter.copy_(adapted.adapters.named()[name])
+    zoo = replace(adapted.zoo, model=chunks[0].train())
+    batch = packed_batch(adapted.samples)
+    with adapted.peft.disable_adapter():
+        wanted = adapted.logits()
+    with adapters.off():
+        assert worst(zoo.logits(batch), wanted) < LOGITS
+    assert worst(zoo.logits(batch), adapted.logits()) < LOGITS
+
+
+def test_folders_of_other_parts(cpu_world: Any, tmp_path: Path) -> None:
+    """One without the part leaves it as it is; one with more, or with other parts, is refused."""
+    case = replace(CASES["qwen3_vl"], parts="language", whole="merger")
+    folder = case.family.write(tmp_path / "hf")
+    adapted = load(case, folder, cpu_world, tmp_path / "export")
+
+    def go_on(whole: str, init: Path) -> Any:
+        recipe = recipe_of(replace(case, whole=whole), folder)
+        recipe = replace(recipe, lora=replace(recipe.lora, init=str(init)))
+        _, adapters = with_adapters(recipe, cpu_world)
+        before = {name: one.detach().clone() for name, one in adapters.whole.trained.items()}
+        lora_files.start(adapters, recipe)
+        return before, adapters
+
+    with pytest.raises(UserError, match=r"modules_to_save is \['model.visual.*name the part .* lora.whole_parts"):
+        go_on("", adapted.exported)
+    with pytest.raises(UserError, match=r"visual.blocks.0.norm1.bias: missing"):
+        go_on("vision", adapted.exported)
+    none = load(replace(case, whole=""), folder, cpu_world, tmp_path / "none")
+    before, adapters = go_on("merger", none.exported)
+    assert before
+    for name, one in before.items():
+        torch.testing.assert_close(adapters.whole.trained[name], one, rtol=0, atol=0)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.engine import Zoo, packed_batch
 from support.loops import engine_recipe, grpo, loop_batch, loop_examples
 from support.matrix import MODELS
 from support.pairs import Pair
 from support.tiny import rewrite
 from support.tiny_qwen35 import write_tiny_qwen35
+from support.weights import tensors
 from torch import Tensor
 
 import zoo
@@ -36,10 +37,6 @@ def mix(folder: Path, wide: Callable[[str], Any]) -> Path:
 
     rewrite(folder, mixed)
     return folder
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def published(folder: Path) -> dict[str, Tensor]:

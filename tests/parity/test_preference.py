@@ -1,9 +1,7 @@
 """Losses of preference pairs and every gradient are those of transformers' model on each conversation by itself."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import torch
 from support.adapters import adapt, peft_gradients, published_gradients
 from support.engine import single_process_world
 from support.matrix import MODELS
+from support.pairs import assert_hf_gradients
 from support.preference import (
     KINDS,
     OF_MODELS,
@@ -33,7 +32,6 @@ from zoo.training.auxiliary_passes import BaseModelReference, KLEstimate
 
 LIMIT = 5e-5  # relative
 ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 are up to 9e-5 apart
-NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 OTHERS = (
     *("gdn", "moe", "omni", "llava", "windows", "windows omni", "tiles", "two-way", "full heads", "sigmoid", "sound"),
@@ -72,7 +70,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, losses: tuple[s
             for packing in ({"align": 4}, {"align": 4, "mode": "none"}):
                 loss, gradients = zoo.gradients(batches, count, **packing)
                 assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-                compare(zoo, gradients, hf, model.publish)
+                assert_hf_gradients(zoo, gradients, hf, model.publish, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,7 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
             assert float(batches[0].kl) == pytest.approx(float(moved[1::2].mean()), rel=1e-4)
             loss, gradients = zoo.gradients(batches, len(samples), **packing)
             assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-            compare(zoo, gradients, hf, model.publish)
+            assert_hf_gradients(zoo, gradients, hf, model.publish, LIMIT)
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
@@ -137,7 +135,7 @@ def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Pa
             grad = hf.lm_head.weight.grad
             assert float((gradients.pop("score.weight") - grad).norm()) < LIMIT * float(grad.norm())
             hf.lm_head.weight.grad = None
-            compare(zoo, gradients, hf, model.publish)
+            assert_hf_gradients(zoo, gradients, hf, model.publish, LIMIT)
             hf.lm_head.weight.grad = grad
 
 
@@ -208,13 +206,3 @@ def test_the_base_is_the_model_without_adapters(tmp_path: Path) -> None:
     assert float((policy - base).abs().max()) > 0.1
     wanted = plain_loss("dpo", policy, labels, base, beta=0.4, gamma=0.5)
     assert loss == pytest.approx(float(wanted), rel=1e-4)
-
-
-def compare(zoo: Any, gradients: Mapping[str, Any], hf: Any, publish: Any) -> None:
-    """Every gradient that transformers has."""
-    wanted = publish({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
-    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
-    assert wanted.keys() <= found.keys()
-    for name, want in wanted.items():
-        size, error = float(want.norm()), float((found[name] - want).norm())
-        assert error < max(LIMIT * size, NOISE if size < NOISE else 1e-7), (name, error, size)

@@ -44,6 +44,19 @@ CASES["qwen3_next"] = _case(FAMILIES["qwen3_next"].sized(mtp=1))
 CASES["whole omni"] = _case(replace(FAMILIES["qwen3_omni"], write=lambda folder: write_tiny_omni(folder).whole))
 
 
+def _whole(case: Case) -> Case:
+    """Adapters of the language model, and all other parts trained whole."""
+    from zoo.registry import get_family
+
+    others = [part for part in get_family(case.family.name).parts if part != "language"]
+    return replace(case, parts="language", whole=",".join(others))
+
+
+WHOLE = {f"{name}, parts whole": _whole(case) for name, case in CASES.items() if "," in case.parts}
+WHOLE["the merger, adapters in its tower"] = replace(CASES["qwen3_vl"], whole="merger")
+WHOLE["the tower, adapters in its merger"] = replace(CASES["qwen25_vl"], parts="merger,language", whole="vision")
+
+
 @dataclass(frozen=True)
 class Adapted:
     """zoo's model with adapters, transformers' with the same ones through peft, and rows."""

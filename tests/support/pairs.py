@@ -25,6 +25,7 @@ Tensors = dict[str, Tensor]
 # Keys' biases add the same to all scores of a query, where no rotary embedding and no norm stands behind them: their
 # gradient is zero but for rounding. One whose norm is above a thousandth is held to its own size.
 ZERO = re.compile(r"(audio|vision)_tower\..*\.k_proj\.bias$")
+NOISE = 1e-5  # of a gradient that cancels in a softmax, with the loss of a few tokens
 TOWERS = ("vision.", "audio.", "projector.")  # what names of their parameters begin with
 
 
@@ -38,6 +39,16 @@ def relative_errors(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict
     assert found.keys() == wanted.keys()
     sizes = {name: 1.0 if ZERO.search(name) and want.norm() < 1e-3 else want.norm() for name, want in wanted.items()}
     return {name: float((found[name] - want).norm() / sizes[name]) for name, want in wanted.items()}
+
+
+def assert_hf_gradients(zoo: Zoo, gradients: Mapping[str, Any], hf: Any, publish: Any, limit: float) -> None:
+    """zoo's gradients are those that transformers' model holds, but for some that are rounding alone."""
+    wanted = publish({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
+    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
+    assert wanted.keys() <= found.keys()
+    for name, want in wanted.items():
+        size, error = float(want.norm()), float((found[name] - want).norm())
+        assert error < max(limit * size, NOISE if size < NOISE else 1e-7), (name, error, size)
 
 
 @dataclass(frozen=True)

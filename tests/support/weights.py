@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from support.engine import Zoo
@@ -31,3 +33,11 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str
     both = found.keys() & wanted.keys()
     unequal = {name for name in both if not found[name].equal(wanted[name])}
     return sorted((found.keys() ^ wanted.keys()) | unequal)
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Assert that names, dtypes and values are equal, these to the bit."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=f"{name}: {{}}".format)
