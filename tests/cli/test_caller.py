@@ -101,7 +101,7 @@ def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
         export = FOLDER + "/run/export"
         rows = unchanged("score", lambda: zoo.score(export, values["data.eval"], ["hardware=cpu"]))
         assert rows and rows[0]["logprobs"], rows
-        here = unchanged("score here", lambda: zoo.score(export, values["data.eval"], ["hardware=cpu"], here=True))
+        here = unchanged("score here", lambda: zoo.score(export, values["data.eval"], ["hardware=cpu"], in_process=True))
         assert here == rows
         native = unchanged("convert", lambda: zoo.convert(export, FOLDER + "/native", quiet=True))
         verified = unchanged("verify", lambda: zoo.verify(export, FOLDER + "/native"))

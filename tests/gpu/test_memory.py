@@ -15,7 +15,7 @@ torch.cuda.set_per_process_memory_fraction(0.004)
 overrides = ["size=tiny", "nproc=1", "train.steps=3", "packing.budget=65536", "data.lookahead=8", "train.eval_rows=2",
              "engine.doctor=false", "log.tensorboard=false", "log.predictions=0", "export=false", "run.dir=" + sys.argv[1]]
 try:
-    launch(zoo.load_recipe("qwen3_vl_sft", overrides=overrides), here=True)  # this process has less, a child would not
+    launch(zoo.load_recipe("qwen3_vl_sft", overrides=overrides), in_process=True)  # this process has less, a child would not
 except UserError as error:
     print(error)
 """

@@ -109,11 +109,11 @@ def test_a_teacher_on_disk_is_that_of_the_run(name: str, tmp_path: Path) -> None
     out, root = tmp_path / "spoken", data[-1]
     given = ("hardware=cpu", "engine.threads=1", root, "packing.budget=1024")
     done = api.top_tokens(
-        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, here=True
+        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, in_process=True
     )
     assert done["rows"] == 4 and done["files"] == 1
     again = api.top_tokens(
-        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, here=True
+        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, in_process=True
     )
     assert again == done | {"files": 0}
     with single_process_world() as world:

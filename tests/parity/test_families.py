@@ -65,6 +65,6 @@ def test_what_ranks_encode_of_shared_media_is_what_one_would(ranks: int, pair: P
             assert bool(made) == bool(share.media)
             if made:
                 mine[: len(made["vision"].embeddings)] = made["vision"].embeddings
-    torch.testing.assert_close(gathered.flatten(0, 1)[shares[0].place], whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gathered.flatten(0, 1)[shares[0].index], whole, rtol=1e-5, atol=1e-5)
     tiles = [sum(len(share.media[s.data]) for s in tower if s.data in share.media) for share in shares]
     assert max(tiles) - min(tiles) <= max(count for stream in tower for count in stream.rows)

@@ -23,5 +23,5 @@ class BridgeError(UserError):
         lines = [f"{title}: {len(self.problems)} problem(s)", *self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN} more")
-        lines += [f"what helps: {one}" for one in self.helps]
+        lines += [f"what helps: {remedy}" for remedy in self.helps]
         super().__init__("\n  ".join(lines))

@@ -29,7 +29,7 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
             given_flags.add(argument)
         elif not argument.startswith("-") or "=" in argument:
             rest.append(argument)
-        elif pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags):
+        elif pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _nearest_flags(argument, flags):
             values = [pending.pop(0)]
             while pending and _is_foreign(argument) and _is_value(pending[0]) and not _is_recipe(pending[0]):
                 values.append(pending.pop(0))
@@ -53,7 +53,7 @@ def _is_recipe(text: str) -> bool:
     return text.endswith((".yaml", ".yml")) or text in recipe_names()
 
 
-def _meant(argument: str, flags: Sequence[str]) -> list[str]:
+def _nearest_flags(argument: str, flags: Sequence[str]) -> list[str]:
     """The flag that a misspelt option looks like."""
     return [] if _is_foreign(argument) else get_close_matches(argument, flags, n=1)
 
@@ -209,7 +209,7 @@ def whole_number(key: str, text: str) -> int:
 
 
 def _hint(argument: str, flags: Sequence[str]) -> str:
-    near = _meant(argument, flags)
+    near = _nearest_flags(argument, flags)
     if near:
         return f"no such option; nearest: {near[0]}"
     from zoo.config.layers.foreign import foreign_hint

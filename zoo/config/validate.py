@@ -27,10 +27,10 @@ from zoo.types import JsonObject
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
 
 
-def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
+def validate(recipe: Recipe, world_size: int, *, on_this_machine: bool = True) -> Recipe:
     """`recipe` with its derived defaults filled in: run.dir, parallel.sp, packing.align, engine.precision.
 
-    `here`: it is to train on this machine, which has to have the GPUs and packages that its keys need, not only planned for `machine.gpu`.
+    `on_this_machine`: it is to train on this machine, which has to have the GPUs and packages that its keys need, not only planned for `machine.gpu`.
 
     Raises:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
@@ -52,13 +52,13 @@ def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
     recipe = recipe.replace(_derived(recipe))
     check_layout(recipe, world_size)
     check_packing(recipe)
-    if here:
+    if on_this_machine:
         check_packages(recipe)
         for key, name in (("wandb", "Weights & Biases"), ("mlflow", "MLflow"), ("trackio", "Trackio")):
             if (value := getattr(recipe.log, key)) and importlib.util.find_spec(key) is None:
                 hint = f"pip install 'zoo-train[{key}]', or leave log.{key} out"
                 raise ConfigError(f"log.{key}={value}: {name} is not installed; {hint}")
-    check_gpus(recipe, here=here)
+    check_gpus(recipe, on_this_machine=on_this_machine)
     check_engine(recipe)
     _check_run(recipe)
     train = recipe.train

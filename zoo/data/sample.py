@@ -121,7 +121,7 @@ class MicroBatch:
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.DistillationInputs`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: a teacher's logits of all labels, from disk, on the CPU.
-        spare: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
+        filler: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
     """
 
     input_ids: Tensor
@@ -144,7 +144,7 @@ class MicroBatch:
     taught: TeacherLogits | None = None
     step_weight: float | None = None
     most_tokens: int | None = None
-    spare: bool = False
+    filler: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -156,14 +156,14 @@ class MicroBatch:
     @property
     def loss_weight(self) -> float:
         """This micro-batch's share of what the step's loss is divided by."""
-        if self.spare:
+        if self.filler:
             return 0
         return self.num_labels if self.label_weight is None else self.label_weight
 
     @property
     def real_tokens(self) -> int:
         """Tokens of the samples, padding excluded."""
-        return 0 if self.spare else sum(self.lengths)
+        return 0 if self.filler else sum(self.lengths)
 
     @property
     def total(self) -> int:

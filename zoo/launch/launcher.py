@@ -54,7 +54,7 @@ def launch(
     data: object = None,
     eval_data: object = None,
     callbacks: Sequence[object] = (),
-    here: bool = False,
+    in_process: bool = False,
     announce: Callable[[Recipe, int], object] | None = None,
 ) -> TrainResult:
     """Train `recipe` and return the result; also known as `zoo.train`.
@@ -71,7 +71,7 @@ def launch(
         eval_data: the same in the place of data.eval.
         callbacks: objects with some of on_start, on_step, on_eval, on_predictions, on_save and on_end, each taking a
             `zoo.Event`, beside those of run.callbacks. Rank 0 calls them; where it is a child process, it has copies of them.
-        here: this process belongs to zoo, as in the command `zoo train`: a single rank without functions of users runs in it,
+        in_process: this process belongs to zoo, as in the command `zoo train`: a single rank without functions of users runs in it,
             which saves the seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
         announce: called with the planned recipe and the number of ranks, once nothing speaks against the run.
 
@@ -83,20 +83,22 @@ def launch(
     recipe = with_files(load_recipe(recipe, overrides), data, eval_data)
     specs = [*(("data.train", spec) for spec in recipe.data.train), *(("data.eval", spec) for spec in recipe.data.eval)]
     own_formats = any(":" in (parse_entry(spec, key).format or "") for key, spec in specs)
-    here = here and not (callbacks or recipe.run.callbacks or own_formats)  # users' functions may end a process
+    in_process = in_process and not (
+        callbacks or recipe.run.callbacks or own_formats
+    )  # users' functions may end a process
     with ExitStack() as stack:
         children: list[Callable[[Recipe, list[str]], int]] = []
 
         def start(ranks: int) -> None:
             """Import what a rank needs, if this process plans while another one could; or start those that do so."""
-            if under_torchrun() or (ranks == 1 and here):
+            if under_torchrun() or (ranks == 1 and in_process):
                 worker_processes.start_ahead(recipe.data)
             if under_torchrun():
                 import_core()
-            elif ranks > 1 or not here:
+            elif ranks > 1 or not in_process:
                 children.append(stack.enter_context(waiting_ranks(recipe, ranks, callbacks)))
 
-        planned, ranks = prepare(recipe, here=here, meanwhile=start)
+        planned, ranks = prepare(recipe, in_process=in_process, meanwhile=start)
         if announce is not None:
             announce(planned, ranks)
         if children:
@@ -104,7 +106,7 @@ def launch(
     if under_torchrun():
         end_with_parent()
     terminal.set_status("importing PyTorch and Megatron-Core")
-    with importing(own=here):
+    with importing(own=in_process):
         import_core()
         from zoo.training.trainer import run_rank
 

@@ -30,12 +30,12 @@ from zoo.watchdog.run_lock import refuse_second
 
 
 def prepare(
-    recipe: Recipe, *, here: bool = True, meanwhile: Callable[[int], object] = lambda ranks: None
+    recipe: Recipe, *, in_process: bool = True, meanwhile: Callable[[int], object] = lambda ranks: None
 ) -> tuple[Recipe, int]:
     """The validated and fully planned recipe, and its number of ranks, after a check that the files it names exist.
 
     Args:
-        here: this process belongs to zoo; a single rank will run in it.
+        in_process: this process belongs to zoo; a single rank will run in it.
         meanwhile: called once with the number of ranks, before planning or while another process plans.
 
     Raises:
@@ -49,9 +49,9 @@ def prepare(
     _check_machine(recipe)
     keep_kernels()
     _check_data(recipe)
-    if here:
+    if in_process:
         leave_out_transformer_engine(recipe)
-    recipe = planned(recipe, ranks, here=here, meanwhile=partial(meanwhile, ranks))
+    recipe = planned(recipe, ranks, in_process=in_process, meanwhile=partial(meanwhile, ranks))
     recipe = validate(recipe, ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))

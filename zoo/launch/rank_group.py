@@ -158,13 +158,13 @@ class RankGroup:
         codes = {rank: self.processes[rank].returncode for rank in failed}
         mistakes = [rank for rank in failed if codes[rank] == 2]
         causes = mistakes[:1] or [rank for rank in failed if codes[rank] != LOST]
-        found = [self._message(rank, codes[rank]) for rank in causes]
+        lines = [self._message(rank, codes[rank]) for rank in causes]
         for file in sorted(self._folder.glob(f"*{DIAGNOSIS_SUFFIX}"))[:1]:
-            found.append(f"zoo: {file.read_text(encoding='utf-8').strip()}")
-        if messages is None or not (len(found) == 1 and found[0].startswith(MISTAKE)):
-            print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
+            lines.append(f"zoo: {file.read_text(encoding='utf-8').strip()}")
+        if messages is None or not (len(lines) == 1 and lines[0].startswith(MISTAKE)):
+            print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
         if messages is not None:
-            messages += found
+            messages += lines
         code = codes[(causes or list(failed))[0]]
         return 1 if code == 0 else code if code > 0 else 128 - code
 

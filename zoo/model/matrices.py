@@ -66,7 +66,7 @@ def matrices_of(name: str, parameter: Tensor, bridge: Bridge, dims: Dims, info: 
     axis = shard_axis(shard)
     size = 1 if shard is None else info.on(axis)[1]
     whole = full_shape(parameter.shape, shard, info)
-    labels = _labels(whole[1 if rule.stacked else 0], transform, dims)
+    labels = _matrix_of_row(whole[1 if rule.stacked else 0], transform, dims)
     stack = parameter.shape[0] if rule.stacked else 1
     dim: Literal[0, 1] = 1 if shard in ("tp1", "expert2") else 0
     rows = []
@@ -87,7 +87,7 @@ def matrices_of(name: str, parameter: Tensor, bridge: Bridge, dims: Dims, info: 
     return Matrices(axis if size > 1 else None, dim, parameter.shape[-1], tuple(rows))
 
 
-def _labels(rows: int, transform: Transform, dims: Dims) -> Tensor:
+def _matrix_of_row(rows: int, transform: Transform, dims: Dims) -> Tensor:
     """(rows,): which published tensor each row of a full parameter belongs to."""
     labels = torch.zeros(rows, dtype=torch.int64)
     for number, part in enumerate(transform.to_hf(torch.arange(rows).view(-1, 1), dims)):

@@ -18,7 +18,7 @@ from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
-from zoo.planner.memory import Model, fixed, host_bytes, memory
+from zoo.planner.memory import Model, host_bytes, least_bytes, memory
 from zoo.planner.speed import Speed
 from zoo.types import JsonObject
 
@@ -87,7 +87,7 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
     """The recipe with the fastest choice that fits; None where none does."""
     limit = capacity(recipe)
     for _, candidate in sorted(candidates(model, recipe, ranks, row), key=lambda timed: timed[0]):
-        if limit is not None and fixed(model, candidate, ranks) > limit:
+        if limit is not None and least_bytes(model, candidate, ranks) > limit:
             continue
         try:
             check_layout(candidate, ranks)
@@ -180,8 +180,8 @@ def _layouts(recipe: Recipe, ranks: int) -> Iterator[Recipe]:
         if ranks % (tp * pp * cp) or ranks % (parallel.etp * ep * pp):
             continue
         sp = parallel.sp if parallel.sp is not None else tp > 1
-        cut = replace(parallel, tp=tp, pp=pp, cp=cp, ep=ep, sp=sp, plan=[], planned=list(plan))
-        layout = replace(recipe, parallel=cut)
+        sizes_of_layout = replace(parallel, tp=tp, pp=pp, cp=cp, ep=ep, sp=sp, plan=[], planned=list(plan))
+        layout = replace(recipe, parallel=sizes_of_layout)
         batch = recipe.train.global_batch
         if "batch" in plan:
             unit = data_parallel(layout, ranks) * recipe.train.micro_batch

@@ -100,7 +100,7 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
     return state * recipe.train.optimizer_offload_fraction + saved + HOST_PROCESS + samples
 
 
-def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
+def least_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
     return max(_stage_memory(model, recipe, stage, ranks, 0.0).total for stage in range(recipe.parallel.pp))
 

@@ -46,11 +46,11 @@ def _count(recipe: Recipe) -> ParameterStatistics:
         if matrix and recipe.train.optimizer == "muon":
             shapes = matrices_of(name, parameter, family.load("bridge"), dims, ShardInfo()).shapes()
             flops = sum(newton_schulz_flops(*shape) for shape in shapes)
-        part, place = _where(name, family, recipe)
+        part, position = _where(name, family, recipe)
         # Megatron-Core has marked how ranks share a parameter.
         whole: Cut = "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"
         cut: Cut = "expert" if ".experts." in name else whole
-        key = Weights(part, place, cut, 0, parameter.requires_grad, matrix)
+        key = Weights(part, position, cut, 0, parameter.requires_grad, matrix)
         before = known.get(key, key)
         count, schulz = before.count + parameter.numel(), before.newton_schulz + flops
         known[key] = replace(key, count=count, newton_schulz=schulz)

@@ -22,7 +22,7 @@ class Weights:
     """Parameters that stand in one place and are shared in one way."""
 
     part: str  # what they are: embedding, decoder, experts, head, multi_token, adapters, or a tower's name
-    place: int | Literal["first", "last"]  # a decoder layer (from 0), or the stage at an end of the pipeline
+    position: int | Literal["first", "last"]  # a decoder layer (from 0), or the stage at an end of the pipeline
     cut: Cut  # whole on every rank, over tensor parallel ranks, or over expert and expert tensor parallel ones
     count: int  # numbers in all of them, over all ranks
     trained: bool = True
@@ -117,17 +117,17 @@ def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share
     for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
         copied = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
-        if weights.place not in mine and not copied:
+        if weights.position not in mine and not copied:
             continue
         count = weights.count // divide[weights.cut]
         kind = "experts" if weights.cut == "expert" else "dense"
         totals[kind] += count
         totals[f"trained_{kind}"] += count if weights.trained else 0
         totals["trained_whole"] += count if weights.trained and weights.part != ADAPTERS else 0
-        totals["copied"] += count if weights.trained and weights.place not in mine else 0
+        totals["copied"] += count if weights.trained and weights.position not in mine else 0
         totals[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
         quantised = weights.matrices and not weights.trained and weights.part != ADAPTERS
-        if recipe.lora.base_dtype == "fp8" and quantised and isinstance(weights.place, int):
-            layers[weights.place] = layers.get(weights.place, 0) + count
+        if recipe.lora.base_dtype == "fp8" and quantised and isinstance(weights.position, int):
+            layers[weights.position] = layers.get(weights.position, 0) + count
     totals |= {"quantised": sum(layers.values()), "widest": max(layers.values(), default=0)}
     return Share(**totals)

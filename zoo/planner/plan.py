@@ -80,7 +80,7 @@ def plan(
     overrides: Overrides = (),
     labels: float | None = None,
     media: float | None = None,
-    here: bool | None = None,
+    on_this_machine: bool | None = None,
 ) -> Plan:
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 
@@ -90,7 +90,7 @@ def plan(
         overrides: of the recipe's keys, as `zoo.load_recipe` takes them.
         labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.activations`.
         media: share of a row's tokens that belong to media; default: the one in `zoo.planner.activations`.
-        here: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
+        on_this_machine: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
             names no other machine.
 
     Raises:
@@ -99,14 +99,14 @@ def plan(
     recipe = load_recipe(recipe, overrides)
     refuse_without_effect(recipe)
     ranks = planned_ranks(recipe) if ranks is None else ranks
-    here = recipe.hardware in (None, AUTO, CPU) if here is None else here
+    on_this_machine = recipe.hardware in (None, AUTO, CPU) if on_this_machine is None else on_this_machine
     recipe = with_architecture(recipe)
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
     if type(ranks) is not int or not 1 <= ranks < 10**9:
         raise ConfigError(f"ranks={ranks!r}: wanted a whole number above 0")
     row = typical_row(recipe, model.cost, **shares)
-    recipe = validate(choose_layout(model, recipe, ranks, row), ranks, here=here)
+    recipe = validate(choose_layout(model, recipe, ranks, row), ranks, on_this_machine=on_this_machine)
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _memory_limit(ranks)
     return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saves=True)

@@ -25,11 +25,13 @@ from zoo.parallel.processes import Launcher, end_with_parent
 from zoo.subprocesses import module_command
 
 
-def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] = lambda: None) -> Recipe:
+def planned(
+    recipe: Recipe, ranks: int, *, in_process: bool = True, meanwhile: Callable[[], object] = lambda: None
+) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
     Args:
-        here: a single rank will run in this process, which may take memory of a GPU.
+        in_process: a single rank will run in this process, which may take memory of a GPU.
         meanwhile: called once, while another process plans, or before this one does.
 
     Raises:
@@ -41,7 +43,7 @@ def planned(recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callabl
     machine = recipe.machine
     if gpu_count() and machine.host_memory_gb is None and (memory := host_memory()):
         recipe = replace(recipe, machine=replace(machine, host_memory_gb=memory / 1e9))
-    if (ranks == 1 and here) or not gpu_count():
+    if (ranks == 1 and in_process) or not gpu_count():
         meanwhile()
         chosen = _choose(recipe, ranks)
     else:

@@ -22,7 +22,7 @@ class MicroBatchLike(Protocol):
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels; `reference`, (S,)
     float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.preference`); `desirable`, (S,) bool, with
     `kl`, () float32, for one of labelled answers; for distillation `teaching` of this rank's labels in order, or `taught` of all
-    labels (`zoo.data.sample.TeacherLogits`); `most_tokens` and `spare` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
+    labels (`zoo.data.sample.TeacherLogits`); `most_tokens` and `filler` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
     of its mask, as in `PackedLayout.from_mask`. Fields that say the same twice (lengths next to a mask, `cu_seqlens`, `layout`,
     `position_ids`) must agree.
     """
@@ -57,7 +57,7 @@ class TaughtLike(Protocol):
 
 
 # Fields that a batch may have, which `HostBatch` takes over unchanged.
-OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens", "spare")
+OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens", "filler")
 
 
 @dataclass
@@ -77,7 +77,7 @@ class HostBatch:
     teaching: DistillationInputs | None = None
     taught: TaughtLike | None = None
     most_tokens: int | None = None
-    spare: bool | None = None
+    filler: bool | None = None
 
     @classmethod
     def from_batch(cls, batch: MicroBatchLike) -> HostBatch:

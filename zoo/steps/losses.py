@@ -34,7 +34,7 @@ class LossInputs:
     reference: Tensor | None = None
     desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
     kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
-    spare: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
+    filler: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class DistillationLoss:
         """(N,) of negative log likelihoods (N,) and divergences (N,)."""
         return (1 - self.weight) * nll + self.weight * self.temperature**2 * divergence
 
-    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics for the log: means over the labels, by their weights."""
-        return {name: sums[name] / (count or 1.0) for name in self.names}
+        return {name: totals[name] / (count or 1.0) for name in self.names}
 
 
 class _SumContext(FunctionCtx):
@@ -152,11 +152,11 @@ def answer_loss(
     facts = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
     losses, metrics = preference(answers[0], answers[1].detach(), *facts)
     total = losses.sum()
-    sums = {name: value.sum() * float(counts) for name, value in metrics.items()}
-    sums["nll"] = total.detach() * float(counts)
-    sums["weight"] = total.new_full((), len(losses) * float(counts))
-    sums["labels"] = total.new_full((), float(nll.shape[0]))
-    return total, sums
+    totals = {name: value.sum() * float(counts) for name, value in metrics.items()}
+    totals["nll"] = total.detach() * float(counts)
+    totals["weight"] = total.new_full((), len(losses) * float(counts))
+    totals["labels"] = total.new_full((), float(nll.shape[0]))
+    return total, totals
 
 
 def distillation_loss(

@@ -2,7 +2,7 @@
 
 Tensor and context parallel ranks see the same media. Rather than each encode all of it, `rank_share` gives every item to one
 rank by its size, largest first, always to the rank with least so far. The model gathers what the ranks made
-(`zoo.nn.multimodal`); `RankShare.place` says where each embedding stands then. All of it on the host, the same on each rank.
+(`zoo.nn.multimodal`); `RankShare.index` says where each embedding stands then. All of it on the host, the same on each rank.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class RankShare:
     """One tower's items over the ranks of a group.
 
     longest: most embeddings that a rank makes, the height of its part when all are gathered.
-    place: (N,) int64, where embedding n of the tower's whole output stands among the gathered ones.
+    index: (N,) int64, where embedding n of the tower's whole output stands among the gathered ones.
     media: what this rank encodes; empty where there are fewer items than ranks.
     """
 
     longest: int
-    place: Tensor
+    index: Tensor
     media: Mapping[str, Tensor]
 
 

@@ -191,7 +191,7 @@ class PackedStep:
         return inputs, replace(
             loss_inputs,
             caller_shape=tuple(batch.input_ids.shape),
-            spare=bool(batch.spare),
+            filler=bool(batch.filler),
             token_source=token_source,
             reference=None if batch.reference is None else self._move(batch.reference.float()),
             desirable=None if batch.desirable is None else self._move(batch.desirable),
@@ -296,7 +296,7 @@ class PackedStep:
         """
         mine = self._context_shard(parts)
         streams = self.media_streams(media)
-        check_media(streams, media, {name: len(place.rows) for name, place in parts.placements.items()})
+        check_media(streams, media, {name: len(placement.rows) for name, placement in parts.placements.items()})
         shares: dict[str, RankShare] = {}  # of each tower's media; none where each rank encodes all
         if self.media_group is not None and self.media_group.size() > 1:
             rank, size = self.media_group.rank(), self.media_group.size()
@@ -386,7 +386,7 @@ class PackedStep:
             depths = 0 if evaluate else self.mtp_depths
             total, metrics = label_loss(output, loss_inputs, depths, self.mtp_weight, evaluate=evaluate)
         total = total * loss_scale
-        if loss_inputs.spare:
+        if loss_inputs.filler:
             return total * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
         return total, metrics
 

@@ -87,9 +87,9 @@ class PreferenceLoss:
         metrics = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
         return Losses(losses, dict(zip(METRICS, metrics, strict=True)))
 
-    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics of the log: the number of pairs, and means over them."""
-        return {"pairs": int(count), **{name: sums[name] / max(count, 1.0) for name in self.names}}
+        return {"pairs": int(count), **{name: totals[name] / max(count, 1.0) for name in self.names}}
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = chosen - rejected
@@ -161,17 +161,17 @@ class KTOLoss:
         metrics = (rewards * good, rewards * (1 - good), right, good, kl.expand_as(good))
         return Losses(losses, dict(zip(self.names, metrics, strict=True)))
 
-    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics for the log of sums over `count` answers; rewards are means over answers of a kind."""
-        chosen = sums["chosen"] / max(sums["desirable"], 1.0)
-        rejected = sums["rejected"] / max(count - sums["desirable"], 1.0)
+        chosen = totals["chosen"] / max(totals["desirable"], 1.0)
+        rejected = totals["rejected"] / max(count - totals["desirable"], 1.0)
         return {
             "answers": int(count),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
-            "rewards/accuracies": sums["right"] / max(count, 1.0),
-            "kl": sums["kl"] / max(count, 1.0),
+            "rewards/accuracies": totals["right"] / max(count, 1.0),
+            "kl": totals["kl"] / max(count, 1.0),
         }
 
 

@@ -80,12 +80,12 @@ class ContextShard:
         self.rank, self.size = rank, size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
         self.index = row.cp_index(rank, size) if whole is None else whole.index(rank)
         # column of the row -> its place where the ranks' tokens stand one behind the other, and among this rank's, or -1
-        self.place = self.local = self.index
+        self.restore_index = self.local = self.index
         if size > 1:
-            self.place = row.cp_restore_index(size) if whole is None else whole.restore_index()
+            self.restore_index = row.cp_restore_index(size) if whole is None else whole.restore_index()
             first, stop = rank * len(self.index), (rank + 1) * len(self.index)
-            local = (self.place >= first) & (self.place < stop)
-            self.local = torch.where(local, self.place - first, -1)
+            local = (self.restore_index >= first) & (self.restore_index < stop)
+            self.local = torch.where(local, self.restore_index - first, -1)
 
     def take(self, x: Tensor) -> Tensor:
         """(R, T') -> (R, T'/cp)."""
@@ -120,7 +120,7 @@ class ContextShard:
             keep = local >= 0
             source = placement.source[keep]
             if name in shares:
-                source = shares[name].place[source]
+                source = shares[name].index[source]
             local_placements[name] = Placement(local[keep] * rows + row[keep], source)
         return local_placements
 
@@ -132,7 +132,7 @@ class ContextShard:
         assert bool((parts.segment_ids[row, column + ahead] == parts.segment_ids[row, column]).all()), (
             "a label out of its segment"
         )
-        state = self.place[column] * rows + row
+        state = self.restore_index[column] * rows + row
         if self.cp_group is None or self.size == 1:
             return Labels(state, parts.labels[row, column + ahead], (row, column + ahead))
         state, order = state.sort()

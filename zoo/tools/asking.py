@@ -122,11 +122,11 @@ def _refuse_training_keys(overrides: Overrides) -> None:
     keys = list(leaves_of(Recipe, split_overrides(overrides)[0].tree))
     idle = [key for key in keys if key in _TRAINED or key not in _ASKED.get(key.partition(".")[0], (key,))]
     if idle:
-        kept = ", ".join(key for keys in _ASKED.values() for key in keys)
+        effective = ", ".join(key for keys in _ASKED.values() for key in keys)
         rows = "; rows are named after the model, or by data.eval" if "data.train" in idle else ""
         raise ConfigError(
             f"{', '.join(idle)}: no effect on a model that is asked{rows}; leave {'it' if len(idle) == 1 else 'them'} out. "
-            f"Keys that have one: {_HOLDING}{kept}"
+            f"Keys that have one: {_HOLDING}{effective}"
         )
 
 

@@ -56,7 +56,7 @@ def evaluate(
     batch: int = 16,
     max_rows: int | None = None,
     out: str | Path | None = None,
-    here: bool = False,
+    in_process: bool = False,
 ) -> Evaluation:
     """Evaluate a checkpoint on rows with answers, in separate processes.
 
@@ -73,7 +73,7 @@ def evaluate(
         max_rows: the first so many rows only.
         out: a file to write the predictions to, one JSON object a line; a failed call leaves the former file, and says where rows are
             that were done.
-        here: a single rank runs in this process, as in the command `zoo eval`.
+        in_process: a single rank runs in this process, as in the command `zoo eval`.
 
     Raises:
         UserError: no such checkpoint, file or score, an override that can't run, or a bad row (under data.on_error=raise).
@@ -87,7 +87,7 @@ def evaluate(
         options: JsonObject = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
         options["kept"] = file.kept and str(file.kept)
         task = "zoo.tools.evaluate:evaluate_here"
-        evaluation = summed(run_task(task, recipe, world_size(recipe), options, fresh=not here), scores)
+        evaluation = summed(run_task(task, recipe, world_size(recipe), options, fresh=not in_process), scores)
         file.write(evaluation.predictions)
         return evaluation
 
@@ -114,7 +114,7 @@ def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]
     step = build.build_step(decoding.assembly, recipe, world)
     mine: dict[int, list[float]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
-        _, table = batch_sums(step, decoding.chunks, batch, world, batches.spare)
+        _, table = batch_sums(step, decoding.chunks, batch, world, batches.filler)
         mine |= dict(zip(numbers, map(list, table), strict=True)) if table else {}
     return gather_rows(mine, world)
 

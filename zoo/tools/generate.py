@@ -56,7 +56,7 @@ def generate(
     batch: int = 16,
     max_rows: int | None = None,
     out: str | Path | None = None,
-    here: bool = False,
+    in_process: bool = False,
 ) -> list[JsonObject]:
     """Answer some rows, or one prompt, in separate processes.
 
@@ -75,7 +75,7 @@ def generate(
         batch: most prompts that are answered at once.
         max_rows: answer the first so many rows only.
         out: a file to write the result to, as `zoo.evaluate` takes it.
-        here: a single rank runs in this process, as in the command `zoo generate`.
+        in_process: a single rank runs in this process, as in the command `zoo generate`.
 
     Returns:
         One dict per row, in order: `source`, `kind`, `text`, `reference` (the row's own answer, or None), `prompt_tokens`,
@@ -100,7 +100,7 @@ def generate(
         options: JsonObject = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones}
         options |= {"max_rows": most, "kept": file.kept and str(file.kept)}
         task, ranks = "zoo.tools.generate:generate_here", world_size(recipe)
-        answers: list[JsonObject] = run_task(task, recipe, ranks, options, fresh=not here)
+        answers: list[JsonObject] = run_task(task, recipe, ranks, options, fresh=not in_process)
         file.write(answers)
         return answers
 

@@ -42,7 +42,7 @@ def score(
     *,
     max_rows: int | None = None,
     out: str | Path | None = None,
-    here: bool = False,
+    in_process: bool = False,
 ) -> list[JsonObject]:
     """Compute the log-probabilities of the answers in some rows, in separate processes.
 
@@ -52,7 +52,7 @@ def score(
         overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
         max_rows: the first so many rows only.
         out: a file to write the result to, as `zoo.evaluate` takes it.
-        here: a single rank runs in this process, as in the command `zoo score`.
+        in_process: a single rank runs in this process, as in the command `zoo score`.
 
     Returns:
         One dict per row, in order: `source` (the row's file and line), `token_ids` (L ints), `labels` (L ints, -100 outside of
@@ -67,7 +67,7 @@ def score(
         most = max_rows or recipe.train.eval_rows or None
         options: JsonObject = {"max_rows": most, "kept": file.kept and str(file.kept)}
         task = "zoo.tools.score:score_here"
-        scored: list[JsonObject] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
+        scored: list[JsonObject] = run_task(task, recipe, world_size(recipe), options, fresh=not in_process)
         file.write(scored)
         return scored
 
@@ -84,7 +84,7 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         batches = recipe_batches(recipe, source, world)
         mine: dict[int, JsonObject] = {}  # by row number
         for numbers, batch in zip(batches.bins, batches, strict=True):
-            logprobs = _logprobs(step, chunks, world, batches.spare() if batch is None else batch)
+            logprobs = _logprobs(step, chunks, world, batches.filler() if batch is None else batch)
             scored: dict[int, JsonObject] = {}
             if batch is not None and logprobs is not None and world.cp_rank == 0:
                 rows = by_sample(batch, batch.input_ids, batch.labels, logprobs)

@@ -53,7 +53,7 @@ def top_tokens(
     *,
     top_k: int = 64,
     temperature: float = 1.0,
-    here: bool = False,
+    in_process: bool = False,
 ) -> dict[str, int]:
     """Write the tokens that a teacher finds most likely at each label of some rows, for `distill.teacher`.
 
@@ -66,7 +66,7 @@ def top_tokens(
         overrides: recipe keys, as `zoo.score` takes them; neither the layout nor packing changes the result.
         top_k: tokens of each label; the others are one outcome.
         temperature: divides the teacher's logits.
-        here: in this process, as `zoo.score` takes it.
+        in_process: in this process, as `zoo.score` takes it.
 
     Returns:
         `rows` (those that were left out as bad ones not counted), `labels`, and the `files` written by this call.
@@ -77,7 +77,7 @@ def top_tokens(
     with asked(path, rows, overrides) as recipe:
         recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
         task, folder = "zoo.tools.top_tokens:top_tokens_here", str(expanded(out).absolute())
-        done: dict[str, int] = run_task(task, recipe, world_size(recipe), folder, fresh=not here)
+        done: dict[str, int] = run_task(task, recipe, world_size(recipe), folder, fresh=not in_process)
         return done
 
 
@@ -133,7 +133,7 @@ def _tokens(
     wanted = TopK(recipe.distill.top_k, recipe.distill.temperature)
     mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
-        top = top_tokens_of(step, chunks, batches.spare() if batch is None else batch, world, wanted)
+        top = top_tokens_of(step, chunks, batches.filler() if batch is None else batch, world, wanted)
         if batch is None or top is None or not world.counts_loss:
             continue
         tokens, places = top

@@ -102,7 +102,7 @@ def verify(
     rows: str | Path | None = None,
     overrides: Overrides = (),
     tolerance: float = LOGPROBS,
-    here: bool = False,
+    in_process: bool = False,
     quiet: bool = True,
 ) -> Verification:
     """Compare two checkpoints of one family.
@@ -113,7 +113,7 @@ def verify(
         rows: a JSONL file, or a bundled set, whose answers' log-probabilities are compared too, in fp32.
         overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
         tolerance: largest difference of two log-probabilities (natural) that still counts as equal.
-        here: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
+        in_process: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
         quiet: no progress on stderr.
 
     Raises:
@@ -131,7 +131,7 @@ def verify(
         tensors = list(_compare(left, right, progress or (lambda count: None)))
         if progress is not None:
             progress.close()
-    rows_compared = [] if rows is None else _compare_rows(places, rows, overrides, here)
+    rows_compared = [] if rows is None else _compare_rows(places, rows, overrides, in_process)
     return Verification(tensors, rows_compared, tolerance)
 
 
@@ -297,4 +297,4 @@ def _compare_rows(
 def _logprobs(weights: Place, rows: str | Path, overrides: Overrides, in_process: bool) -> list[JsonObject]:
     if weights.kind == "hf":
         return hf_logprobs(weights, rows, overrides)
-    return score(weights.folder, rows, combined(["engine.precision=fp32"], overrides), here=in_process)
+    return score(weights.folder, rows, combined(["engine.precision=fp32"], overrides), in_process=in_process)

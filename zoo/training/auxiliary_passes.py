@@ -98,16 +98,16 @@ class KLEstimate:
                 if (mismatched := batch.mismatched) is not None
             ]
         with_drift: list[MicroBatch] = []
-        sums = torch.zeros(2, device=self.world.device)
+        totals = torch.zeros(2, device=self.world.device)
         for batch, policy in zip(batches, logprobs, strict=True):
             if policy is None:  # an earlier pipeline stage
                 return [*batches]
             assert batch.reference is not None  # rows of labelled answers bring theirs
             drift = policy - batch.reference[1::2].to(policy.device)
             with_drift.append(replace(batch, reference=batch.reference[::2], drift=drift))
-            if not batch.spare:
-                sums += torch.stack((drift.sum(), drift.new_tensor(float(len(drift)))))
+            if not batch.filler:
+                totals += torch.stack((drift.sum(), drift.new_tensor(float(len(drift)))))
         if self.world.dp_size > 1:
-            dist.all_reduce(sums, group=self.world.groups.dp)
-        kl = (sums[0] / sums[1]).clamp(min=0)
+            dist.all_reduce(totals, group=self.world.groups.dp)
+        kl = (totals[0] / totals[1]).clamp(min=0)
         return [replace(batch, kl=kl) for batch in with_drift]

@@ -54,12 +54,14 @@ def write(
     rank_record: JsonObject = {"rank": world.dp_rank, "rows": None, "losses": ()}
     if world.counts_data:
         rank_record["rows"] = []
-        for batch in (batch for batch in batches if not batch.spare):
+        for batch in (batch for batch in batches if not batch.filler):
             facts = zip(batch.sources, batch.kinds, batch.lengths, strict=True)
             samples = [{"source": source, "kind": kind, "tokens": length} for source, kind, length in facts]
             rank_record["rows"].append({"tokens": batch.total, "labels": batch.num_labels, "samples": samples})
     if world.counts_loss:
-        rank_record["losses"] = [(float(sums["nll"]), float(sums["weight"])) for sums in loss_sums]
+        rank_record["losses"] = [
+            (float(metric_totals["nll"]), float(metric_totals["weight"])) for metric_totals in loss_sums
+        ]
     everyone: list[JsonObject] = [{} for _ in range(world.size)]
     dist.all_gather_object(everyone, rank_record)
     path = run_dir / FOLDER / f"step_{numbers['step']}.json"
@@ -73,18 +75,18 @@ def write(
 
 def _rows_with_losses(everyone: Sequence[JsonObject]) -> list[JsonObject]:
     """Rows of all data-parallel ranks, each with its loss, which context-parallel ranks have parts of."""
-    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    totals: dict[tuple[int, int], tuple[float, float]] = {}
     for rank_record in everyone:
         for number, (nll, weight) in enumerate(rank_record["losses"]):
-            before = sums.get((rank_record["rank"], number), (0.0, 0.0))
-            sums[rank_record["rank"], number] = before[0] + nll, before[1] + weight
+            before = totals.get((rank_record["rank"], number), (0.0, 0.0))
+            totals[rank_record["rank"], number] = before[0] + nll, before[1] + weight
     rows = []
     for rank_record in sorted(
         (rank_record for rank_record in everyone if rank_record["rows"] is not None),
         key=lambda rank_record: rank_record["rank"],
     ):
         for number, row in enumerate(rank_record["rows"]):
-            nll, weight = sums.get((rank_record["rank"], number), (0.0, 0.0))
+            nll, weight = totals.get((rank_record["rank"], number), (0.0, 0.0))
             rows.append({"rank": rank_record["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
     return rows
 

@@ -46,10 +46,10 @@ class LabelSums:
     def gather(self, world: World) -> JsonObject:
         """`loss`, `exact_match` and `rows`, and `by_kind`: kind -> the same."""
         by_kind, whole = _summed_over_ranks(self.kinds, world, 4)
-        return {**self._means(whole), "by_kind": {kind: self._means(sums) for kind, sums in by_kind.items()}}
+        return {**self._means(whole), "by_kind": {kind: self._means(totals) for kind, totals in by_kind.items()}}
 
-    def _means(self, sums: Sequence[float]) -> JsonObject:
-        nll, weight, rows, matches = sums
+    def _means(self, totals: Sequence[float]) -> JsonObject:
+        nll, weight, rows, matches = totals
         return {"exact_match": matches / max(rows, 1.0), "rows": int(rows), "loss": nll / (weight or 1.0)}
 
 
@@ -74,11 +74,11 @@ class PairSums:
     def gather(self, world: World) -> JsonObject:
         """Means over all ranks' pairs, `rows`, and `by_kind`: kind -> the same."""
         by_kind, whole = _summed_over_ranks(self.kinds, world, len(PAIR_METRICS) + 1)
-        return {**self._means(whole), "by_kind": {kind: self._means(sums) for kind, sums in by_kind.items()}}
+        return {**self._means(whole), "by_kind": {kind: self._means(totals) for kind, totals in by_kind.items()}}
 
-    def _means(self, sums: Sequence[float]) -> JsonObject:
-        count = sums[-1]
-        means = {name: value / max(count, 1.0) for name, value in zip(PAIR_METRICS, sums, strict=False)}
+    def _means(self, totals: Sequence[float]) -> JsonObject:
+        count = totals[-1]
+        means = {name: value / max(count, 1.0) for name, value in zip(PAIR_METRICS, totals, strict=False)}
         if self.preference.scores:  # a reward model says nothing that could match
             del means["exact_match"]
         return {**means, "rows": int(count)}
@@ -120,8 +120,8 @@ class UnpairedSums:
 
 
 def _add(kinds: dict[str, list[float]], kind: str | None, values: Sequence[float]) -> None:
-    sums = kinds.setdefault(kind or "row", [0.0] * len(values))
-    sums[:] = [total + value for total, value in zip(sums, values, strict=True)]
+    totals = kinds.setdefault(kind or "row", [0.0] * len(values))
+    totals[:] = [total + value for total, value in zip(totals, values, strict=True)]
 
 
 def _of_all_ranks[T](kinds: dict[str, T], world: World) -> Iterator[tuple[str, T]]:
@@ -136,6 +136,6 @@ def _summed_over_ranks(
 ) -> tuple[dict[str, list[float]], list[float]]:
     """The `count` sums of each kind over all ranks, kinds in order, and those of all kinds."""
     total: dict[str, list[float]] = {}
-    for kind, sums in _of_all_ranks(kinds, world):
-        _add(total, kind, sums)
-    return dict(sorted(total.items())), [sum(sums[i] for sums in total.values()) for i in range(count)]
+    for kind, totals in _of_all_ranks(kinds, world):
+        _add(total, kind, totals)
+    return dict(sorted(total.items())), [sum(totals[i] for totals in total.values()) for i in range(count)]

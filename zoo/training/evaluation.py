@@ -78,7 +78,7 @@ def evaluate(
     chunks: Sequence[MegatronModule],
     batches: Iterable[MicroBatch | None],
     world: World,
-    spare: Callable[[], MicroBatch],
+    filler: Callable[[], MicroBatch],
     auxiliary_passes: AuxiliaryPasses | None = None,
 ) -> JsonObject:
     """Metrics over all rows of `batches` and all ranks.
@@ -87,7 +87,7 @@ def evaluate(
         step: of the model; rows are pairs or labelled answers where it has a loss of these.
         chunks: this rank's model chunks.
         batches: this rank's micro-batches, as many on every rank; None stands for one without rows.
-        spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
+        filler: makes the batch that runs in the place of None, so that all ranks join the collectives.
         auxiliary_passes: those of a loss of preferences, as in training.
 
     Returns:
@@ -95,14 +95,14 @@ def evaluate(
         For pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
         `zoo.steps.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
     """
-    sums = metric_sums(step.preference)
+    totals = metric_sums(step.preference)
     with in_eval_mode(chunks):
         for batch in batches:
             if auxiliary_passes is not None and step.preference is not None:
-                (completed,) = auxiliary_passes([spare() if batch is None else batch])
+                (completed,) = auxiliary_passes([filler() if batch is None else batch])
                 batch = None if batch is None else completed
-            sums.add(*batch_sums(step, chunks, batch, world, spare), batch)
-    return sums.gather(world)
+            totals.add(*batch_sums(step, chunks, batch, world, filler), batch)
+    return totals.gather(world)
 
 
 @torch.no_grad()
@@ -111,13 +111,13 @@ def batch_sums(
     chunks: Sequence[MegatronModule],
     batch: MicroBatch | None,
     world: World,
-    spare: Callable[[], MicroBatch],
+    filler: Callable[[], MicroBatch],
 ) -> tuple[Kinds, RowTable]:
     """Kinds and sums of a micro-batch's rows, with arguments as `evaluate` has them.
 
     Both are empty where another rank counts the rows: on earlier pipeline stages and on further context-parallel ranks.
     """
-    outputs = _evaluated(step, chunks, spare() if batch is None else batch, world)
+    outputs = _evaluated(step, chunks, filler() if batch is None else batch, world)
     if batch is None or not world.counts_loss:
         return (), ()
     table = torch.stack([outputs[0][f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])

@@ -128,7 +128,7 @@ class Reference:
                 batches = recipe_batches(self.recipe, source, self.world, every_variant=True)
                 mine: dict[SampleId, list[float]] = {}
                 for number, (ids, batch) in enumerate(zip(batches.bins, batches, strict=True)):
-                    values = compared_logprobs(step, chunks, batches.spare() if batch is None else batch, self.world)
+                    values = compared_logprobs(step, chunks, batches.filler() if batch is None else batch, self.world)
                     tick()
                     terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
                     if batch is not None and values is not None:

@@ -103,10 +103,10 @@ class StepTotals:
         mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *own_names)
-        sums = [torch.zeros_like(squared_norm)] * len(names)
+        totals = [torch.zeros_like(squared_norm)] * len(names)
         if world.counts_loss and loss_sums:  # in fp64, so exact in any order
-            sums = [torch.stack([by_name[name].double() for by_name in loss_sums]).sum() for name in names]
-        on_device: list[float] = torch.stack([squared_norm, *expert_shares.values(), *sums]).tolist()
+            totals = [torch.stack([by_name[name].double() for by_name in loss_sums]).sum() for name in names]
+        on_device: list[float] = torch.stack([squared_norm, *expert_shares.values(), *totals]).tolist()
         tokens = [counts.real, counts.total] if world.counts_data else [0, 0]
         seconds = parts()
         by_rank = [value * (rank == world.rank) for rank in range(world.size) for value in seconds]

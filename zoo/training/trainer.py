@@ -397,7 +397,7 @@ class Trainer:
             return self.step(data, model, loss_scale=scale)
 
         several = len(self.chunks) > 1
-        sums: Sequence[LossSums] = get_forward_backward_func()(
+        loss_sums: Sequence[LossSums] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(ready) for _ in self.chunks] if several else iter(ready),
             model=[*self.chunks] if several else self.chunks[0],
@@ -406,7 +406,7 @@ class Trainer:
             micro_batch_size=micro_batches[0].input_ids.shape[0],
             forward_only=False,
         )
-        return sums
+        return loss_sums
 
     def log_step(self, result: StepResult) -> None:
         """Write a step's metrics down."""
@@ -487,7 +487,7 @@ class Trainer:
                 yield batch
 
         step, passes = self.step, self.auxiliary_passes
-        metrics = evaluate(step, self.chunks, until_interrupted(), self.world, eval_set.spare, passes)
+        metrics = evaluate(step, self.chunks, until_interrupted(), self.world, eval_set.filler, passes)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))

@@ -114,8 +114,8 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
 ) -> None:
     seen: list[Recipe] = []
 
-    def fake(recipe: Recipe, *, here: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
-        planned, ranks = prepare.prepare(recipe, here=here)
+    def fake(recipe: Recipe, *, in_process: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
+        planned, ranks = prepare.prepare(recipe, in_process=in_process)
         announce(planned, ranks)
         seen.append(planned)
         return TrainResult(steps=1, losses=[1.0], checkpoint=None, run_dir="x")
@@ -265,8 +265,8 @@ def test_other_ranks_print_no_headline_and_say_who_they_are(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    def fake(recipe: Recipe, *, here: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
-        announce(*prepare.prepare(recipe, here=here))
+    def fake(recipe: Recipe, *, in_process: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
+        announce(*prepare.prepare(recipe, in_process=in_process))
         return TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
 
     monkeypatch.setattr(launcher, "launch", fake)

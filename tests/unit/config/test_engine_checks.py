@@ -154,9 +154,9 @@ def test_a_plan_asks_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         recipe = MOE.replace({**asked, "machine.gpu": gpu, **changes})
         if told is None:
-            validate(recipe, 1, here=False)
+            validate(recipe, 1, on_this_machine=False)
         else:
             with pytest.raises(ConfigError, match=told):
-                validate(recipe, 1, here=False)
+                validate(recipe, 1, on_this_machine=False)
     with pytest.raises(ConfigError, match="none is here"):
         validate(recipe, 1)

@@ -85,7 +85,7 @@ def test_not_without_a_gpu_or_with_several_architectures(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("task", [False, True])
 def test_it_is_said_before_megatron_core_is_imported(task: bool, tmp_path: Path) -> None:
     """With Transformer Engine that imports FlashAttention 4, which reads it then."""
-    start = "run_task('zoo.training.trainer:run_rank', recipe, 1)" if task else "launch(recipe, here=True)"
+    start = "run_task('zoo.training.trainer:run_rank', recipe, 1)" if task else "launch(recipe, in_process=True)"
     (tmp_path / "flash_attn.py").write_text("")
     code = (
         "import os, sys\n"

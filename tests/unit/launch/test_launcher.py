@@ -299,7 +299,7 @@ def test_what_is_done_while_another_process_plans(gpus: int, monkeypatch: pytest
     monkeypatch.setattr(plan_process, "gpu_count", lambda: gpus)
     recipe = recipe_in(tmp_path, "parallel.plan=[tp]", "hardware=2xh100", "machine.host_memory_gb=64")
     for here in (False, True):
-        planned = plan_process.planned(recipe, 2, here=here, meanwhile=lambda: calls.append(1))
+        planned = plan_process.planned(recipe, 2, in_process=here, meanwhile=lambda: calls.append(1))
         assert planned.parallel.plan == [] and planned.parallel.tp == 1
     plan_process.planned(planned, 2, meanwhile=lambda: calls.append(1))
     assert len(calls) == 3

@@ -34,7 +34,7 @@ def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
     graphs = recipe.engine.cuda_graphs is True
     changes = {"engine.precision": "bf16", "packing.budget": line["number"] * result["longest"]}
     changes["engine.cuda_graphs"] = graphs  # elsewhere they are a choice of the planner's
-    recipe = validate(recipe.replace({**changes, "train.global_batch": 1, "train.steps": 1}), 1, here=False)
+    recipe = validate(recipe.replace({**changes, "train.global_batch": 1, "train.steps": 1}), 1, on_this_machine=False)
     config = get_family(recipe.model.family).load("config").from_arch(dict(recipe.model.arch))
     samples, number, model = (receipts(config, result["samples"], result["longest"]), line["number"], model_of(recipe))
     # Bytes: earlier runs held whole fp32 copies of bf16 weights.

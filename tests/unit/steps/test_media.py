@@ -32,7 +32,7 @@ def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: i
     media, streams = media_of(images, clips)
     shares = [rank_share(streams, media, rank, size) for rank in range(size)]
     longest = shares[0].longest
-    assert all(share.longest == longest and torch.equal(share.place, shares[0].place) for share in shares)
+    assert all(share.longest == longest and torch.equal(share.index, shares[0].index) for share in shares)
     gathered = []
     for share in shares:
         for stream in streams:  # what comes of it, were an embedding the number of its item
@@ -43,7 +43,7 @@ def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: i
         assert len(made) <= longest
         gathered.append(torch.nn.functional.pad(made, (0, longest - len(made)), value=-1))
     whole = torch.cat([media[stream.data][::2, 0] for stream in streams])
-    torch.testing.assert_close(torch.cat(gathered)[shares[0].place], whole, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat(gathered)[shares[0].index], whole, rtol=0, atol=0)
     assert sum(len(rows) for share in shares for name, rows in share.media.items() if name in ("pixels", "frames")) == (
         2 * sum(images) + 2 * sum(clips)
     )

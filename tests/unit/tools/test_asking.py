@@ -247,11 +247,11 @@ def test_a_run_without_held_out_rows_says_so(weights: Path, tmp_path: Path) -> N
 
 
 def test_python_takes_them_too(weights: Path, tmp_path: Path) -> None:
-    (found,) = zoo.generate(weights, [{"messages": turns(1)[:1]}], max_new_tokens=2, here=True)
+    (found,) = zoo.generate(weights, [{"messages": turns(1)[:1]}], max_new_tokens=2, in_process=True)
     assert found["reference"] is None
     entry = {"path": parquet(tmp_path), "held_out": 0.2}
-    assert len(zoo.score(weights, entry, max_rows=2, here=True)) == 2
-    assert zoo.evaluate(weights, datasets.Dataset.from_list(ROWS[:2]), max_new_tokens=1, here=True).rows == 2
+    assert len(zoo.score(weights, entry, max_rows=2, in_process=True)) == 2
+    assert zoo.evaluate(weights, datasets.Dataset.from_list(ROWS[:2]), max_new_tokens=1, in_process=True).rows == 2
 
 
 @pytest.mark.parametrize("as_array", [False, True])

@@ -155,12 +155,12 @@ def test_no_tool_decodes_in_its_own_process(watched: list[str], tmp_path: Path) 
             return opened.generate(items, max_new_tokens=1).answers
 
     tools: dict[str, Callable[[], Any]] = {
-        "train": lambda: zoo.train(recipe, here=True),
-        "generate": lambda: zoo.generate(run, rows, max_new_tokens=1, here=True),
-        "evaluate": lambda: zoo.evaluate(run, rows, max_new_tokens=1, here=True),
-        "score": lambda: zoo.score(run, rows, here=True),
+        "train": lambda: zoo.train(recipe, in_process=True),
+        "generate": lambda: zoo.generate(run, rows, max_new_tokens=1, in_process=True),
+        "evaluate": lambda: zoo.evaluate(run, rows, max_new_tokens=1, in_process=True),
+        "score": lambda: zoo.score(run, rows, in_process=True),
         "engine": engine,
-        "top tokens": lambda: zoo.top_tokens(f"{run}/export", rows, tmp_path / "tokens", top_k=2, here=True),
+        "top tokens": lambda: zoo.top_tokens(f"{run}/export", rows, tmp_path / "tokens", top_k=2, in_process=True),
         "transformers": lambda: hf_logprobs(look(f"{run}/export"), rows),
         "inspect": lambda: not main(["inspect", "recipe=qwen3_omni_sft", *settings, f"run.dir={run}"]),
         "init": lambda: not main(["init", f"data={rows}", f"out={tmp_path / 'mine.yaml'}"]),

@@ -46,10 +46,10 @@ def examples(assembly: Assembly, count: int, longest: int) -> list[Example]:
     if marks(assembly.config):
         return [Example(sample, {}) for sample in receipts(assembly.config, count, longest)]
     generator = torch.Generator().manual_seed(SEED)
-    return [_within(assembly, number, draw_sizes(generator, longest), longest) for number in range(count)]
+    return [_short_enough(assembly, number, draw_sizes(generator, longest), longest) for number in range(count)]
 
 
-def _within(assembly: Assembly, number: int, sizes: Sizes, longest: int) -> Example:
+def _short_enough(assembly: Assembly, number: int, sizes: Sizes, longest: int) -> Example:
     """A row of at most `longest` tokens: its answer is cut off behind."""
     processor, answer = assembly.processor, max(sizes.answer, 1)
     while True:

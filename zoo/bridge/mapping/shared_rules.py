@@ -62,7 +62,7 @@ def attention_layer(zoo: str, hf: str, qkv: Transform | None = None, *, sandwich
     attention, norms = f"{zoo}.self_attention", {"pre_mlp_layernorm": "post_attention_layernorm"}
     if sandwich:
         norms = {"post_self_attn_layernorm": "post_attention_layernorm"}
-        norms |= {f"{place}_mlp_layernorm": f"{place}_feedforward_layernorm" for place in ("pre", "post")}
+        norms |= {f"{side}_mlp_layernorm": f"{side}_feedforward_layernorm" for side in ("pre", "post")}
     return (
         rule(f"{zoo}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
         rule(f"{attention}.linear_qkv.weight", *parts, transform=qkv or QKV(), shard="tp0"),

@@ -161,8 +161,8 @@ class Bridge:
         for name in zoo_names:
             matches = [(r, m) for r in self.rules if (m := r.regex.fullmatch(name))]
             if len(matches) == 1:
-                found, match = matches[0]
-                entries[name] = Entry(name, found, found.layouts[0], match.groupdict())
+                rule, match = matches[0]
+                entries[name] = Entry(name, rule, rule.layouts[0], match.groupdict())
             else:
                 problems.append(f"{name}: {len(matches) or 'no'} rules of the {self.name} bridge match it, wanted one")
         if problems:

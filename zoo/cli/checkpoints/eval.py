@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.tools.evaluate import evaluate
 
-    evaluation = evaluate(path, rows[0] if rows else None, overrides, out=out, here=True, **values)
+    evaluation = evaluate(path, rows[0] if rows else None, overrides, out=out, in_process=True, **values)
     if as_json:
         print(json.dumps({name: getattr(evaluation, name) for name in ("rows", "loss", "scores", "by_kind")}))
         return 0

@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.tools.out_file import line_of
 
     options: JsonObject = {**files, **values}
-    answers = generate(path, rows, overrides, prompt=prompt, out=out, here=True, **options)
+    answers = generate(path, rows, overrides, prompt=prompt, out=out, in_process=True, **options)
     if rows is None:
         print(_for_terminal(answers[0]["text"]), flush=True)
         if (note := _cut(answers[0]["token_ids"], answers[0]["finish"])) is not None:

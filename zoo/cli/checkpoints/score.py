@@ -47,7 +47,7 @@ def _write_scores(path: str, rows: str | None, options: dict[str, str], override
     if "temperature" in options:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
     max_rows = _number(options, "max_rows", int) if "max_rows" in options else None
-    scores = score(path, rows, overrides, max_rows=max_rows, out=options.get("out"), here=True)
+    scores = score(path, rows, overrides, max_rows=max_rows, out=options.get("out"), in_process=True)
     if "out" in options:
         print(f"{len(scores)} rows written to {options['out']}")
     else:
@@ -63,7 +63,7 @@ def _write_tokens(path: str, rows: str | None, options: dict[str, str], override
     if "max_rows" in options:
         raise UserError("max_rows= with top_k=: a teacher's tokens are of all rows; leave it out")
     top_k, temperature = _number(options, "top_k", int), _number(options, "temperature", float)
-    done = top_tokens(path, rows, options["out"], overrides, top_k=top_k, temperature=temperature, here=True)
+    done = top_tokens(path, rows, options["out"], overrides, top_k=top_k, temperature=temperature, in_process=True)
     print(f"{done['rows']:,} rows, {done['labels']:,} labels in {options['out']} ({done['files']} files written now)")
     return 0
 

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     a, b = places
     tolerance = _number(settings["tolerance"]) if "tolerance" in settings else LOGPROBS
     verification = verify(
-        a, b, rows=settings.get("rows"), overrides=overrides, tolerance=tolerance, here=True, quiet=False
+        a, b, rows=settings.get("rows"), overrides=overrides, tolerance=tolerance, in_process=True, quiet=False
     )
     print(json.dumps(verification.as_dict(), indent=2) if "--json" in flags else table(verification))
     return 0 if verification.equal else 1

@@ -76,7 +76,7 @@ def _run(arguments: Sequence[str]) -> int:
             chosen = _planned(resolved.recipe, recipe)
             print(f"zoo: planned for {recipe.hardware or 'these ranks'}: {chosen}", flush=True)
 
-    result = launch(resolved.recipe, here=True, announce=announce)
+    result = launch(resolved.recipe, in_process=True, announce=announce)
     if result.code == 0 and os.environ.get("RANK", "0") == "0":
         print("\n".join(["", "Next:", *_next(resolved.recipe, Path(result.run_dir))]), flush=True)
     return result.code

@@ -58,11 +58,11 @@ def check_engine(recipe: Recipe) -> None:
         raise ConfigError(TE_IN_FP32)
 
 
-def check_gpus(recipe: Recipe, *, here: bool) -> None:
+def check_gpus(recipe: Recipe, *, on_this_machine: bool) -> None:
     """Whether the GPUs have what the engine's keys ask for: those of this machine, or else the kind that the recipe is planned for."""
     engine, kind = recipe.engine, find_gpu(recipe.machine.gpu or "")
     planned = {kind.capability} if kind is not None and kind.capability is not None else set()
-    for major, minor in sorted(gpu_capabilities() if here else planned):
+    for major, minor in sorted(gpu_capabilities() if on_this_machine else planned):
         if engine.fp8 and engine.fp8_recipe == "blockwise" and (major, minor) != _HOPPER:
             raise ConfigError(
                 f"engine.fp8_recipe=blockwise on a GPU of compute capability {major}.{minor}: cuBLAS multiplies FP8 with scales for "

@@ -18,7 +18,7 @@ def with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
     """
     answer = item["messages"][-1]["content"]
     shift = zlib.crc32(repr(item).encode()) % 9 + 1
-    wrong = "".join(str((int(one) + shift) % 10) if one.isdecimal() else one for one in answer)
+    wrong = "".join(str((int(character) + shift) % 10) if character.isdecimal() else character for character in answer)
     return {**item, "rejected_response": wrong}
 
 
@@ -40,7 +40,7 @@ def in_words(item: dict[str, Any]) -> dict[str, Any]:
     """
     messages = []
     for answer in item["messages"][1::2]:
-        spelled = ", ".join(" ".join(WORDS[int(one)] for one in part) for part in answer["content"].split())
+        spelled = ", ".join(" ".join(WORDS[int(digit)] for digit in part) for part in answer["content"].split())
         messages += [{"role": "user", "content": f"Write in digits: {spelled}."}, answer]
     return {"kind": "text", "messages": messages}
 

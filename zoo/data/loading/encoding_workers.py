@@ -150,8 +150,8 @@ class EncodingWorkers:
         encoder = pickle.dumps(replace(self.encoder, data=data, decoder=None), protocol=5)
         self._wake_up, woken = socket.socketpair()
         self._wake_up.setblocking(False)
-        given = (encoder, self._started.channels[0], woken)
-        self._thread = threading.Thread(target=self._serve, args=given, name="zoo-encoding", daemon=True)
+        arguments = (encoder, self._started.channels[0], woken)
+        self._thread = threading.Thread(target=self._serve, args=arguments, name="zoo-encoding", daemon=True)
         self._thread.start()
 
     def _serve(self, encoder: bytes, first: MessageSocket, woken: socket.socket) -> None:

@@ -52,7 +52,7 @@ class EvalBatches:
         (samples,), findings = encode_all(self._lengths, [ids])
         return self._batch(samples) if samples else None, findings
 
-    def spare(self) -> MicroBatch:
+    def filler(self) -> MicroBatch:
         """A micro-batch to run, not to count, where this rank has none left."""
         for sample_id in map(SampleId, range(len(self.source))):
             (samples,), _ = encode_all(self._lengths, [[sample_id]])
@@ -91,7 +91,7 @@ def eval_batches(
 
     Returns:
         A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
-        caller runs its `spare()` to keep collectives in step.
+        caller runs its `filler()` to keep collectives in step.
 
     Raises:
         UserError: no row of the source can be used.

@@ -6,7 +6,7 @@ Guarantees:
 - Within an epoch every usable row goes into the stream once; the packer's look-ahead runs on over the epochs' ends.
 - After `steps_for_epochs` the stream ends with these epochs, and every usable row of them has been in one bin. Bins of the last steps
   may be part-full, and the last step may have fewer. Each rank has as many micro-batches all the same: where bins are
-  missing, a copy of the step's shortest sample that counts nothing (`MicroBatch.spare`).
+  missing, a copy of the step's shortest sample that counts nothing (`MicroBatch.filler`).
 - `state_dict` belongs to the batches handed out, not to those prepared ahead: a resumed stream equals the
   uninterrupted one, to the sample, also on another number of ranks. With another budget, alignment or mode it holds the same
   rows, in other bins.
@@ -48,7 +48,7 @@ class PlannedStep(NamedTuple):
 
     before: Position  # of the stream
     mine: list[list[SampleId]]  # this rank's bins
-    spares: int  # of the last of these bins, which only fill the step up
+    fillers: int  # of the last of these bins, which only fill the step up
     left: int  # steps that follow, by what is known of them; 0 without epochs
     state: JsonObject  # where the stream stands behind the step
 
@@ -238,7 +238,7 @@ class BatchLoader:
                 return PreparedStep([], 0, self._state)
             plan = self._planned[0]
             encoded = encode_all(self.lengths, plan.mine)
-            batches = [] if encoded.findings else self._batches(encoded.bins, plan.spares)
+            batches = [] if encoded.findings else self._batches(encoded.bins, plan.fillers)
             weight = math.fsum(batch.loss_weight for batch in batches)
             mine = self._rank, weight, [batch.total for batch in batches]
             findings, everyone = self.lengths.exchange(encoded.findings, mine)
@@ -255,12 +255,12 @@ class BatchLoader:
         batches = with_most_tokens(batches, [totals for *_, totals in everyone])
         return PreparedStep(batches, plan.left, plan.state)
 
-    def _batches(self, bins: Sequence[Sequence[Sample]], spares: int) -> list[MicroBatch]:
-        """The micro-batches of bins, of which the last `spares` count nothing."""
+    def _batches(self, bins: Sequence[Sequence[Sample]], fillers: int) -> list[MicroBatch]:
+        """The micro-batches of bins, of which the last `fillers` count nothing."""
         pad_id = self.source.processor.pad_id
         batches = [make_batch(samples, self._mode, self._align, self._pad_to, pad_id) for samples in bins]
-        counted = len(batches) - spares
-        return batches[:counted] + [replace(batch, spare=True, sources=(), kinds=()) for batch in batches[counted:]]
+        counted = len(batches) - fillers
+        return batches[:counted] + [replace(batch, filler=True, sources=(), kinds=()) for batch in batches[counted:]]
 
     def _plan(self) -> None:
         """Plan the next step and, where workers encode ahead, some more; begin with their rows."""
@@ -275,8 +275,8 @@ class BatchLoader:
                 break
             if not bins:
                 break
-            mine, spares = self._share_of(bins)
-            self._planned.append(PlannedStep(before, mine, spares, self._steps_left(), self._stream_state()))
+            mine, fillers = self._share_of(bins)
+            self._planned.append(PlannedStep(before, mine, fillers, self._steps_left(), self._stream_state()))
         self.source.prefetch(
             [sample_id for plan in self._planned for ids in plan.mine for sample_id in ids], alone=True
         )
@@ -291,11 +291,11 @@ class BatchLoader:
         costs = [sum(sizes[sample_id].cost for sample_id in ids if sample_id in sizes) for ids in bins] + [0] * missing
         shared = deal_bins(costs, self._ranks)[self._rank]
         mine = [bins[index] for index in shared if index < len(bins)]
-        spares = len(shared) - len(mine)
-        if spares:
+        fillers = len(shared) - len(mine)
+        if fillers:
             shortest = min(sizes, key=lambda sample_id: (sizes[sample_id].tokens, sample_id))
-            mine += [[shortest]] * spares
-        return mine, spares
+            mine += [[shortest]] * fillers
+        return mine, fillers
 
     def _steps_left(self) -> int:
         """Steps from where the stream stands to its end, by what is known of them; 0 without an end."""

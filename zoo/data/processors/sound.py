@@ -48,8 +48,8 @@ def check_window(n_window: int, tokens: int) -> None:
     """ConfigError where `tokens`, those of a chunk of 2 * n_window frames, are not what transformers counts."""
     if tokens != CHUNK_TOKENS:
         counted = f"transformers counts {CHUNK_TOKENS} tokens for each full audio chunk"
-        given = f"chunks of {2 * n_window} frames give {tokens}"
-        raise ConfigError(f"audio_config.n_window is {n_window}: {counted}, but {given}; use 50.")
+        configured = f"chunks of {2 * n_window} frames give {tokens}"
+        raise ConfigError(f"audio_config.n_window is {n_window}: {counted}, but {configured}; use 50.")
 
 
 def sound_tensors(features: Features, mask: str) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def _launch(
     )  # fmt: skip
 
 
-class _Turned(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, padded: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
@@ -99,7 +99,7 @@ class _Cut(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first R channels of x (T, H, D) turned by angles given as cos and sin (T, R), fp32 and the same in both halves."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out: tuple[Tensor] = _Turned.apply(x[:, None], cos.contiguous(), sin.contiguous(), 1, x.shape[-1])
+    out: tuple[Tensor] = _Rotation.apply(x[:, None], cos.contiguous(), sin.contiguous(), 1, x.shape[-1])
     return out[0]
 
 
@@ -109,7 +109,7 @@ def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None)
     `padded`: width of the heads that are returned, at least D; zeros fill it.
     """
     width_out = padded or qkv.shape[-1]
-    return _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, width_out)
+    return _Rotation.apply(qkv, cos.contiguous(), sin.contiguous(), 2, width_out)
 
 
 def cut_heads(x: Tensor, width: int) -> Tensor:

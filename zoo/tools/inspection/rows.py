@@ -97,7 +97,7 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: JsonObject
     packed: list[PackedRow] = []
     while len(packed) < count and (batches := loader.next_step()):
         for batch in batches:
-            if not batch.spare:
+            if not batch.filler:
                 packed += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
     return packed[:count]
 

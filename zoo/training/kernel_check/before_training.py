@@ -53,7 +53,7 @@ def check_kernels(recipe: Recipe) -> None:
         )
     if findings.wrong:
         raise UserError("; ".join(_refusal(result) for result in findings.wrong))
-    _keep(record, findings.as_dict())
+    _remember(record, findings.as_dict())
     print(f"zoo: {len(findings.results)} kernels are right ({findings.seconds:.0f} s)", flush=True)
 
 
@@ -62,8 +62,8 @@ def _refusal(result: CheckResult) -> str:
     if result.problem is not None:
         why = result.problem.splitlines()[0]
     else:
-        what, error = result.worst
-        why = f"its {what} is off by {error:.1e} of its size, {check.bound:.0e} is allowed"
+        tensor_name, error = result.worst
+        why = f"its {tensor_name} is off by {error:.1e} of its size, {check.bound:.0e} is allowed"
     return f"the kernel {check.name} ({check.kernel}) is wrong on this GPU: {why}; fix: {check.fix}"
 
 
@@ -94,14 +94,14 @@ def _record(key: dict[str, Any]) -> Path | None:
     return None if cache is None else cache / f"{digest}.json"
 
 
-def _keep(path: Path | None, found: dict[str, Any]) -> None:
+def _remember(path: Path | None, findings: dict[str, Any]) -> None:
     """Write a result, under another name first; where the folder can't be written, the next start checks again."""
     if path is None:
         return
-    beside = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(found, indent=2), encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(json.dumps(findings, indent=2), encoding="utf-8")
+        temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -84,8 +84,8 @@ def _main(config: str, name: str, result: str) -> None:
     with importing(own=True):
         import_core()
         from zoo.training.kernel_check.recipes import check_recipes
-    ((_, found),) = check_recipes([recipe], only=(name,)).results
-    Path(result).write_bytes(pickle.dumps(found))
+    ((_, check_result),) = check_recipes([recipe], only=(name,)).results
+    Path(result).write_bytes(pickle.dumps(check_result))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ def check_recipes(
     from zoo.doctor.known_wrong import known_wrong_checks
     from zoo.doctor.run_checks import free_memory, run_checks
 
-    with alone(recipes[0]) as here:
+    with alone(recipes[0]) as world:
         findings = run_checks(
-            [(f"{recipe.recipe} {recipe.size or ''}".strip(), partial(_subject, recipe, here)) for recipe in recipes],
+            [(f"{recipe.recipe} {recipe.size or ''}".strip(), partial(_subject, recipe, world)) for recipe in recipes],
             only=only,
             skip=skip,
-            known_wrong=known_wrong_checks(here.device, here.groups) if known_wrong else (),
+            known_wrong=known_wrong_checks(world.device, world.groups) if known_wrong else (),
             report=report,
             elsewhere=elsewhere,
         )
@@ -51,7 +51,7 @@ def check_recipes(
     return findings
 
 
-def _subject(recipe: Recipe, here: World) -> Subject:
+def _subject(recipe: Recipe, world: World) -> Subject:
     """The layers to check, in a world of one rank."""
     from zoo.doctor.layers import make_subject
     from zoo.model import build
@@ -59,6 +59,6 @@ def _subject(recipe: Recipe, here: World) -> Subject:
 
     # The shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = on_one_rank(recipe).replace({"engine.backend": "torch", "train.loss": "nll"})
-    with on_meta(here) as nowhere:
+    with on_meta(world) as nowhere:
         (whole,) = build.build_model(build.assembly_of_arch(recipe), plain, nowhere)
-    return make_subject(recipe, whole, here.device)
+    return make_subject(recipe, whole, world.device)

@@ -44,7 +44,7 @@ def drawn(loader: BatchLoader, most: int = 10**6) -> list[Step]:
     found: list[Step] = []
     while len(found) < most and (batches := loader.next_step()):
         found.append([batch.sources for batch in batches])
-        assert all(batch.sources or (batch.spare and not batch.loss_weight) for batch in batches)
+        assert all(batch.sources or (batch.filler and not batch.loss_weight) for batch in batches)
     return found
 
 

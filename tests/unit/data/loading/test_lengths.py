@@ -326,7 +326,7 @@ def test_evaluation_leaves_out_what_cannot_be_encoded(size: int) -> None:
             listed = list(batches)
             seen = [name for batch in listed if batch is not None for name in batch.sources]
             assert sorted(seen) == sorted(source.rows.name(n) for indices in batches.bins for n in indices)
-        assert batches.spare().total > 0
+        assert batches.filler().total > 0
         return seen, len(listed), dict(source.counts)
 
     ranks = together(size, task)
@@ -340,7 +340,7 @@ def test_a_set_of_broken_rows_alone_is_refused() -> None:
     batches = eval_batches(open_source([(5, 0)] * 3), budget=BUDGET)
     assert list(batches) == [None]
     with pytest.raises(UserError, match=r"data\.eval: no row can be used \(3 corrupt_media\)"):
-        batches.spare()
+        batches.filler()
 
 
 def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
