@@ -104,7 +104,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     found |= {"rotary": config.rotary, "tied": config.tied, "vocabulary": config.text.vocab_size}
     found |= {"embedding scale": config.embedding_scale, "logit softcap": config.logit_softcap}
     found |= {"full heads": full_heads(config.text)}
-    found |= {"deepstack": config._deepstack, "std": config.text.initializer_range}
+    found |= {"deepstack": config.deepstack_layers, "std": config.text.initializer_range}
     found |= {"costs": config.tower_costs(), "step": _step(family, config)}
     if hasattr(config, "tiling"):
         found |= {"tiling": config.tiling, "layers": config.feature_layers}
