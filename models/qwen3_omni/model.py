@@ -25,5 +25,7 @@ class Qwen3OmniModel(OmniModel):
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision and the audio tower with weights as transformers initialises them."""
-        audio = AudioTower._from_config(tower_config(config.root.audio_config))
-        return {"vision": hf.Qwen3OmniMoeVisionEncoder._from_config(config.vision), "audio": audio}
+        vision = hf.Qwen3OmniMoeVisionEncoder._from_config(
+            config.vision
+        )  # first: random weights are drawn in this order
+        return {"vision": vision, "audio": AudioTower._from_config(tower_config(config.root.audio_config))}

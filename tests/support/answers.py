@@ -13,7 +13,7 @@ import torch
 from support.engine import Zoo
 from support.families import FAMILIES
 from support.rows import Example
-from support.tiny import load_plain
+from support.tiny import load_thinker
 from zoo.data.sample import IGNORE
 from zoo.generation.decoding import Decoding
 from zoo.generation.sampling import Sampling
@@ -80,13 +80,17 @@ SLOW_CLOCK = {"vision": {"tokens_per_second": 1}}
 SIZES = {"qwen25_vl": SLOW_CLOCK, "qwen3_next": {"mtp": 1}}
 ASKED = [
     "qwen35_vl",
-    *(name for name in FAMILIES if name not in ("qwen35_vl", "llava_next", "internvl experts", "qwen3")),
+    *(
+        name
+        for name in FAMILIES
+        if name not in ("qwen35_vl", "llava_next", "internvl experts", "internvl qwen2", "qwen3")
+    ),
 ]
 
 
 def ask(name: str, folder: Path, world: Any) -> Asked:
     """A family's model, and its rows."""
     family = FAMILIES[name]
-    family.write(folder, **SIZES.get(name, {}))
-    zoo = Zoo.load(folder, world, f"model.family={family.name}")
-    return Asked(load_plain(folder), zoo, family.examples(zoo.assembly.processor))
+    written = family.write(folder, **SIZES.get(name, {}))
+    zoo = Zoo.load(written, world, f"model.family={family.name}")
+    return Asked(load_thinker(written), zoo, family.examples(zoo.assembly.processor))

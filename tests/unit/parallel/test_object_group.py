@@ -39,21 +39,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     text = """
         from types import SimpleNamespace
-        from zoo.training import resume
+        from zoo.checkpoint.selection import choose
+        from zoo.config.locate import checkpoints
+        from zoo.config.resume import refuse_unwanted
         from zoo.logging.result import was_completed
         from zoo.parallel.object_group import agreed
         mine = folder / str(rank)  # each rank sees a folder of its own
         mine.mkdir()
         if rank == 0:
             (mine / "summary.json").write_text('{"steps": 4}')
-        run = SimpleNamespace(folder=mine, recipe=SimpleNamespace(run=SimpleNamespace(resume=True)))
+        recipe = SimpleNamespace(run=SimpleNamespace(resume=True))
+        def chosen():
+            refuse_unwanted(mine, agreed(lambda: checkpoints(mine)), recipe)
+            return choose(mine, None).folder
         assert agreed(lambda: was_completed(mine, 4, export=False)) and was_completed(mine, 4, export=False) == (rank == 0)
         if rank == 1:
             (mine / "checkpoints" / "iter_2").mkdir(parents=True)
             (mine / "checkpoints" / "iter_2" / "state.json").write_text("{}")
-        assert resume.choose_checkpoint(run.folder, run.recipe).folder is None
-        run.recipe.run.resume = False
-        assert resume.choose_checkpoint(run.folder, run.recipe).folder is None
+        assert chosen() is None
+        recipe.run.resume = False
+        assert chosen() is None
         try:
             agreed(lambda: (folder / ("no" if rank == 0 else ".")).stat())
         except FileNotFoundError:
@@ -76,8 +81,10 @@ def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path)
         from zoo.parallel.object_group import agreed
         seen = []
         family = type("Family", (), {"load": lambda self, part: self, "from_folder": lambda self, f: seen.append(f) or self,
-                                     "hf": None, "__call__": lambda self, *a: self, "set_template": lambda self, t: None})()
+                                     "hf": None, "__call__": lambda self, *a: self, "set_template": lambda self, t: None,
+                                     "allow_special_tokens": lambda self, t: None})()
         build.get_family = lambda name: family
+        build.with_rows_for_all = lambda config, processor, source, recipe: (config, source)
         from zoo.config.schema import ModelConfig, Recipe
         found = build.assemble(Recipe(model=ModelConfig(family="x", init=str(init))))
         assert found.source.folder == folder / "0" / "checkpoints" / "iter_1", found.source
