@@ -262,7 +262,7 @@ def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
 
         def check(name: str, weights: list[Tensor], *_: Any) -> None:
             groups = {chunk.param_to_bucket_group[one] for one in weights if one in chunk.param_to_bucket_group}
-            if any(gathering._there[group] in streams.on_the_way for group in groups):
+            if any(gathering._arrivals[group] in streams.on_the_way for group in groups):
                 early.append(name)
 
         model = chunk.module
@@ -281,7 +281,7 @@ def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
         _step(run)
         assert streams.on_the_way, "a save has something to wait for"
         to_write(run.trainable, run.world)
-        return Ahead(len(gathering._there), begun[0], early, behind, len(streams.on_the_way))
+        return Ahead(len(gathering._arrivals), begun[0], early, behind, len(streams.on_the_way))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import textwrap
+from abc import ABC
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def overridden(cls: type) -> set[str]:
     found = set()
     for at, kind in enumerate(ours):
         below = set().union(*({*vars(k), *vars(k).get("__annotations__", {})} for k in ours[at + 1 :]))
-        found |= {name for name in vars(kind) if name in below and not re.fullmatch("__.*__", name)}
+        found |= {name for name in vars(kind) if name in below - {*vars(ABC)} and not re.fullmatch("__.*__", name)}
     return found
 
 

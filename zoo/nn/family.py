@@ -55,8 +55,7 @@ class FamilyConfig:
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
     not_built: ClassVar[Mapping[str, str]] = {}  # a model_type close to these -> why it can't be trained, for messages
     further: ClassVar[tuple[str, ...]] = ("head_dim",)  # keys of a decoder that are read though its class has none
-    # Where a config has none, as in transformers; None: one position a token.
-    mrope_section: ClassVar[tuple[int, ...] | None] = None
+    mrope_section: ClassVar[tuple[int, ...] | None] = None  # where a config has none; None: one position a token
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
     further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside default and linear
     builds: ClassVar[tuple[str, ...]] = ()  # keys of `refuse_unbuilt` that are read here all the same

@@ -125,5 +125,5 @@ def test_without_a_gpu_or_a_home_nothing_is_kept(recipe: Any, tmp_path: Path, mo
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.chdir(tmp_path)
     assert before_training._record({}) is None
-    before_training._keep(None, {})
+    before_training._remember(None, {})
     assert not list(tmp_path.iterdir())
