@@ -155,7 +155,7 @@ class Lines:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file; no line can follow."""
         self._file.close()
 
 

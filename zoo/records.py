@@ -104,7 +104,7 @@ def is_text(value: object) -> bool:
 
 
 def is_object(value: object) -> bool:
-    """A mapping."""
+    """Whether a value is a mapping."""
     return isinstance(value, dict)
 
 
@@ -134,7 +134,7 @@ def are_counts(value: object) -> bool:
 
 
 def are_scores(value: object) -> bool:
-    """A mapping to mappings to measures: the scores by kind of row."""
+    """Whether a value maps kinds of rows to mappings of scores."""
     return isinstance(value, dict) and all(
         isinstance(scores, dict) and all(map(is_measure, scores.values())) for scores in value.values()
     )

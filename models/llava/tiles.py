@@ -25,7 +25,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """Embeddings, with one at the end of each line."""
+        """Number of embeddings, one at the end of each line included."""
         return self.height * (self.width + 1)
 
 
@@ -41,7 +41,7 @@ class Tiling:
     most_tiles: int | None = None  # an image of more patches than these have is scaled down
 
     def tiles(self, height: int, width: int) -> int:
-        """Tiles of an image that is cut, with that of the whole image."""
+        """Number of tiles that a cut image gives, the one of the whole image included."""
         rows, columns = self._cut(height, width)
         return rows * columns + 1
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Qwen25VLStep(VisionStep):
-    """Positions on the clock of `tokens_per_second`."""
+    """Positions in time follow the clock: the config's `tokens_per_second` of them for a second of video."""
 
     config: Qwen25VLConfig
 

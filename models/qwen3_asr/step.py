@@ -25,7 +25,7 @@ class Qwen3ASRStep(PackedStep):
         return {"audio": (self.config.root.audio_token_id,)}
 
     def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
-        """Clips, each by itself."""
+        """Audio clips, each encoded by itself."""
         if "feature_lens" not in media:
             return {}
         n_window = self.config.audio.n_window

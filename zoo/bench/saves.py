@@ -45,7 +45,7 @@ def run(options: SaveBenchOptions) -> SaveCosts:
 
 
 def report(lines: list[JsonObject]) -> SaveCosts:
-    """From the lines of a log, in order."""
+    """Costs of the saves of a run, from the lines of its log in order."""
     steps = {line["step"]: line["step_ms"] for line in lines if "event" not in line}
     steps.pop(min(steps, default=0), None)  # the first one warms up
     last, saves, copies, save_steps = 0, [], [], set()

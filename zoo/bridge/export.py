@@ -183,7 +183,7 @@ def _most_common(parameters: Sequence[tuple[str, Tensor]]) -> torch.dtype:
 
 
 def check(plan: Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
-    """Shapes of this rank's parameters against the table, and against the source where there is one."""
+    """Compare shapes of this rank's parameters with the table, and with the source where there is one."""
     if plan.source is not None:
         fit_shapes(parameters, plan.source.resolution, plan.source.reader, dims, shard)
     problems = []

@@ -109,7 +109,7 @@ def damaged(
 
 
 def block_checksums(folder: Path) -> dict[str, list[str]]:
-    """The sums of blocks that a checkpoint's manifest has, by file; none of a file that was summed up as a whole."""
+    """Checksums of blocks by file, from a checkpoint's manifest; a file with a single checksum is left out."""
     checksums = _read_manifest(folder)
     return {name: blocks for name, blocks in checksums.items() if isinstance(blocks, list)}
 

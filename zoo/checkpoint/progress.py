@@ -47,7 +47,7 @@ def begin(folder: Path, step: int, total: int, copied_to: str | None = None) -> 
 
 
 def end(folder: Path) -> None:
-    """All files are written."""
+    """End the progress of a save: all its files are written."""
     (folder / FILE).unlink(missing_ok=True)
 
 

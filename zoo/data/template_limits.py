@@ -65,7 +65,7 @@ def count(steps: int, characters: int) -> None:
 
 
 def _counted[T](value: T) -> T:
-    """A value that an expression has made, its length counted."""
+    """Count the length of an expression's value towards the limits, and return the value."""
     count(1, len(value) if isinstance(value, Sized) else 1)
     return value
 

@@ -128,7 +128,7 @@ def _padded_attention(subject: Subject, module: MegatronModule) -> Trial:
 
 
 def linear_attention_checks(subject: Subject) -> Iterator[Check]:
-    """What the gated delta rule takes, and the rule, where a layer has linear attention."""
+    """Checks of the gated delta rule and of its inputs, where a layer has linear attention."""
     layer = subject.layer(linear=True)
     if layer is None:
         return

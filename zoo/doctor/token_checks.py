@@ -26,7 +26,7 @@ LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of pr
 
 
 def token_checks(subject: Subject) -> Iterator[Check]:
-    """Those of a subject's layers and head."""
+    """Checks of the parts of a subject's layers, and of its head, that take each token by itself."""
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)

@@ -22,7 +22,7 @@ PATCHES = (1024, 16, 576, 400, 4, 256)  # lengths of the images in a tower's row
 
 
 def tower_checks(subject: Subject) -> Iterator[Check]:
-    """Those of every tower of a subject."""
+    """Checks of every tower of a subject."""
     for tower in subject.towers:
         yield _tower(subject, tower)
         if tower.block is not None:

@@ -114,7 +114,7 @@ class Generator:
                 yield prompts
 
     def _filler(self, rows: Sequence[Row], numbers: Sequence[int], unanswered: frozenset[int]) -> dict[int, Prompt]:
-        """A prompt to take passes with, whose answer nobody reads."""
+        """The first prompt that can be built, for a rank without rows: it joins the others' passes, and its answer is dropped."""
         for number in numbers:
             try:
                 return {number: self.prompt(rows[number], number not in unanswered)}

@@ -77,11 +77,11 @@ class Answers:
 
     @property
     def growing(self) -> list[int]:
-        """The answers that are not at their end."""
+        """Numbers of the answers that have not ended."""
         return [number for number in range(len(self.tokens)) if not self.ended(number)]
 
     def ended(self, number: int) -> bool:
-        """Whether an answer is at its end."""
+        """Whether an answer has an end token or its most tokens."""
         tokens = self.tokens[number]
         return len(tokens) >= self.limits[number] or bool(tokens and tokens[-1] in self.ends)
 

@@ -168,7 +168,7 @@ class _Fit:
 
     @staticmethod
     def _at_space(text: str, cut: int) -> int:
-        """The end of the last whole word before the cut, unless that would leave half the line empty."""
+        """Index where the last whole word before `cut` ends; `cut` itself where that would leave half the line empty."""
         space = text.rfind(" ", 0, cut + 1)
         return space if space > cut // 2 else cut
 

@@ -50,7 +50,7 @@ class VisionLanguageModel(LanguageModel):
         return {"vision": AutoModel.from_config(config.vision)}
 
     def tower_names(self) -> tuple[str, ...]:
-        """The one tower."""
+        """The name of the one tower."""
         return ("vision",)
 
     def encode(self, media: Media) -> dict[str, Encoded]:

@@ -159,7 +159,7 @@ def _refuse(bad_B: Tensor, reason: str) -> None:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """The mask as bool; other integers are refused: in some libraries they number packed segments."""
+    """The mask as bool. Values other than 0 and 1 are refused: in some libraries they number packed segments."""
     if mask.dtype == torch.bool:
         return mask
     odd = (mask != 0) & (mask != 1)

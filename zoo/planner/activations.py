@@ -256,7 +256,7 @@ class SavedActivations:
 
     @property
     def _swiglu(self) -> int:
-        """Widths of an MLP that are kept of it."""
+        """Number of activations, each as wide as the MLP, that an MLP keeps for its backward pass."""
         return 3 if self.fused else 5
 
     def _experts(self) -> float:

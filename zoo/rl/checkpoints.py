@@ -71,7 +71,7 @@ class Checkpoints:
         return request.target
 
     def load(self, folder: Path) -> tuple[int, Counts]:
-        """Load the newest whole checkpoint, under whatever layout it was saved; returns its step, and what had been done by then."""
+        """Load the newest complete checkpoint, saved under any layout; returns its step, and the counts up to it."""
         trainable = self._trainable("load")
         chosen = choose(folder).folder
         if chosen is None:

@@ -138,7 +138,7 @@ class HeartbeatMonitor:
         return False
 
     def _forgive(self, seconds: float) -> None:
-        """Count so many seconds against no rank."""
+        """Leave so many seconds out of every rank's silence."""
         for peer in self._peers.values():
             peer.heard, peer.moved = peer.heard + seconds, peer.moved + seconds
 

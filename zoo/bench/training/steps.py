@@ -71,7 +71,7 @@ class Cycle:
         return {"next": self.next}
 
     def begin(self) -> None:
-        """Nothing: the batches are there."""
+        """Do nothing: the batches are there already."""
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
@@ -90,7 +90,7 @@ class Lines:
         self.steps.append(metrics)
 
     def say(self, text: str) -> None:
-        """Nothing: the metrics say it."""
+        """Do nothing: the metrics hold it."""
 
     def event(self, name: str, step: int, **facts: object) -> None:
         """Nothing: the same."""

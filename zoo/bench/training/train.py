@@ -104,7 +104,7 @@ def run(
 
 
 def _all(options: TrainBenchOptions) -> list[Setting]:
-    """The settings in order, zoo's under each backend."""
+    """All settings to measure, in order; those of zoo once for each backend."""
     results = []
     for text in LOADED if options.data and options.settings == SETTINGS else options.settings:
         setting = Setting.parse(text)

@@ -256,12 +256,12 @@ class ExportWriter:
         print(warning, file=sys.stderr, flush=True)
 
     def _bring_former_back(self) -> None:
-        """After an end between the two renames of `replace_target`."""
+        """Restore the former target after a process has ended between the two renames of `replace_target`."""
         if self.former.exists() and not self.target.exists():
             self.former.rename(self.target)
 
     def _remove_former(self) -> None:
-        """Under the name of a partial folder: what is removed in part must not be taken for a former target."""
+        """Remove the former target. It gets the name of a partial folder first: half of it must not be taken for a whole one."""
         if self.former.exists():
             self.former.rename(self.partial)
             shutil.rmtree(self.partial, ignore_errors=True)

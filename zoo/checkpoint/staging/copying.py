@@ -66,7 +66,7 @@ class Meter:
             self._began = time.monotonic()
 
     def add(self, count: int) -> None:
-        """So many bytes more are copied."""
+        """Add `count` to the bytes that are copied."""
         with self._lock:
             self._done += count
 

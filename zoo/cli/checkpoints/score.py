@@ -30,7 +30,7 @@ OWN = ("out", "top_k", "temperature", "max_rows")  # keys that are none of a rec
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Score, and write a line a row, or a teacher's tokens."""
+    """Score rows, and write a line for each, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
     places, options, overrides = split_places(rest, OWN)
     if len(places) not in (1, 2) or ("top_k" in options and len(places) != 2):

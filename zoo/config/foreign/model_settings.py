@@ -164,7 +164,7 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
 
 
 def _rates(reader: Reader, parts: dict[str, list[str]], trained: list[str]) -> None:
-    """Rates of parts, as factors of the run's."""
+    """Read the learning rates of parts, as factors of the run's."""
     whole = number(reader.translation.settings.get("train.lr"))
     for name, ones in parts.items():
         if not any(leaf(key) == name for key in reader.left):

@@ -261,7 +261,7 @@ class TrainConfig:
 
     @property
     def preference(self) -> bool:
-        """Whether the loss is one of either."""
+        """Whether the loss takes pairs of answers, or answers with a label."""
         return self.pairs or self.labelled
 
 

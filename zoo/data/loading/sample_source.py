@@ -182,7 +182,7 @@ class SampleSource:
         )
 
     def __len__(self) -> int:
-        """Rows, as `RowSet` counts them."""
+        """Number of rows, as `RowSet` counts them."""
         return len(self.rows)
 
     @property

@@ -23,7 +23,7 @@ class TextOnly:
 
     @property
     def chat_template(self) -> str | None:
-        """The tokenizer's."""
+        """The chat template of the tokenizer."""
         template: str | None = self.tokenizer.chat_template
         return template
 

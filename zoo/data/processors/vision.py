@@ -326,7 +326,7 @@ class PatchProcessor(Processor):
         return int(height), int(width)
 
     def media_tensors(self, features: Features) -> dict[str, Tensor]:
-        """The vision tower's tensors."""
+        """Input tensors of the vision tower, by name."""
         return vision_tensors(features)
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:

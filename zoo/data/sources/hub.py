@@ -153,7 +153,7 @@ def _translated[T](key: str, entry: DataEntry, load: Callable[[], T]) -> T:
 
 
 def _split[T: Dataset | IterableDataset](loaded: T | dict[str, T], entry: DataEntry, key: str) -> T:
-    """One split of a data set."""
+    """The split of a data set that the entry names."""
     if not isinstance(loaded, dict):
         if entry.split is not None and str(getattr(loaded, "split", None)) != entry.split:
             raise UserError(f"{key}={entry}: it has no splits; leave split out.")

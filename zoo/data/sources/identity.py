@@ -179,7 +179,7 @@ def medium_content(medium: Medium, *, pixels: bool = False) -> object:
 
 
 def _name(part: Sequence[Row], index: int) -> str:
-    """Where the row of an index stands."""
+    """Where the row with this index comes from, for messages."""
     try:
         return part[index].source
     except RowError as error:

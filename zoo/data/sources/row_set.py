@@ -81,7 +81,7 @@ class RowSet(Sequence[Row]):
         return row if limits is None else replace(row, limits=limits)
 
     def name(self, sample_id: SampleId) -> str:
-        """Where the row of a sample stands."""
+        """Where a sample's row comes from, for messages."""
         try:
             return self.row(sample_id).source
         except RowError as error:

@@ -234,7 +234,7 @@ def _warm_up(layers: Sequence[torch.nn.Module], states: Tensor, run: LayerCall) 
 
 
 class NoGradientError(RuntimeError):
-    """A trained weight of a layer has no part in what the layer gives."""
+    """A trained weight of a layer does not contribute to the layer's output."""
 
 
 class Leaves:

@@ -15,13 +15,13 @@ from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, steps, 
 
 @lru_cache
 def forward_launch(width: int) -> Launch:
-    """Rows are read at once."""
+    """Settings of the forward kernel, which reads whole rows."""
     return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 2)
 
 
 @lru_cache
 def backward_launch(width: int) -> Launch:
-    """Rows are read at once; a program takes several such tiles and writes its part of the weights' gradients."""
+    """Settings of the backward kernel: a program reads several tiles of whole rows and writes its part of the weights' gradients."""
     return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4, stages=2, programs=2112)
 
 

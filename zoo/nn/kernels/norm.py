@@ -16,13 +16,13 @@ from zoo.nn.kernels.launch import Launch, cdiv, column_sums, power_of_2, sigmoid
 
 @lru_cache
 def forward_launch(width: int) -> Launch:
-    """Rows are read at once."""
+    """Settings of the forward kernel, which reads whole rows."""
     return Launch(rows=tile_rows(width, 4096), warps=8 if width > 2048 else 4)
 
 
 @lru_cache
 def backward_launch(width: int) -> Launch:
-    """Rows are read at once; a program takes several such tiles and writes its part of the weight's gradient."""
+    """Settings of the backward kernel: a program reads several tiles of whole rows and writes its part of the weight's gradient."""
     if width < 2048:
         return Launch(rows=tile_rows(width, 1024), warps=2, stages=1 if width <= 128 else 2, programs=2112)
     return Launch(rows=tile_rows(width, 4096), warps=4 if width > 4096 else 2, stages=2, programs=528)

@@ -35,7 +35,7 @@ def flash4_width(head: int) -> int | None:
 
 
 def te_attention_takes(head: int) -> bool:
-    """Transformer Engine's attention in packed rows."""
+    """Whether Transformer Engine's attention takes heads of this width in packed rows."""
     return _rows(head) and head <= TE_WIDEST_HEAD
 
 

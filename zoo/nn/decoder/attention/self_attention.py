@@ -289,7 +289,7 @@ class VarlenCoreAttention(torch.nn.Module):
 
 
 def _other_than_causal(kind: AttnMaskType | None) -> dict[str, object]:
-    """What asks for another mask than a causal one."""
+    """Arguments of core attention that ask for a mask other than a causal one."""
     return {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
 
 

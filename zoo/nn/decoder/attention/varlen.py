@@ -49,12 +49,12 @@ class AttentionMaskSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether it is that of a causal layer."""
+        """Whether the mask is causal: no window, and no bidirectional spans."""
         return self.window is None and not self.bidirectional.spans
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Its part in the name of a value that is kept with a layout."""
+        """What names this mask in the cache of a layout."""
         return self.window, self.bidirectional.spans
 
     def first_key(self, start: int, token: int) -> int:

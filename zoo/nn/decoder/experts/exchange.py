@@ -87,7 +87,7 @@ class Permutation:
     def from_choices(
         cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, ahead: bool = False
     ) -> Permutation:
-        """`begin`, and the wait for it."""
+        """Call `begin`, and wait for its result."""
         return cls.begin(chosen, experts, count, first, ahead)()
 
     @classmethod

@@ -102,7 +102,7 @@ class GroupedExperts(MegatronModule):
     def _project(
         self, name: str, x: Tensor, rows: GroupedRows, gradient_only: bool = False, later: Later | None = None
     ) -> Tensor:
-        """x by one of the weights, and by its adapter."""
+        """Multiply x by one of the weights, and add the product of its adapter."""
         weight = getattr(self, name)
         if name in self.lora:
             a, b, scale = self.lora[name](x.is_cuda)
