@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zoo.data.errors import RowError
-from zoo.data.processors import sound, vision
+from zoo.data.processors import audio, vision
 from zoo.data.processors.boxes import Coordinates
 from zoo.models.qwen25_omni.config import audio_tokens
 from zoo.types import JsonMapping, JsonObject
@@ -24,11 +24,11 @@ def build_processor(arch_config: PretrainedConfig, source: str | None = None) ->
         "position_id_per_seconds": vision.config_field(thinker, "position_id_per_seconds", 25),
         "seconds_per_chunk": float(vision.config_field(thinker, "seconds_per_chunk", 2)),
     }
-    hf = sound.OmniProcessor.load(thinker, source, "Qwen2_5OmniProcessor")
+    hf = audio.OmniProcessor.load(thinker, source, "Qwen2_5OmniProcessor")
     return Qwen25OmniProcessor(hf, audio_tokens, clock)
 
 
-class Qwen25OmniProcessor(sound.OmniProcessor):
+class Qwen25OmniProcessor(audio.OmniProcessor):
     """`Processor` around transformers' Qwen2_5OmniProcessor."""
 
     coordinates = Coordinates("pixels")  # of the resized image, as Qwen2.5-VL's

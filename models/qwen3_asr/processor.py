@@ -1,4 +1,4 @@
-"""Qwen3-ASR's processor: speech, one clip a row; media tensors are those of `zoo.data.processors.sound`."""
+"""Qwen3-ASR's processor: speech, one clip a row; media tensors are those of `zoo.data.processors.audio`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.config.entries import PixelLimits
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
-from zoo.data.processors import sound
+from zoo.data.processors import audio
 from zoo.data.processors.fitting import Sketch
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.vision import MARKERS, config_field, load_processor
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 def build_processor(arch_config: PretrainedConfig, source: str | None = None) -> Qwen3ASRProcessor:
     """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
-    audio = config_field(arch_config, "audio_config")
-    n_window, mel_bins = config_field(audio, "n_window"), config_field(audio, "num_mel_bins")
-    sound.check_window(n_window, tokens_of_chunk(2 * n_window))
+    tower = config_field(arch_config, "audio_config")
+    n_window, mel_bins = config_field(tower, "n_window"), config_field(tower, "num_mel_bins")
+    audio.check_window(n_window, tokens_of_chunk(2 * n_window))
     if source is None:
         return Qwen3ASRProcessor(_make(n_window, mel_bins), n_window)
     wanted = {"feature_extractor.feature_size": mel_bins, "feature_extractor.n_window": n_window}
@@ -56,7 +56,7 @@ class Qwen3ASRProcessor(Processor):
 
     def media_tensors(self, features: JsonMapping) -> dict[str, Tensor]:
         """The tower's tensors by name."""
-        return sound.sound_tensors(features, "input_features_mask")
+        return audio.audio_tensors(features, "input_features_mask")
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that the tower's outputs replace."""
@@ -70,7 +70,7 @@ class Qwen3ASRProcessor(Processor):
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """The template's text: a token for each clip, which is as long as the shortest that the processor makes."""
         extractor = self.hf.feature_extractor
-        frames = sound.mel_frames(headers.sounds, extractor.hop_length, extractor.min_length)
+        frames = audio.mel_frames(headers.sounds, extractor.hop_length, extractor.min_length)
         further = sum(audio_tokens(count, self.n_window) for count in frames) - len(frames)
         return Sketch(text, further, {"audio": frames})
 

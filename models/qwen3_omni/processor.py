@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zoo.data.processors import sound, vision
+from zoo.data.processors import audio, vision
 from zoo.data.sample import Sample
 from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
 from zoo.types import JsonObject
@@ -19,12 +19,12 @@ def build_processor(arch_config: PretrainedConfig, source: str | None = None) ->
     """The processor of a run, of a folder or around the bundled tokenizer (`ModelFamily.processor`); ConfigError where they don't fit."""
     thinker = vision.config_field(arch_config, "thinker_config", arch_config)
     n_window = vision.config_field(vision.config_field(thinker, "audio_config"), "n_window")
-    sound.check_window(n_window, tokens_of_chunk(2 * n_window))
-    hf = sound.OmniProcessor.load(thinker, source, "Qwen3OmniMoeProcessor")
+    audio.check_window(n_window, tokens_of_chunk(2 * n_window))
+    hf = audio.OmniProcessor.load(thinker, source, "Qwen3OmniMoeProcessor")
     return Qwen3OmniProcessor(hf, n_window, vision.config_field(thinker, "position_id_per_seconds"))
 
 
-class Qwen3OmniProcessor(sound.OmniProcessor):
+class Qwen3OmniProcessor(audio.OmniProcessor):
     """`Processor` around transformers' Qwen3OmniMoeProcessor.
 
     Args:

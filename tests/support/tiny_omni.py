@@ -57,7 +57,7 @@ def thinker_config(*, tied: bool = False, **text: Any) -> Any:
     """transformers' config of the tiny thinker for the bundled tokenizer; `text` replaces keys of TEXT."""
     from transformers import AutoTokenizer, Qwen3OmniMoeThinkerConfig
 
-    from zoo.data.processors.sound import token_ids
+    from zoo.data.processors.audio import token_ids
     from zoo.data.tokenizer import ROOT
 
     ids = token_ids(AutoTokenizer.from_pretrained(ROOT))

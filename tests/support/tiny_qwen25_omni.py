@@ -38,7 +38,7 @@ def thinker_config(
     """transformers' config of the thinker for the bundled tokenizer; arguments replace keys, head_dim=None leaves it out."""
     from transformers import AutoTokenizer, Qwen2_5OmniThinkerConfig
 
-    from zoo.data.processors.sound import token_ids
+    from zoo.data.processors.audio import token_ids
     from zoo.data.tokenizer import ROOT
 
     whole = {key: x for key, x in (copy.deepcopy(TEXT) | text).items() if key != "head_dim" or x}

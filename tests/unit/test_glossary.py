@@ -30,9 +30,7 @@ TERMS = {  # words, and what to write instead
     "of": "from_rows, from_config",
 }  # fmt: skip
 INSTEAD = {word: term for words, term in TERMS.items() for word in words.split()}
-ALLOWED = dict(
-    place=1, beside=2, sound=1, picture=1, blank_answers=1, of=1
-)  # public names; none of a word that is missing here
+ALLOWED = dict(place=1, beside=2, picture=1, blank_answers=1, of=1)  # public names; none of a word that is missing here
 
 
 def defined(source: str) -> Iterator[str]:

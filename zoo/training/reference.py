@@ -63,7 +63,7 @@ class Reference:
         self.logprobs: dict[str, np.ndarray] = {}
 
     @classmethod
-    def of_run(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
+    def from_recipe(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
         """The reference of a run in `folder`; None where its loss has no reference, or one that each step computes.
 
         Raises:

@@ -206,7 +206,7 @@ class Trainer:
     def build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
         recipe, world, assembly = self.recipe, self.world, self.assembly
-        reference = Reference.of_run(recipe, assembly, world, self.folder)
+        reference = Reference.from_recipe(recipe, assembly, world, self.folder)
         compute_reference = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
         fresh = compute_reference or self.resume_from is None  # weights that no checkpoint has
         if reference is None:

@@ -73,7 +73,6 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["bench", "data", "sample=4"], "sample: no such key; nearest: samples"),
         (["bench", "data", "rows=two"], "rows=two: an integer wanted"),
         (["bench", "data", "steps=0"], "steps=0: wanted a whole number from 1 to 1,000,000"),
-        (["bench", "packing", "samples=4"], "zoo bench packing: now `python -m benchmarks.packing`, run in a clone of zoo"),
         (["bench", "saves", f"recipe={NAME}"],
          "zoo bench saves: takes run=FOLDER alone; a disk and saves of a new model are measured by "
          "`python -m benchmarks.save_rates`, run in a clone of zoo"),

@@ -42,7 +42,7 @@ LIBRARIES = {
     "transformers.image_utils.load_image", "transformers.video_utils", "transformers.audio_utils",
 }  # fmt: skip
 # Modules of zoo.data.media whose functions decode in the process that calls them; and a picture that zoo has drawn.
-IN_THIS_PROCESS = {"decode", "decoder.InProcessDecoder", "images.rgb_of", "sound_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
+IN_THIS_PROCESS = {"decode", "decoder.InProcessDecoder", "images.rgb_of", "audio_files.read_wave", "sizes.image_size", "sizes.video_size", "sizes.sound_samples"}  # fmt: skip
 OWN_PICTURES = {"zoo/logging/callbacks/trackers.py": {"PIL.Image.open"}}
 
 

@@ -41,15 +41,11 @@ from zoo.cli.arguments import split_flags
 from zoo.errors import UserError
 from zoo.types import JsonObject
 
-MOVED = ("packing", "balance", "convert", "soak", "plot")  # scripts of benchmarks/, which only a clone has
-
 
 def run(arguments: Sequence[str]) -> int:
     """Measure what the first argument names, and print a table or JSON."""
     flags, rest = split_flags(arguments, ("--json", "--profile"))
     name, *values = rest or [""]
-    if name in MOVED:
-        raise UserError(f"zoo bench {name}: now `python -m benchmarks.{name}`, run in a clone of zoo")
     if "--profile" in flags and name != "train":
         raise UserError("--profile: zoo bench train alone has it")
     if name not in BENCHES:

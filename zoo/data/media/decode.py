@@ -22,10 +22,10 @@ import numpy as np
 from PIL import Image
 
 from zoo.data.errors import NoSoundTrackError, RowError, corrupt_media
+from zoo.data.media.audio_files import channels_of, levels, read_wave, resampler_to
 from zoo.data.media.images import IMAGE_TYPES, MAX_PIXELS, rgb_of
 from zoo.data.media.opening import open_binary
 from zoo.data.media.sampling import WHOLE, Clip, frames_taken
-from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
 from zoo.data.sources.references import AudioSamples, Blob, FrameList, MediaFile, OpenImage, missing_text
 from zoo.files import why_no_file
 

@@ -52,7 +52,7 @@ def check_window(n_window: int, tokens: int) -> None:
         raise ConfigError(f"audio_config.n_window is {n_window}: {counted}, but {configured}; use 50.")
 
 
-def sound_tensors(features: Features, mask: str) -> dict[str, Tensor]:
+def audio_tensors(features: Features, mask: str) -> dict[str, Tensor]:
     """The audio tower's tensors out of a Hugging Face processor's result, in which `mask` names that of the frames."""
     if "input_features" not in features:
         return {}
@@ -209,7 +209,7 @@ class OmniProcessor(vision.PatchProcessor):
         media = vision.vision_tensors(features)
         if "video_second_per_grid" in features:
             media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
-        return media | sound_tensors(features, "feature_attention_mask")
+        return media | audio_tensors(features, "feature_attention_mask")
 
     def model_inputs(self, row: Row, features: CallArguments) -> CallArguments:
         """The features, with what the thinker takes beside them."""
