@@ -84,8 +84,8 @@ def export_hf(
     together(comm, lambda: check(plan, parameters, dims, shard))
     with ExportWriter(folder, overwrite=overwrite) as writer:
         together(comm, lambda: writer.begin() if comm.rank == 0 else None)
-        mine = _by_width(_own(parameters, held), plan)
-        written = _write_parameters(mine, plan, dims, shard, comm, writer.partial, shard_bytes)
+        owned = _by_width(_own(parameters, held), plan)
+        written = _write_parameters(owned, plan, dims, shard, comm, writer.partial, shard_bytes)
         written += together(comm, lambda: _write_copies(plan, writer.partial, shard_bytes) if comm.rank == 0 else [])
         written = [s for of_rank in comm.gather_objects(written) for s in of_rank]
         together(comm, lambda: _commit(writer, written, plan, processor, ends, card) if comm.rank == 0 else None)
@@ -205,8 +205,8 @@ def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]
     that has it.
     """
     first = {name: rank for rank in reversed(range(len(held))) for name in held[rank]}
-    mine = [name for name, _ in parameters]
-    same_stage = [names == mine for names in held]
+    local_names = [name for name, _ in parameters]
+    same_stage = [names == local_names for names in held]
     return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
@@ -262,11 +262,11 @@ def _outputs(name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, s
     if not first or not _takes_part(entry, dims, shard):
         return []
     shapes = entry.hf_shapes(full_shape(parameter.shape, entry.rule.shard_for(dims), shard), dims)
-    mine = list(shapes)
+    hf_names = list(shapes)
     if per_expert:
         experts = range(shard.ep_rank * len(parameter), (shard.ep_rank + 1) * len(parameter))
-        mine = [hf_name for expert in experts for hf_name in entry.hf_names(expert)]
-    planned = [Planned(hf_name, shapes[hf_name], plan.dtype_of(name, parameter, hf_name)) for hf_name in mine]
+        hf_names = [hf_name for expert in experts for hf_name in entry.hf_names(expert)]
+    planned = [Planned(hf_name, shapes[hf_name], plan.dtype_of(name, parameter, hf_name)) for hf_name in hf_names]
     return [tensor for tensor in planned if tensor.dtype.itemsize == width]
 
 

@@ -82,8 +82,8 @@ def _blocks(
     column = rank * held.shape[1] if by_columns else 0
     numbers = torch.arange(whole[0])
     held_row = torch.full_like(numbers, -1)
-    mine = numbers if by_columns else cut(numbers, kind, info)
-    held_row[mine] = torch.arange(len(mine))
+    local_numbers = numbers if by_columns else cut(numbers, kind, info)
+    held_row[local_numbers] = torch.arange(len(local_numbers))
     transposed = isinstance(entry.layout.transform, Transposed)
     rows = [numbers] if transposed else entry.layout.transform.to_hf(numbers, dims)
     for name, part in zip(names, rows, strict=True):

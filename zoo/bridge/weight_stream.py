@@ -98,8 +98,8 @@ class WeightStream:
         self.dims, self.pp = dims, groups.pp
         self.shard, self.comm = ShardInfo.from_groups(groups), TorchComm.from_groups(groups)
         self.parameters = dict(parameters)
-        mine = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
-        held = self.comm.gather_objects((groups.pp.rank(), mine))
+        local_shapes = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
+        held = self.comm.gather_objects((groups.pp.rank(), local_shapes))
         names = sorted({name for _, parameters_of_rank in held for name, *_ in parameters_of_rank})
         self.plan: Plan = together(self.comm, lambda: make_plan(bridge, names, dims, config, source, dtype, None, ()))
         together(self.comm, lambda: check(self.plan, list(self.parameters.items()), dims, self.shard))

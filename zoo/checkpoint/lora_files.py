@@ -154,8 +154,8 @@ def export_adapters(
     comm = adapters.comm
     with ExportWriter(target, overwrite="aside") as writer:
         together(comm, lambda: writer.begin() if world.is_main else None)
-        mine = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
-        together(comm, lambda: _write(mine, writer.partial, world.rank))
+        local_tensors = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
+        together(comm, lambda: _write(local_tensors, writer.partial, world.rank))
         together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if world.is_main else None)
     return target
 
@@ -198,11 +198,11 @@ def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and tensor of all adapters, on every rank, one after the other; call it on every rank."""
     comm = adapters.comm
     device = adapters.held[0].weight.device if adapters.held else torch.device("cpu")
-    mine = {name: tensor.contiguous() for name, tensor in _tensors(adapters)}
-    held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in mine.items()])
+    local_tensors = {name: tensor.contiguous() for name, tensor in _tensors(adapters)}
+    held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in local_tensors.items()])
     for rank, tensors_of_rank in enumerate(held):
         for name, shape, dtype in tensors_of_rank:
-            tensor = mine[name] if rank == comm.rank else torch.empty(shape, dtype=dtype, device=device)
+            tensor = local_tensors[name] if rank == comm.rank else torch.empty(shape, dtype=dtype, device=device)
             if len(held) > 1:
                 torch.distributed.broadcast(tensor, src=rank)
             yield name, tensor

@@ -145,23 +145,25 @@ def to_write(trainable: Trainable, world: World, *, optimizer: bool = True) -> R
     return state
 
 
-def _updated(cut: Sequence[Box], parameter: Tensor, mine: _Range, optimizer: bool) -> Iterator[Piece]:
+def _updated(cut: Sequence[Box], parameter: Tensor, held_range: _Range, optimizer: bool) -> Iterator[Piece]:
     """The weights of this rank's range of a parameter, and the `optimizer`'s state of them."""
-    shape, part = tuple(parameter.shape), mine.part.detach()
-    yield from flat(cut, shape, part, mine.start)
+    shape, part = tuple(parameter.shape), held_range.part.detach()
+    yield from flat(cut, shape, part, held_range.start)
     if not optimizer:
         return
     if part.dtype == torch.bfloat16:
-        yield from flat(cut, shape, mine.optimizer.state[mine.part][MASTER], mine.start, f"{_STATE}.{_REST}.")
-    for name in mine.optimizer.moment_names(mine.part):
-        moment: Moment = mine.optimizer.moment(mine.part, name)
+        yield from flat(
+            cut, shape, held_range.optimizer.state[held_range.part][MASTER], held_range.start, f"{_STATE}.{_REST}."
+        )
+    for name in held_range.optimizer.moment_names(held_range.part):
+        moment: Moment = held_range.optimizer.moment(held_range.part, name)
         prefix = f"{_STATE}.{name}."
         if moment.exponents is None:
-            yield from flat(cut, shape, moment.values, mine.start, prefix)
+            yield from flat(cut, shape, moment.values, held_range.start, prefix)
         else:  # bf16 has all values of 8 bits by block, whose blocks are of this rank's range alone
             read = partial(_in_bf16, moment)
             like = torch.empty(part.numel(), dtype=torch.bfloat16, device="meta")
-            for piece in flat(cut, shape, like, mine.start, prefix):
+            for piece in flat(cut, shape, like, held_range.start, prefix):
                 yield replace(piece, source=read, device=moment.values.device)
 
 
@@ -247,17 +249,24 @@ def _state_wanted(trainable: Trainable, world: World, stored: Mapping[str, Tenso
     """This rank's state, as far as a checkpoint has it `stored`; moments that it has not are zeros."""
     ranges = _ranges(trainable)
     for entry in _tensors(trainable.modules, trainable.adapters, world):
-        if (mine := ranges.get(entry.data)) is None:
+        if (held_range := ranges.get(entry.data)) is None:
             continue
         cut, shape = boxes(entry), tuple(entry.data.shape)
 
         def pieces(
-            name: str, target: Tensor, cut: list[Box] = cut, shape: tuple[int, ...] = shape, start: int = mine.start
+            name: str,
+            target: Tensor,
+            cut: list[Box] = cut,
+            shape: tuple[int, ...] = shape,
+            start: int = held_range.start,
         ) -> list[Piece]:
             wanted = list(flat(cut, shape, target, start, name and f"{_STATE}.{name}."))
             return wanted if all(piece.key in stored for piece in wanted) else []
 
-        moments = {name: mine.optimizer.moment(mine.part, name) for name in mine.optimizer.moment_names(mine.part)}
+        moments = {
+            name: held_range.optimizer.moment(held_range.part, name)
+            for name in held_range.optimizer.moment_names(held_range.part)
+        }
         are_stored = all(pieces(name, moment.values) for name, moment in moments.items())
         for name, moment in moments.items():
             if not are_stored:
@@ -267,15 +276,15 @@ def _state_wanted(trainable: Trainable, world: World, stored: Mapping[str, Tenso
             else:
                 target = torch.zeros(moment.values.numel(), device=moment.values.device)
                 yield pieces(name, target), partial(moment.write, target)
-        yield _master_wanted(mine, pieces, stored)
+        yield _master_wanted(held_range, pieces, stored)
 
 
 def _master_wanted(
-    mine: _Range, pieces: Callable[[str, Tensor], list[Piece]], stored: Mapping[str, TensorStorageMetadata]
+    held_range: _Range, pieces: Callable[[str, Tensor], list[Piece]], stored: Mapping[str, TensorStorageMetadata]
 ) -> Wanted:
-    part = mine.part.detach()
+    part = held_range.part.detach()
     is_half = part.dtype == torch.bfloat16
-    rest = mine.optimizer.state[mine.part][MASTER] if is_half else torch.zeros_like(part, dtype=torch.int16)
+    rest = held_range.optimizer.state[held_range.part][MASTER] if is_half else torch.zeros_like(part, dtype=torch.int16)
     if wanted := pieces(_REST, rest):  # bits that fp32 weights lack of those of a bf16 run are added
         return wanted, None if is_half else lambda: part.copy_(join(part.bfloat16(), rest))
     if not is_half:
@@ -284,7 +293,7 @@ def _master_wanted(
         rest.zero_()  # all that it has of them are bf16 weights, which are loaded by now
         return [], None
     target = torch.zeros_like(part, dtype=torch.float32)  # padding is in no checkpoint
-    return pieces("", target), partial(mine.optimizer.set_scaled_state, mine.part, MASTER, target)
+    return pieces("", target), partial(held_range.optimizer.set_scaled_state, held_range.part, MASTER, target)
 
 
 def _ranges(trainable: Trainable) -> dict[Tensor, _Range]:

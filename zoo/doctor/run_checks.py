@@ -98,17 +98,17 @@ def _results(
     subject: Subject, seen: set[str], only: Collection[str], skip: Collection[str], elsewhere: Elsewhere
 ) -> Iterable[CheckResult]:
     """Results of the checks that have not been `seen`, which it adds to; last those that other processes make."""
-    mine, others = list[Check](), list[tuple[Check, Callable[[], CheckResult | None]]]()
+    in_process, others = list[Check](), list[tuple[Check, Callable[[], CheckResult | None]]]()
     for check in checks(subject):
         if check.key in seen or check.name in skip or (only and check.name not in only):
             continue
         seen.add(check.key)
         result = elsewhere(check)
         if result is None:
-            mine.append(check)
+            in_process.append(check)
         else:
             others.append((check, result))
-    for check in mine:
+    for check in in_process:
         yield run_check(check)
     for check, result in others:
         yield result() or run_check(check)

@@ -52,7 +52,7 @@ class Generator:
         """
         world, decoding = self.decoding.world, self.decoding
         groups = [numbers[first : first + self.batch] for first in range(0, len(numbers), self.batch)]
-        mine: dict[int, JsonObject] = {}
+        local_results: dict[int, JsonObject] = {}
         bins = self._bins(groups[world.dp_rank :: world.dp_size], rows, unanswered)
         filler: dict[int, Prompt] = {}
         while decoding.any((prompts := next(bins, {})) != {}):
@@ -64,8 +64,8 @@ class Generator:
             answered = zip(prompts.items(), tokens, strict=False)
             new = {number: self.result(prompt, answer) for (number, prompt), answer in answered}
             keep(new)
-            mine |= new
-        return gather_rows(mine, world)
+            local_results |= new
+        return gather_rows(local_results, world)
 
     def result(self, prompt: Prompt, tokens: list[int]) -> JsonObject:
         """An answer as users read it.
@@ -144,8 +144,8 @@ def load_generator(recipe: Recipe, sampling: Sampling, batch: int, cached: bool 
         yield Generator(decoding, batch, BadRows(recipe.data))
 
 
-def gather_rows[Result](mine: Mapping[int, Result], world: World) -> dict[int, Result]:
+def gather_rows[Result](local_results: Mapping[int, Result], world: World) -> dict[int, Result]:
     """The results of all ranks, in the order of their rows' numbers."""
     everyone: list[Mapping[int, Result]] = [{} for _ in range(world.size)]
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, local_results)
     return dict(sorted((number, result) for of_rank in everyone for number, result in of_rank.items()))

@@ -70,11 +70,11 @@ def predict(
 
 def _refused(held_out: SampleSource, world: World) -> set[int]:
     """Numbers of the rows that evaluating has left out, on any rank, among those that are looked through."""
-    mine = set(filter(held_out.bad_rows.refuses, spread(len(held_out), SEARCHED)))
-    everyone = [mine]
+    local_rows = set(filter(held_out.bad_rows.refuses, spread(len(held_out), SEARCHED)))
+    everyone = [local_rows]
     if world.size > 1:
         everyone = [set() for _ in range(world.size)]
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, local_rows)
     return set().union(*everyone)
 
 

@@ -133,10 +133,10 @@ def most_likely(logits: Tensor, group: ProcessGroup) -> Tensor:
     return torch.stack(tokens).gather(0, winner)[0]
 
 
-def _gathered(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
+def _gathered(local: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's tensor, by rank."""
-    tensors = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(tensors, mine.contiguous(), group=group)
+    tensors = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(tensors, local.contiguous(), group=group)
     return tensors
 
 
@@ -156,9 +156,9 @@ class _Entropy(torch.autograd.Function):
         parts = [_exponential_sums(rows) for rows in logits.detach().split(ROWS)]
         largest, total, weighted = (torch.cat(part) for part in zip(*parts, strict=True))
         if group.size() > 1:
-            mine = largest.clone()
+            local_largest = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            sums_of_ranks = torch.stack((total, weighted)) * (mine - largest).exp()
+            sums_of_ranks = torch.stack((total, weighted)) * (local_largest - largest).exp()
             dist.all_reduce(sums_of_ranks, group=group)
             total, weighted = sums_of_ranks
         normalizer = largest + total.log()
@@ -232,7 +232,7 @@ def _top_ids(logits: Tensor, k: int, group: ProcessGroup) -> Tensor:
     if group.size() == 1:
         return ids
     ids = ids + group.rank() * logits.shape[-1]
-    every_value, every_id = (torch.cat(_gathered(mine, group), dim=-1) for mine in (values, ids))
+    every_value, every_id = (torch.cat(_gathered(local, group), dim=-1) for local in (values, ids))
     order = every_value.topk(min(k, every_value.shape[-1]), dim=-1).indices
     return every_id.gather(1, order)
 

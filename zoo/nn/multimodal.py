@@ -254,14 +254,14 @@ class MultimodalModel(LanguageModule):
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         return hidden, deepstack, tuple(media_rows(depth.placements, encoded, hidden) for depth in inputs.mtp)
 
-    def _gather(self, name: str, mine: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
-        """What all ranks of the group encoded with a tower, `longest` rows a rank; `mine` is None without an item."""
+    def _gather(self, name: str, encoded: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
+        """What all ranks of the group encoded with a tower, `longest` rows a rank; `encoded` is None without an item."""
         width = hidden.shape[-1]
         layers = self.deepstack_layers.get(name, 0)
-        if mine is None:  # part of the graph all the same: the backward pass is collective
+        if encoded is None:  # part of the graph all the same: the backward pass is collective
             local = hidden.new_zeros(0, width * (1 + layers)) + self.zero_of(name)
         else:
-            local = torch.cat((mine.embeddings, *mine.deepstack), dim=-1).to(hidden.dtype)
+            local = torch.cat((encoded.embeddings, *encoded.deepstack), dim=-1).to(hidden.dtype)
         everyone: Tensor = GatherEncoded.apply(local, longest, self.groups)
         embeddings, *deepstack = everyone.split(width, dim=-1)
         return Encoded(embeddings, tuple(deepstack))

@@ -56,9 +56,9 @@ def share_copies(optimizer: ChainedOptimizer, group: dist.ProcessGroup | None) -
         for held in held_ranges(chained)
         if getattr(held.parameter, "shared_embedding", False)
     ]
-    mine = [(held.start, held.part.numel(), held.part.dtype) for _, held in shared]
-    every = [mine] * group.size()
-    dist.all_gather_object(every, mine, group=group)
-    assert all(ranges == mine for ranges in every), f"stages cut a shared weight differently: {every}"
+    local_ranges = [(held.start, held.part.numel(), held.part.dtype) for _, held in shared]
+    every = [local_ranges] * group.size()
+    dist.all_gather_object(every, local_ranges, group=group)
+    assert all(ranges == local_ranges for ranges in every), f"stages cut a shared weight differently: {every}"
     for inner, held in shared:
         inner.share(SharedRange(held.part, group))

@@ -89,10 +89,12 @@ class Muon(AdamW):
         count: int,
         clip: float,
     ) -> None:
-        mine = {index: shards[index] for index in dict.fromkeys(matrix.index for matrix in batch) if index in shards}
+        local_shards = {
+            index: shards[index] for index in dict.fromkeys(matrix.index for matrix in batch) if index in shards
+        }
         held: dict[int, tuple[int, Tensor]] = {}
         weights: dict[int, Tensor] = {}
-        for index, shard in mine.items():
+        for index, shard in local_shards.items():
             part, group = shard.part, groups[shard.part]
             ahead = advance(
                 self.moment(part, MOMENTS[0]),
@@ -108,13 +110,13 @@ class Muon(AdamW):
             weights[index] = weight.mul_(1.0 - self.lr_scale * group["lr"] * group["weight_decay"])
         by_rate: dict[float, list[tuple[Tensor, Tensor]]] = {}
         for update in exchange.orthogonalize(batch, held):
-            shard = mine[update.index]
+            shard = local_shards[update.index]
             lr = self.lr_scale * groups[shard.part]["lr"]
             piece = weights[update.index][update.first - shard.start : update.end - shard.start]
             by_rate.setdefault(lr * rms_scale(*update.shape), []).append((piece, update.values))
         for rate, pairs in by_rate.items():
             torch._foreach_add_([piece for piece, _ in pairs], [values for _, values in pairs], alpha=-rate)
-        for index, shard in mine.items():
+        for index, shard in local_shards.items():
             if shard.part.dtype == torch.bfloat16:
                 rounded, remainder = split(weights[index])
                 shard.part.detach().copy_(rounded)
@@ -144,7 +146,7 @@ def share_out(
                 matrices = matrices_of(name, parameter, bridge, dims, info)
                 described = Parameter(matrices, parameter.numel(), ranges)
                 by_axis.setdefault(matrices.axis, {})[parameter] = described
-        held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(chained)}
+        held = {held_range.parameter: Shard(held_range.part, held_range.start) for held_range in held_ranges(chained)}
         for axis in sorted(by_axis, key=str):
             group = groups[axis] if axis else chained.data_parallel_group
             rank_coordinates = (info.on(axis)[0] if axis else 0, chained.data_parallel_group.rank())
@@ -161,11 +163,11 @@ def _expert_group(world: World, info: ShardInfo) -> dist.ProcessGroup | None:
     own = (world.pp_rank, info.ep_rank)
     everyone = [own] * world.size
     dist.all_gather_object(everyone, own)
-    mine = None
+    own_group = None
     for coordinates in sorted(set(everyone)):
         group = dist.new_group([rank for rank in range(world.size) if everyone[rank] == coordinates])
-        mine = group if coordinates == own else mine
-    return mine
+        own_group = group if coordinates == own else own_group
+    return own_group
 
 
 def maker(momentum: float, lr_scale: float) -> Callable[..., Muon]:

@@ -167,15 +167,15 @@ def segment_counts(
     counts: list[list[int]] = []
     left = list(reversed(outputs))
     for segment, tokens in enumerate(held):
-        mine: list[int] = []
-        while left and sum(mine) < tokens:
-            mine.append(left.pop())
-        if sum(mine) != tokens:
+        in_segment: list[int] = []
+        while left and sum(in_segment) < tokens:
+            in_segment.append(left.pop())
+        if sum(in_segment) != tokens:
             raise ValueError(
                 f"Segment {segment} holds {tokens} placeholder tokens (id {placeholder_id}), but its media have "
-                f"{mine} embeddings: a medium would end in another sample."
+                f"{in_segment} embeddings: a medium would end in another sample."
             )
-        counts.append(mine)
+        counts.append(in_segment)
     return counts
 
 

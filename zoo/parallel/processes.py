@@ -66,23 +66,23 @@ class Launcher:
     """This process, as the processes that it starts inside the block know it."""
 
     def __enter__(self) -> Launcher:
-        self._theirs, self._mine = os.pipe()
+        self._child_end, self._own_end = os.pipe()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        os.close(self._theirs)
-        os.close(self._mine)
+        os.close(self._child_end)
+        os.close(self._own_end)
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment variable to start them with."""
         pid = os.getpid()
-        return {LAUNCHER: f"{pid} {birth(pid) or '-'} {self._theirs} {os.fstat(self._theirs).st_ino}"}
+        return {LAUNCHER: f"{pid} {birth(pid) or '-'} {self._child_end} {os.fstat(self._child_end).st_ino}"}
 
     @property
     def files(self) -> tuple[int, ...]:
         """The open files that they inherit (`pass_fds`)."""
-        return (self._theirs,)
+        return (self._child_end,)
 
 
 @dataclass(frozen=True)

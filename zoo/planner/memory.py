@@ -85,9 +85,9 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 
 def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
-    mine, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
+    stage_share, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
     # Dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything else is in memory.
-    activations += max(mine.widest * size, mine.quantised * (size - FP8) - (grads + state + activations))
+    activations += max(stage_share.widest * size, stage_share.quantised * (size - FP8) - (grads + state + activations))
     host = state * recipe.train.optimizer_offload_fraction
     return Memory(weights, grads, state - host, activations, host)
 
@@ -129,29 +129,34 @@ def remainder_bytes(model: Model, recipe: Recipe, stage: int, ranks: int) -> flo
     return 2 * sum(_held(share(model.parameters, recipe, stage), recipe, ranks)[:2])
 
 
-def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+def _held(stage_share: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """Trained weights whose optimizer state a rank holds: dense ones, experts, and matrices among both."""
     parallel = recipe.parallel
     replicas = ranks / (parallel.tp * parallel.pp)  # the ranks that share out a dense weight's state
     expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
-    matrices = mine.dense_matrices / replicas + mine.experts_matrices / expert_replicas
-    return (mine.trained_dense - mine.copied) / replicas, mine.trained_experts / expert_replicas, matrices
+    matrices = stage_share.dense_matrices / replicas + stage_share.experts_matrices / expert_replicas
+    return (
+        (stage_share.trained_dense - stage_share.copied) / replicas,
+        stage_share.trained_experts / expert_replicas,
+        matrices,
+    )
 
 
 def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer) of a stage's rank, in bytes; a teacher is cut as the student, its layers evenly."""
-    half, train, mine = recipe.engine.precision == "bf16", recipe.train, share(model.parameters, recipe, stage)
+    half, train, stage_share = recipe.engine.precision == "bf16", recipe.train, share(model.parameters, recipe, stage)
     size = 2.0 if half else 4.0
-    weights = (mine.dense + mine.experts) * size - mine.quantised * (size - FP8)
+    weights = (stage_share.dense + stage_share.experts) * size - stage_share.quantised * (size - FP8)
     if train.reference == "base":  # what is trained whole beside adapters, as it was at first
-        weights += mine.trained_whole * size
+        weights += stage_share.trained_whole * size
     if model.teacher is not None:
         taught = share(model.teacher, replace(recipe, parallel=replace(recipe.parallel, stage_layers=[])), stage)
         weights += (taught.dense + taught.experts) * size - taught.quantised * (size - FP8)
-    dense, experts, matrices = _held(mine, recipe, ranks)
+    dense, experts, matrices = _held(stage_share, recipe, ranks)
     first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
     with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)
-    grads = (mine.trained_dense + mine.trained_experts) * (2.0 if train.main_grads_dtype == "bf16" else float(FP32))
+    trained = stage_share.trained_dense + stage_share.trained_experts
+    grads = trained * (2.0 if train.main_grads_dtype == "bf16" else float(FP32))
     return weights, grads, (dense + experts) * (first + (2 if half else 0)) + with_second * second
 
 

@@ -107,24 +107,24 @@ def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
 
 def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     parallel = recipe.parallel
-    mine: set[int | str] = {*layers_of(recipe, statistics.layers, stage)}
-    mine |= {"first"} if stage == 0 else set()
-    mine |= {"last"} if stage == parallel.pp - 1 else set()
+    positions: set[int | str] = {*layers_of(recipe, statistics.layers, stage)}
+    positions |= {"first"} if stage == 0 else set()
+    positions |= {"last"} if stage == parallel.pp - 1 else set()
     divide = {"whole": 1, "tp": parallel.tp, "expert": parallel.ep * parallel.etp}
     ahead = any(weights.part == "multi_token" for weights in statistics.weights)
     totals = {field.name: 0 for field in fields(Share)}
     layers: dict[int, int] = {}
     for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
-        copied = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
-        if weights.position not in mine and not copied:
+        copied = weights.part == "embedding" and (statistics.tied or ahead) and "last" in positions
+        if weights.position not in positions and not copied:
             continue
         count = weights.count // divide[weights.cut]
         kind = "experts" if weights.cut == "expert" else "dense"
         totals[kind] += count
         totals[f"trained_{kind}"] += count if weights.trained else 0
         totals["trained_whole"] += count if weights.trained and weights.part != ADAPTERS else 0
-        totals["copied"] += count if weights.trained and weights.position not in mine else 0
+        totals["copied"] += count if weights.trained and weights.position not in positions else 0
         totals[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
         quantised = weights.matrices and not weights.trained and weights.part != ADAPTERS
         if recipe.lora.base_dtype == "fp8" and quantised and isinstance(weights.position, int):

@@ -82,8 +82,8 @@ class Speed:
         if self.experts:
             parallel, text = recipe.parallel, self.model.text
             # Ranks of an expert's group send it the tokens of all of them.
-            mine = self.row.total / (parallel.cp * parallel.tp) * parallel.ep * parallel.etp
-            tokens = mine * text.num_experts_per_tok / text.num_experts
+            local_tokens = self.row.total / (parallel.cp * parallel.tp) * parallel.ep * parallel.etp
+            tokens = local_tokens * text.num_experts_per_tok / text.num_experts
             slower = FEW / max(tokens, 1.0)
             total += self.forward["decoder"] * self.experts * factor(self.model, recipe, "decoder") * slower
         return total
@@ -138,9 +138,9 @@ class Speed:
 
     def _read(self, recipe: Recipe) -> float:
         """Seconds in which a rank's weights are read for a row."""
-        mine = share(self.model.parameters, recipe, 0)
+        rank_share = share(self.model.parameters, recipe, 0)
         size, passes = (2 if recipe.engine.precision == "bf16" else 4, 2 if recipe.engine.recompute == "none" else 3)
-        return passes * size * (mine.dense + mine.experts) / READ
+        return passes * size * (rank_share.dense + rank_share.experts) / READ
 
     def _gradients(self, recipe: Recipe, ranks: int, node: int) -> float:
         """Seconds a step for gradients and weights that leave the node, half of which computing hides.

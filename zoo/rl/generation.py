@@ -74,9 +74,9 @@ def generate(
     open_ones = {at for at, row in enumerate(rows) if not isinstance(row, Row) and ends_with_question(row)}
     unanswered = frozenset(number for number in range(len(every)) if number // samples in open_ones)
     results = generator.all(every, range(len(every)), unanswered)
-    mine = [number for number in results if number // samples % world.dp_size == world.dp_rank]
-    prompts = [generator.prompt(every[number]) for number in mine]
-    answers = [results[number] for number in mine]
+    local_numbers = [number for number in results if number // samples % world.dp_size == world.dp_rank]
+    prompts = [generator.prompt(every[number]) for number in local_numbers]
+    answers = [results[number] for number in local_numbers]
     # An answer ends before the first token that would stand for a medium, which there is none of.
     media = assembly.processor.media_ids
     answer_tokens = [list(takewhile(lambda token: token not in media, answer["token_ids"])) for answer in answers]

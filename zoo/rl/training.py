@@ -114,14 +114,14 @@ class Training:
 
     def _totals(self, outputs: Sequence[JsonMapping]) -> dict[str, float]:
         """Sums over this rank's micro-batches and over replicas, of each of which one rank counts."""
-        mine: dict[str, float] = {}
+        local_sums: dict[str, float] = {}
         if self.world.counts_loss and self.world.cp_rank == 0:
             for metrics in outputs:
                 for name, value in metrics.items():
-                    mine[name] = mine.get(name, 0.0) + float(value)
-        everyone: list[dict[str, float]] = [mine]
+                    local_sums[name] = local_sums.get(name, 0.0) + float(value)
+        everyone: list[dict[str, float]] = [local_sums]
         if self.world.size > 1:
             everyone = [{} for _ in range(self.world.size)]
-            dist.all_gather_object(everyone, mine)
+            dist.all_gather_object(everyone, local_sums)
         names = dict.fromkeys(name for metrics in everyone for name in metrics)
         return {name: sum(metrics.get(name, 0.0) for metrics in everyone) for name in names}

@@ -62,8 +62,8 @@ class _SumOverContext(torch.autograd.Function):
     """The sum of a tensor over a group. In the backward pass each rank's gradient is multiplied by `factor`."""
 
     @staticmethod
-    def forward(ctx: _SumContext, mine: Tensor, group: ProcessGroup, factor: int) -> Tensor:
-        ctx.factor, total = factor, mine.clone()
+    def forward(ctx: _SumContext, local: Tensor, group: ProcessGroup, factor: int) -> Tensor:
+        ctx.factor, total = factor, local.clone()
         torch.distributed.all_reduce(total, group=group)
         return total
 

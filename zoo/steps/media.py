@@ -90,7 +90,7 @@ def rank_share(
         torch.arange(count) + holder * longest + start
         for count, holder, start in zip(outputs, owner, starts, strict=True)
     ]
-    mine: dict[str, Tensor] = {}
+    local_media: dict[str, Tensor] = {}
     first = 0
     for stream in streams:
         kept = [item for item in range(len(stream.rows)) if owner[first + item] == rank]
@@ -103,9 +103,9 @@ def rank_share(
             data = spans[0].new_empty(sum(map(len, spans)), *spans[0].shape[1:], device=device)
             for target, span in zip(data.split([len(span) for span in spans]), spans, strict=True):
                 target.copy_(span, non_blocking=True)
-            mine[stream.data] = data
-            mine[stream.sizes] = items[kept]
-    return RankShare(longest, torch.cat(pieces), mine)
+            local_media[stream.data] = data
+            local_media[stream.sizes] = items[kept]
+    return RankShare(longest, torch.cat(pieces), local_media)
 
 
 def balance(costs: Sequence[int], size: int) -> list[int]:

@@ -294,7 +294,7 @@ class PackedStep:
 
         `evaluate` and `logits` as `prepare` has them; `training`: run the depths of multi-token prediction.
         """
-        mine = self._context_shard(parts)
+        shard = self._context_shard(parts)
         streams = self.media_streams(media)
         check_media(streams, media, {name: len(placement.rows) for name, placement in parts.placements.items()})
         shares: dict[str, RankShare] = {}  # of each tower's media; none where each rank encodes all
@@ -310,18 +310,18 @@ class PackedStep:
         for name, value in encoded.items():
             if isinstance(value, Tensor) and name not in sizes:
                 encoded[name] = self._move(value)
-        labels = mine.last_tokens() if logits == "last" else mine.labels()
-        ahead, ahead_source = self._ahead(parts, mine, shares, self.mtp_depths if training else 0)
-        seq_params = mine.seq_params(
+        labels = shard.last_tokens() if logits == "last" else shard.labels()
+        ahead, ahead_source = self._ahead(parts, shard, shares, self.mtp_depths if training else 0)
+        seq_params = shard.seq_params(
             self.bidirectional_tokens(parts.input_ids), self.device, padded=self.packing.mode == "none"
         )
         inputs = ModelInputs(
-            input_ids=self._move(mine.take(parts.input_ids)),
-            positions=self._move(mine.positions()),
-            padding_mask=self._move(mine.take(parts.padding_mask)) if bool(parts.padding_mask.any()) else None,
+            input_ids=self._move(shard.take(parts.input_ids)),
+            positions=self._move(shard.positions()),
+            padding_mask=self._move(shard.take(parts.padding_mask)) if bool(parts.padding_mask.any()) else None,
             seq_params=seq_params,
             media=encoded,
-            placements=mine.placements(parts.placements, shares),
+            placements=shard.placements(parts.placements, shares),
             shared={name: share.longest for name, share in shares.items()},
             label_rows=self._move(labels.rows) if not logits or logits == "last" else None,
             targets=None if logits else self._move(labels.targets),
@@ -339,7 +339,7 @@ class PackedStep:
         return ContextShard(parts, row, self.cp_group)
 
     def _ahead(
-        self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
+        self, parts: Parts, shard: ContextShard, shares: Mapping[str, RankShare], depths: int
     ) -> tuple[tuple[MTPInputs, ...], Tensor]:
         """What each depth of multi-token prediction reads and predicts, and (N',) the places of all depths' labels.
 
@@ -347,10 +347,10 @@ class PackedStep:
         """
         ahead, places = [], [torch.empty(0, dtype=torch.int64)]
         for depth in range(1, depths + 1):
-            labels = mine.labels(depth + 1)
-            ids, padding, placements = mine.successors(depth)
+            labels = shard.labels(depth + 1)
+            ids, padding, placements = shard.successors(depth)
             moved = {"label_rows": self._move(labels.rows), "targets": self._move(labels.targets)}
-            local = mine.placements(placements, shares)
+            local = shard.placements(placements, shares)
             ahead.append(
                 MTPInputs(self._move(ids), self._move(padding), local, **moved, label_exchange=labels.exchange)
             )

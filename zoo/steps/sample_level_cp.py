@@ -34,15 +34,15 @@ class SampleLevelSplit:
 
     def local(self, rank: int) -> PackedLayout:
         """The packed row that a rank holds: its segments, in the order of the row."""
-        mine, row = self._segments(rank), self.layout
-        lengths, padded = (tuple(of[segment] for segment in mine) for of in (row.lengths, row.padded_lengths))
+        segments, row = self._segments(rank), self.layout
+        lengths, padded = (tuple(of[segment] for segment in segments) for of in (row.lengths, row.padded_lengths))
         return PackedLayout(lengths, padded, device=row.device)
 
     def index(self, rank: int) -> Tensor:
         """(T / size,) int64 positions in the row of a rank's tokens, in the order in which it holds them."""
-        padded, mine = self.layout.padded_lengths, self._segments(rank)
+        padded, segments = self.layout.padded_lengths, self._segments(rank)
         starts = index.starts(padded)
-        return index.ragged([padded[segment] for segment in mine], [starts[segment] for segment in mine])
+        return index.ragged([padded[segment] for segment in segments], [starts[segment] for segment in segments])
 
     def restore_index(self) -> Tensor:
         """(T,) int64, where each token of the row is among all ranks' tokens, from rank 0 up."""

@@ -112,11 +112,11 @@ def _losses(generator: Generator, source: SampleSource) -> dict[int, list[float]
     recipe, world = decoding.recipe, decoding.world
     batches = recipe_batches(recipe, source, world)
     step = build.build_step(decoding.assembly, recipe, world)
-    mine: dict[int, list[float]] = {}
+    local_losses: dict[int, list[float]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
         _, table = batch_sums(step, decoding.chunks, batch, world, batches.filler)
-        mine |= dict(zip(numbers, map(list, table), strict=True)) if table else {}
-    return gather_rows(mine, world)
+        local_losses |= dict(zip(numbers, map(list, table), strict=True)) if table else {}
+    return gather_rows(local_losses, world)
 
 
 def _of_row(row: Row, losses: Sequence[float], prediction: JsonMapping | None) -> JsonObject:

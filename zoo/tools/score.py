@@ -82,7 +82,7 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         source = open_asked(recipe, assembly.processor, options["max_rows"])
         kept = KeptRows(options.get("kept"), world)
         batches = recipe_batches(recipe, source, world)
-        mine: dict[int, JsonObject] = {}  # by row number
+        local_scores: dict[int, JsonObject] = {}  # by row number
         for numbers, batch in zip(batches.bins, batches, strict=True):
             logprobs = _logprobs(step, chunks, world, batches.filler() if batch is None else batch)
             scored: dict[int, JsonObject] = {}
@@ -93,8 +93,8 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
                     scored[number] = {"source": source.rows.name(number), "token_ids": ids.tolist()}
                     scored[number] |= {"labels": labels.tolist(), "logprobs": values.tolist()}
             kept.add(scored)
-            mine |= scored
-        everyone = gather_rows(mine, world)
+            local_scores |= scored
+        everyone = gather_rows(local_scores, world)
         say_left_out(source, world)
         return list(everyone.values())
 

@@ -131,7 +131,7 @@ def _tokens(
     """The tokens of these rows, in their order; the same on all ranks."""
     batches = recipe_batches(recipe, source, world, rows=rows)
     wanted = TopK(recipe.distill.top_k, recipe.distill.temperature)
-    mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
+    local_tokens: dict[int, tuple[bytes, list[np.ndarray]]] = {}
     for numbers, batch in zip(batches.bins, batches, strict=True):
         top = top_tokens_of(step, chunks, batches.filler() if batch is None else batch, world, wanted)
         if batch is None or top is None or not world.counts_loss:
@@ -142,9 +142,9 @@ def _tokens(
         arrays = [places, *(column.cpu() for column in tokens)]
         for segment, number in enumerate(numbers):
             chosen = owner == segment
-            mine[number] = (source.digest(number), [array[chosen].numpy() for array in arrays])
+            local_tokens[number] = (source.digest(number), [array[chosen].numpy() for array in arrays])
     everyone: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {}
-    for of_rank in object_group().gather(mine):
+    for of_rank in object_group().gather(local_tokens):
         for row, row_tokens in of_rank.items():
             everyone.setdefault(row, []).append(row_tokens)
     return [_joined(everyone[row]) for row in sorted(everyone)]

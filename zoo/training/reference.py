@@ -126,17 +126,17 @@ class Reference:
         with in_eval_mode(chunks):
             for name, source in _sources(data).items():
                 batches = recipe_batches(self.recipe, source, self.world, every_variant=True)
-                mine: dict[SampleId, list[float]] = {}
+                local_logprobs: dict[SampleId, list[float]] = {}
                 for number, (ids, batch) in enumerate(zip(batches.bins, batches, strict=True)):
                     values = compared_logprobs(step, chunks, batches.filler() if batch is None else batch, self.world)
                     tick()
                     terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
                     if batch is not None and values is not None:
-                        mine |= dict(zip(ids, values.view(-1, 2).tolist(), strict=True))
-                everyone: list[dict[SampleId, list[float]]] = [mine]
+                        local_logprobs |= dict(zip(ids, values.view(-1, 2).tolist(), strict=True))
+                everyone: list[dict[SampleId, list[float]]] = [local_logprobs]
                 if self.world.size > 1:
                     everyone = [{} for _ in range(self.world.size)]
-                    dist.all_gather_object(everyone, mine)
+                    dist.all_gather_object(everyone, local_logprobs)
                 self.logprobs[name] = np.full((_size(source), 2), np.nan, np.float32)  # nan: of rows that can't be used
                 for sample_id, pair in (item for of_rank in everyone for item in of_rank.items()):
                     self.logprobs[name][sample_id] = pair

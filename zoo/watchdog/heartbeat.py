@@ -229,12 +229,12 @@ class HeartbeatMonitor:
         """Make it the run's diagnosis unless another rank was first; return the run's, without a message if not this rank's."""
         if (store := self._store) is None:
             return diagnosis
-        mine = json.dumps(asdict(diagnosis))
+        posting = json.dumps(asdict(diagnosis))
         try:
-            posted = self._ask(lambda: store.compare_set("diagnosis", "", mine)).decode()
+            posted = self._ask(lambda: store.compare_set("diagnosis", "", posting)).decode()
         except RuntimeError:
             return diagnosis
-        return diagnosis if posted == mine else replace(Diagnosis(**json.loads(posted)), message="")
+        return diagnosis if posted == posting else replace(Diagnosis(**json.loads(posted)), message="")
 
     def _without_store(self) -> None:
         """Find out why the store does not answer: rank 0, which holds it, may have finished, died or frozen."""

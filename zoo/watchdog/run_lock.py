@@ -44,7 +44,7 @@ class RunLock:
     def __init__(self, folder: Path, rank: int = 0, size: int = 1) -> None:
         self._folder, self._rank, self._size = folder, rank, size
         self._path, self._token = folder / LOCK, uuid.uuid4().hex
-        self._mine = folder / f".{LOCK}.{self._token}"
+        self._own_file = folder / f".{LOCK}.{self._token}"
         self._made: list[Path] = []  # folders that were not there before, innermost first
         self._touched = 0.0
 
@@ -88,7 +88,7 @@ class RunLock:
         if self._rank != 0:
             return
         with contextlib.suppress(OSError):
-            self._mine.unlink(missing_ok=True)
+            self._own_file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             lock = _read(self._path)
             if lock is not None and lock[0].get("token") == self._token:
@@ -101,7 +101,7 @@ class RunLock:
         self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with self._mine.open("w", encoding="utf-8") as file:
+            with self._own_file.open("w", encoding="utf-8") as file:
                 # The time of the file system, as the log's: the machine that trains may have another.
                 file.write(json.dumps(_myself(self._token, os.fstat(file.fileno()).st_mtime)) + "\n")
             self._wait()
@@ -118,8 +118,8 @@ class RunLock:
             if lock is None:
                 continue
             holder, touched = lock
-            os.utime(self._mine)
-            age = self._mine.stat().st_mtime - touched
+            os.utime(self._own_file)
+            age = self._own_file.stat().st_mtime - touched
             alive = _alive(holder, age)
             if alive is None and last_touch is None:
                 wait = f"waiting up to {STALE_SECONDS:.0f} s to see whether {_named(holder)} still trains there"
@@ -136,7 +136,7 @@ class RunLock:
     def _create(self) -> bool:
         """Have the lock, if nobody has it."""
         try:
-            os.link(self._mine, self._path)
+            os.link(self._own_file, self._path)
         except FileExistsError:
             return False
         except OSError as error:
@@ -144,10 +144,10 @@ class RunLock:
                 raise
             try:
                 with self._path.open("x", encoding="utf-8") as file:
-                    file.write(self._mine.read_text(encoding="utf-8"))
+                    file.write(self._own_file.read_text(encoding="utf-8"))
             except FileExistsError:
                 return False
-        self._mine.unlink()
+        self._own_file.unlink()
         return True
 
     def _replace(self, holder: JsonObject) -> bool:
@@ -163,7 +163,7 @@ class RunLock:
                 lock = _read(self._path)
                 if lock is None or lock[0] != holder:
                     return False
-                os.replace(self._mine, self._path)
+                os.replace(self._own_file, self._path)
                 return True
         except (BlockingIOError, FileNotFoundError):
             time.sleep(0.05)
@@ -233,8 +233,8 @@ def _alive(holder: JsonObject, age: float) -> bool | None:
     """Whether the holder of a lock that was touched so many seconds ago lives; None: not known yet."""
     if holder.get("machine") == machine() and holder.get("boot") == _boot() and "pid" in holder:
         return birth(holder["pid"]) == holder.get("born")
-    mine = _job()
-    if mine and holder.get("job") == mine["job"] and holder.get("start", 0) < mine["start"]:
+    own_job = _job()
+    if own_job and holder.get("job") == own_job["job"] and holder.get("start", 0) < own_job["start"]:
         return False
     return False if age > STALE_SECONDS else None
 

@@ -211,22 +211,26 @@ class BenchRun(LoadedRun):
         if len(bins) < each:
             too_few = f"samples={self.request['samples']} are too few for a step of {self.setting.name}"
             raise UserError(f"{too_few}; give more")
-        mine: list[list[MicroBatch]] = []
+        step_batches: list[list[MicroBatch]] = []
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
             step = bins[first : first + each]
             shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
             rows = [[with_pixels(samples[i], config) for i in step[share]] for share in shares]
-            mine.append([make_batch(row, recipe.packing.mode, align, recipe.packing.pad_to, pad) for row in rows])
-        totals = object_group().gather([[batch.total for batch in batches] for batches in mine])
-        mine = [with_most_tokens(*step) for step in zip(mine, zip(*totals, strict=True), strict=True)]
-        self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
+            step_batches.append(
+                [make_batch(row, recipe.packing.mode, align, recipe.packing.pad_to, pad) for row in rows]
+            )
+        totals = object_group().gather([[batch.total for batch in batches] for batches in step_batches])
+        step_batches = [with_most_tokens(*step) for step in zip(step_batches, zip(*totals, strict=True), strict=True)]
+        self.loader = Cycle(step_batches)  # type: ignore[assignment]  # what a step needs of a loader
         self.rows = KnownRows({})
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.warm = max(self.request["warm_steps"], len(mine))
-        self.timed = -(-max(LEAST_TIMED, self.request["passes"] * len(mine)) // len(mine)) * len(mine)
+        self.warm = max(self.request["warm_steps"], len(step_batches))
+        self.timed = -(-max(LEAST_TIMED, self.request["passes"] * len(step_batches)) // len(step_batches)) * len(
+            step_batches
+        )
         # Timed steps begin at the first batch, so that all are timed equally often.
-        self.warm += -self.warm % len(mine)
+        self.warm += -self.warm % len(step_batches)
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
 
     def close(self) -> None:

@@ -62,8 +62,8 @@ def verify_checksums(folder: Path, comm: Comm) -> None:
     """
     ranks = len(comm.gather_objects(None))
     files, fault = _summed_files(folder)
-    mine = [fault] if fault else _faults(files[comm.rank :: ranks])
-    _refuse(fault for of_rank in comm.gather_objects(mine) for fault in of_rank)
+    local_faults = [fault] if fault else _faults(files[comm.rank :: ranks])
+    _refuse(fault for of_rank in comm.gather_objects(local_faults) for fault in of_rank)
 
 
 class ChecksumsWhileReading:

@@ -55,14 +55,14 @@ class Meter:
     """How far a copy is, by the bytes of this rank: looking at the files would have training wait for a slow folder."""
 
     def __init__(self) -> None:
-        self._step = self._total = self._mine = self._done = 0
+        self._step = self._total = self._of_rank = self._done = 0
         self._began = 0.0
         self._lock = threading.Lock()
 
-    def begin(self, step: int, total: int, mine: int) -> None:
-        """Of `total` bytes of all ranks this one copies `mine`."""
+    def begin(self, step: int, total: int, of_rank: int) -> None:
+        """Of `total` bytes of all ranks this one copies `of_rank`."""
         with self._lock:
-            self._step, self._total, self._mine, self._done = step, total, mine, 0
+            self._step, self._total, self._of_rank, self._done = step, total, of_rank, 0
             self._began = time.monotonic()
 
     def add(self, count: int) -> None:
@@ -73,9 +73,9 @@ class Meter:
     def state(self) -> progress.Saving | None:
         """The copy that is under way; None where this rank has nothing of it."""
         with self._lock:
-            if not self._mine:
+            if not self._of_rank:
                 return None
-            done = self._total * min(self._done, self._mine) // self._mine
+            done = self._total * min(self._done, self._of_rank) // self._of_rank
             return progress.Saving(self._step, done, self._total, time.monotonic() - self._began, copying=True)
 
 

@@ -65,7 +65,7 @@ def write_through(stage: Stage | None, target: Path, step: int, write: Callable[
     control, main = stage.control, stage.is_main
     names = [name for name in integrity.files_of(staged) if name != RECORD]
     sizes = {name: (staged / name).stat().st_size for name in names}
-    mine = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
+    local_files = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
 
     def publish() -> None:
         if (staged / CARD).is_file():
@@ -75,6 +75,6 @@ def write_through(stage: Stage | None, target: Path, step: int, write: Callable[
     with ExportWriter(target, overwrite="aside") as writer:
         files = Files(staged, writer.partial, {}, stage.tick)
         control.together(lambda: writer.begin() if main else None)
-        control.together(lambda: stage.retried(lambda: files.copy(mine), step, "the export"))
+        control.together(lambda: stage.retried(lambda: files.copy(local_files), step, "the export"))
         control.together(lambda: publish() if main else None)
     stage.remove(staged)

@@ -158,7 +158,9 @@ class Lengths:
         unknown, size = keys[~self._known.known_of(keys)], HEADERS * self.group.size
         for first in range(0, len(unknown), size):
             block: list[SampleId] = unknown[first : first + size].tolist()
-            self._share(block, lambda mine: [self._try(sample_id, self.source.measure) for sample_id in mine])
+            self._share(
+                block, lambda sample_ids: [self._try(sample_id, self.source.measure) for sample_id in sample_ids]
+            )
             if not self._known.known_of(np.asarray(block)).all():
                 return False
         return True
@@ -167,9 +169,9 @@ class Lengths:
         self, ids: Sequence[SampleId], measure: Callable[[Sequence[SampleId]], Sequence[Size | RowError | None]]
     ) -> None:
         """Take over what all ranks find out about samples, of which each measures its share."""
-        mine = measure(ids[self.group.rank :: self.group.size])
+        local_sizes = measure(ids[self.group.rank :: self.group.size])
         shrunk, self._shrunk = self._shrunk, []
-        for rank, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
+        for rank, (share, smaller) in enumerate(self.group.gather((local_sizes, shrunk))):
             self.source.note_shrunk(smaller)
             for sample_id, finding in zip(ids[rank :: self.group.size], share, strict=True):
                 if finding is not None:

@@ -47,7 +47,7 @@ class PlannedStep(NamedTuple):
     """A step whose rows are known."""
 
     before: Position  # of the stream
-    mine: list[list[SampleId]]  # this rank's bins
+    local_bins: list[list[SampleId]]  # this rank's bins
     fillers: int  # of the last of these bins, which only fill the step up
     left: int  # steps that follow, by what is known of them; 0 without epochs
     state: JsonObject  # where the stream stands behind the step
@@ -237,11 +237,11 @@ class BatchLoader:
             if not self._planned:
                 return PreparedStep([], 0, self._state)
             plan = self._planned[0]
-            encoded = encode_all(self.lengths, plan.mine)
+            encoded = encode_all(self.lengths, plan.local_bins)
             batches = [] if encoded.findings else self._batches(encoded.bins, plan.fillers)
             weight = math.fsum(batch.loss_weight for batch in batches)
-            mine = self._rank, weight, [batch.total for batch in batches]
-            findings, everyone = self.lengths.exchange(encoded.findings, mine)
+            summary = self._rank, weight, [batch.total for batch in batches]
+            findings, everyone = self.lengths.exchange(encoded.findings, summary)
             if not findings:
                 break
             self._stream.rewind(plan.before)
@@ -275,10 +275,10 @@ class BatchLoader:
                 break
             if not bins:
                 break
-            mine, fillers = self._share_of(bins)
-            self._planned.append(PlannedStep(before, mine, fillers, self._steps_left(), self._stream_state()))
+            local_bins, fillers = self._share_of(bins)
+            self._planned.append(PlannedStep(before, local_bins, fillers, self._steps_left(), self._stream_state()))
         self.source.prefetch(
-            [sample_id for plan in self._planned for ids in plan.mine for sample_id in ids], alone=True
+            [sample_id for plan in self._planned for ids in plan.local_bins for sample_id in ids], alone=True
         )
 
     def _share_of(self, bins: Sequence[list[SampleId]]) -> tuple[list[list[SampleId]], int]:
@@ -290,12 +290,12 @@ class BatchLoader:
         }
         costs = [sum(sizes[sample_id].cost for sample_id in ids if sample_id in sizes) for ids in bins] + [0] * missing
         shared = deal_bins(costs, self._ranks)[self._rank]
-        mine = [bins[index] for index in shared if index < len(bins)]
-        fillers = len(shared) - len(mine)
+        local_bins = [bins[index] for index in shared if index < len(bins)]
+        fillers = len(shared) - len(local_bins)
         if fillers:
             shortest = min(sizes, key=lambda sample_id: (sizes[sample_id].tokens, sample_id))
-            mine += [[shortest]] * fillers
-        return mine, fillers
+            local_bins += [[shortest]] * fillers
+        return local_bins, fillers
 
     def _steps_left(self) -> int:
         """Steps from where the stream stands to its end, by what is known of them; 0 without an end."""

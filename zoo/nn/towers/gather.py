@@ -23,18 +23,18 @@ class GatherEncoded(torch.autograd.Function):
     def forward(ctx: Context, local: Tensor, longest: int, groups: ProcessGroupCollection) -> Tensor:
         """`groups`: tensor-parallel ranks stand next to one another in tp_cp."""
         ctx.groups, ctx.count = groups, local.shape[0]
-        mine = local.new_zeros(longest, local.shape[1])
-        mine[: ctx.count] = local
-        gathered = mine.new_empty(groups.tp_cp.size() * longest, local.shape[1])
-        dist.all_gather_into_tensor(gathered, mine, group=groups.tp_cp)
+        padded = local.new_zeros(longest, local.shape[1])
+        padded[: ctx.count] = local
+        gathered = padded.new_empty(groups.tp_cp.size() * longest, local.shape[1])
+        dist.all_gather_into_tensor(gathered, padded, group=groups.tp_cp)
         return gathered
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         tp, cp = ctx.groups.tp, ctx.groups.cp
         parts = grads[0].unflatten(0, (cp.size(), tp.size(), -1))[:, tp.rank()].contiguous()
-        mine = parts[0]
+        reduced = parts[0]
         if cp.size() > 1:
-            mine = torch.empty_like(parts[0])
-            dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=cp)
-        return mine[: ctx.count] * tp.size(), None, None
+            reduced = torch.empty_like(parts[0])
+            dist.reduce_scatter_tensor(reduced, parts.flatten(0, 1), group=cp)
+        return reduced[: ctx.count] * tp.size(), None, None

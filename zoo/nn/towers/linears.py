@@ -53,9 +53,9 @@ class _Joined(torch.autograd.Function):
         of_x = grad @ _stacked(weights, x.shape[1]) if needs_x else None
         of_biases = bias_gradient(grad) if any(needed[1::2]) else grad.new_empty(grad.shape[1])
         of_parameters: list[Tensor | None] = []
-        for weight, mine, *needs in zip(weights, _places(weights), needed[::2], needed[1::2], strict=True):
-            of_parameters.append(weight_gradient(weight, grad[:, mine], x) if needs[0] else None)
-            of_parameters.append(of_biases[mine] if needs[1] else None)
+        for weight, columns, *needs in zip(weights, _places(weights), needed[::2], needed[1::2], strict=True):
+            of_parameters.append(weight_gradient(weight, grad[:, columns], x) if needs[0] else None)
+            of_parameters.append(of_biases[columns] if needs[1] else None)
         return of_x, *of_parameters
 
 
@@ -79,8 +79,8 @@ def _stacked(weights: Sequence[Tensor], width: int) -> Tensor:
     if len(weights) == 1 and weights[0].shape == (_width(weights), width):
         return weights[0]
     whole = weights[0].new_zeros(_width(weights), width)
-    for weight, mine in zip(weights, _places(weights), strict=True):
-        whole[mine, : weight.shape[1]] = weight
+    for weight, columns in zip(weights, _places(weights), strict=True):
+        whole[columns, : weight.shape[1]] = weight
     return whole
 
 
@@ -89,7 +89,7 @@ def _end_to_end(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> T
     if all(bias is None for bias in biases):
         return None
     whole: Tensor = weights[0].new_zeros(_width(weights))
-    for bias, mine in zip(biases, _places(weights), strict=True):
+    for bias, columns in zip(biases, _places(weights), strict=True):
         if bias is not None:
-            whole[mine] = bias
+            whole[columns] = bias
     return whole

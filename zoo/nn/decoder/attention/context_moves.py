@@ -72,15 +72,15 @@ class _ChannelsByRank(torch.autograd.Function):
         every = moved.wide(x).split(moved.counts(sections), dim=1)
         parts = [section.chunk(size, dim=1) for index, section in enumerate(every) if index != kept]
         out = x.new_empty(size, len(x), sum(ctx.widths))
-        for rank, mine in enumerate(moved.wide(out)):
-            torch.cat([part[rank] for part in parts], dim=1, out=mine)
+        for rank, out_of_rank in enumerate(moved.wide(out)):
+            torch.cat([part[rank] for part in parts], dim=1, out=out_of_rank)
         return out, every[kept].contiguous().view(x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shared, kept = grads
         moved = _Moved(shared.dtype, (*ctx.widths, kept.shape[1]))
-        each = [mine.split(moved.counts(ctx.widths), dim=1) for mine in moved.wide(shared)]
+        each = [block.split(moved.counts(ctx.widths), dim=1) for block in moved.wide(shared)]
         parts = list(zip(*each, strict=True))
         parts.insert(ctx.kept, (moved.wide(kept),))
         whole = torch.cat([piece for part in parts for piece in part], dim=1)

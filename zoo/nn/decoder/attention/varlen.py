@@ -177,9 +177,9 @@ def segment_attention(
         return layout.pack(sdpa(q, k, v, scale, causal=mask is None, mask=mask).transpose(1, 2))[0]
     pieces, start = [], 0
     for length in layout.padded_lengths:
-        mine, start = slice(start, start + length), start + length
-        mask = _mask(layout, mask_spec, (mine.start, mine.start, start), length, q)
-        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, mask))
+        segment, start = slice(start, start + length), start + length
+        mask = _mask(layout, mask_spec, (segment.start, segment.start, start), length, q)
+        pieces.append(_one_segment(q[segment], k[segment], v[segment], scale, mask))
     return torch.cat(pieces)
 
 

@@ -230,8 +230,8 @@ class ExchangeByChoice(ExpertExchange):
         row = is_sent.t().flatten().cumsum(0, dtype=torch.int32) - 1
         choices = torch.zeros(size // shares, dtype=torch.int64, device=chosen.device)
         choices.scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))
-        mine = torch.stack([is_sent.sum(0), choices.repeat_interleave(shares)])
-        rank, numbers = dist.get_rank(group), _gather(mine, group)
+        local_counts = torch.stack([is_sent.sum(0), choices.repeat_interleave(shares)])
+        rank, numbers = dist.get_rank(group), _gather(local_counts, group)
         sent = numbers[rank][0]
         total = sum(sent)
         # The place of each (rank, token) among the rows that are sent; those that are not all write behind the last.
@@ -297,11 +297,11 @@ class ExchangeWithAll(ExpertExchange):
     def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
         """See `ExpertExchange`."""
         received = x.new_empty(self.group.size() * self.most, x.shape[1])
-        mine = received[self.rank * self.most :][: self.most]
-        mine[: len(x)].copy_(x)
+        local_rows = received[self.rank * self.most :][: self.most]
+        local_rows[: len(x)].copy_(x)
         if empty is not None:
-            mine[len(x) :].fill_(empty)
-        return _after(dist.all_gather_into_tensor(received, mine, group=self.group, async_op=True), received)
+            local_rows[len(x) :].fill_(empty)
+        return _after(dist.all_gather_into_tensor(received, local_rows, group=self.group, async_op=True), received)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
         """See `ExpertExchange`. Every rank sends one row back for each token."""
@@ -310,11 +310,11 @@ class ExchangeWithAll(ExpertExchange):
         return lambda: sum_rows(arrived(), self.places)
 
 
-def _gather(mine: Tensor, group: ProcessGroup) -> list[list[Any]]:
+def _gather(local_counts: Tensor, group: ProcessGroup) -> list[list[Any]]:
     """Every rank's tensor as nested lists, by rank. The host waits for them."""
-    gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=mine.device)
-    dist.all_gather_into_tensor(gathered, mine.flatten(), group=group)
-    return gathered.view(group.size(), *mine.shape).tolist()
+    gathered = torch.empty(group.size() * local_counts.numel(), dtype=local_counts.dtype, device=local_counts.device)
+    dist.all_gather_into_tensor(gathered, local_counts.flatten(), group=group)
+    return gathered.view(group.size(), *local_counts.shape).tolist()
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Callable[[], Tensor]:
