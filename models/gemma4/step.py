@@ -19,7 +19,7 @@ class Gemma4Step(PackedStep):
     config: Gemma4Config
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
-        """The vision tower takes images."""
+        """Token ids of media by tower: the vision tower takes images."""
         return {"vision": (self.config.hf.image_token_id,)}
 
     def bidirectional_tokens(self, ids: Tensor) -> Tensor | None:

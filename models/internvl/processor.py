@@ -79,7 +79,7 @@ class InternVLProcessor(Processor):
         return {self.hf.image_token: len(media.get("pixel_values", ())) * self.hf.image_seq_length}
 
     def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Tiles, one by one."""
+        """Rows that the vision tower takes at a time: each tile is one row."""
         return {"vision": [1] * len(media.get("pixel_values", ()))}
 
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch:

@@ -24,7 +24,7 @@ class InternVLStep(PackedStep):
         return {"vision": (self.config.hf.image_token_id,)}
 
     def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
-        """Tiles one by one."""
+        """The tiles, each encoded by itself."""
         if "pixel_values" not in media:
             return {"vision": ()}
         ones = torch.ones(int(media["num_tiles"].sum()), dtype=torch.int64)

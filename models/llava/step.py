@@ -45,7 +45,7 @@ class LlavaStep(PackedStep):
         return {"vision": tuple(streams)}
 
     def _outputs(self, media: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
-        """Embeddings of each image, and of each video."""
+        """Numbers of embeddings of each image, and of each video."""
         videos = [0]
         for tokens, last in zip(self._frames(media), _values(media, "video_ends"), strict=True):
             videos[-1] += tokens

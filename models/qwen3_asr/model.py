@@ -28,7 +28,7 @@ class Qwen3ASRModel(VisionLanguageModel):
         return ("audio",)
 
     def zero_of(self, name: str) -> Tensor | float:
-        """The projector is idle when its tower is."""
+        """Zero with a gradient for tower and projector: a batch without audio uses neither."""
         return super().zero_of(name) + super().zero_of("projector")
 
     def encode(self, media: Media) -> dict[str, Encoded]:

@@ -82,7 +82,7 @@ def report(lines: list[JsonObject]) -> SaveCosts:
 
 
 def table(report: SaveCosts) -> str:
-    """For people."""
+    """The report in a few lines."""
     rows = {
         f"a step, of {report.steps_beside} with a save beside it": f"{report.beside_ms:,.1f} ms",
         "a step, of the others": f"{report.step_ms:,.1f} ms",

@@ -22,7 +22,7 @@ class Progress:
         self._began = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:
-        """So many more bytes are written."""
+        """Count bytes that have been written, and now and then show how far the writing is."""
         self.done += count
         now = time.monotonic()
         if now - self._last >= (_EVERY_TTY if self._tty else _EVERY_FILE):
@@ -30,7 +30,7 @@ class Progress:
             self._say(now)
 
     def close(self) -> None:
-        """Say how it went."""
+        """Show the last state: bytes, rate and time."""
         self._say(time.monotonic())
         if self._tty:
             print(file=self.stream)

@@ -43,7 +43,7 @@ class Check:
 
     @property
     def key(self) -> str:
-        """The same for two recipes that need the same check."""
+        """Identity of the check: two recipes that need the same check have the same key."""
         return f"{self.name} | {self.kernel} | {self.shape} | {self.dtype}"
 
 

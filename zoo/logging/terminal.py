@@ -180,7 +180,7 @@ def live_line(stream: TextIO | None = None) -> LiveLine:
 
 
 def set_status(status: str) -> None:
-    """Say on the terminal status is being done."""
+    """Show on the terminal what is being done: `status`."""
     if _line is not None:
         _line.set_status(status)
 

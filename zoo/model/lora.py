@@ -64,7 +64,7 @@ class AdaptedWeight:
             lora.attach(self.module, self.adapter)
 
     def detach(self) -> None:
-        """Undo `attach`."""
+        """Take away the adapter that `attach` has added to the module."""
         if isinstance(self.adapter, lora.ExpertAdapter):
             del self._experts_adapters[self.target.zoo.rpartition(".")[2]]
         else:

@@ -31,7 +31,7 @@ EXECUTION = (
 
 
 class Tokenized(Protocol):
-    """What is read of a processor."""
+    """The part of a processor that a config reads."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...

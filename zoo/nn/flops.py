@@ -62,7 +62,7 @@ def _attention(text: PretrainedConfig, gated: bool) -> DecoderCost:
 
 
 def _full_attention(text: PretrainedConfig, gated: bool) -> DecoderCost:
-    """The same with `full_heads`, whose values are keys."""
+    """The cost of a layer with `full_heads`, whose values are its keys."""
     heads = text.full_heads
     queries, keys = text.num_attention_heads * heads.width, heads.groups * heads.width
     return DecoderCost(2.0 * text.hidden_size * (queries * (3 if gated else 2) + keys), 4.0 * queries)

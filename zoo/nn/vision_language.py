@@ -71,7 +71,7 @@ class OmniModel(VisionLanguageModel):
     """Decoder with a `vision` and an `audio` tower, which takes (frames, mel) of all clips and the frames of each."""
 
     def tower_names(self) -> tuple[str, ...]:
-        """Both towers."""
+        """The names of both towers."""
         return ("vision", "audio")
 
     def encode(self, media: Media) -> dict[str, Encoded]:

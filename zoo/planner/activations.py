@@ -72,12 +72,12 @@ class Items:
 
     @cached_property
     def total(self) -> float:
-        """Rows of all items."""
+        """Sum of the rows of all items."""
         return sum(self.rows)
 
     @cached_property
     def longest(self) -> float:
-        """Rows of the longest one."""
+        """Rows of the longest item."""
         return max(self.rows, default=0)
 
     @cached_property

@@ -60,11 +60,11 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it, without the part in CPU memory."""
+        """GPU memory of all kinds; the part in CPU memory is not counted."""
         return self.weights + self.grads + self.optimizer + self.activations
 
     def as_dict(self) -> dict[str, float]:
-        """By kind, with the total."""
+        """Bytes by kind, with the total."""
         return {kind: getattr(self, kind) for kind in ("weights", "grads", "optimizer", "activations", "total")}
 
 

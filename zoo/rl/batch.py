@@ -25,7 +25,7 @@ class Prepared(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Sparse:
-    """Layers with experts of a model."""
+    """The layers of a model that have experts: how many, and how many experts a token takes."""
 
     layers: int
     experts: int  # of a layer

@@ -134,7 +134,7 @@ class RunLock:
                 return
 
     def _create(self) -> bool:
-        """Have the lock, if nobody has it."""
+        """Try to create the lock; whether this process has it now."""
         try:
             os.link(self._own_file, self._path)
         except FileExistsError:

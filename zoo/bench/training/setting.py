@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As it is typed."""
+        """The setting as it is typed: `packed:8`, `padded:2x2048`."""
         return f"{self.way}:{self.number}" + (f"x{self.width}" if self.width else "")
 
     @property

@@ -86,14 +86,14 @@ class Lines:
         self.steps: list[JsonObject] = []
 
     def step(self, metrics: JsonObject, save: object = None) -> None:
-        """A step's line."""
+        """Keep the metrics of a step."""
         self.steps.append(metrics)
 
     def say(self, text: str) -> None:
         """Do nothing: the metrics hold it."""
 
     def event(self, name: str, step: int, **facts: object) -> None:
-        """Nothing: the same."""
+        """Do nothing: the metrics hold it."""
 
 
 class LoadedRun(Trainer):

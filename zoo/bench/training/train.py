@@ -227,7 +227,7 @@ def row(line: Line) -> str:
 
 
 def where(report: Line) -> str:
-    """What it was measured on, in a line."""
+    """The recipe, GPUs, versions and date of a result, in a line."""
     environment = report["environment"] or {}
     packages = {name: version for name, version in environment.get("packages", {}).items() if version}
     names = ("torch", "transformers", "megatron-core", "transformer-engine", "triton")

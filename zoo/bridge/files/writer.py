@@ -106,7 +106,7 @@ class ShardWriter:
                 self._end()
 
     def close(self) -> None:
-        """Let go of a shard that was not finished."""
+        """Close a shard that was not finished."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -358,7 +358,7 @@ class Copier:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` has one to tell of, on this rank."""
+        """Whether `take` would return at once, as this rank sees it."""
         return self._reported < len(self._copied)
 
     def take(self) -> Copied:

@@ -206,7 +206,7 @@ class WholeTensors:
         return tensors
 
     def close(self) -> None:
-        """Let go of what was read."""
+        """Free the memory of what was read."""
         self._pool.shutdown(cancel_futures=True)
         self._read.clear()
 

@@ -100,7 +100,7 @@ class _Table:
         return self._tokens[keys], self._costs[keys]
 
     def keep(self, keys: set[SampleId]) -> None:
-        """Forget all others."""
+        """Drop the sizes of all other keys."""
         self._sizes = {key: size for key, size in self._sizes.items() if key in keys}
 
 

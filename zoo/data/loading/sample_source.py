@@ -381,6 +381,6 @@ class SampleCache:
             self._bytes -= dropped.nbytes
 
     def clear(self) -> None:
-        """Keep none."""
+        """Drop all samples that are kept."""
         self._samples.clear()
         self._bytes = 0

@@ -149,7 +149,7 @@ class _Beginning:
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        """As a file's."""
+        """Read up to `size` bytes, as a file's `read`."""
         self.calls -= 1
         if not 0 <= size <= self.left or not self.calls:
             raise OSError("the header is too long")

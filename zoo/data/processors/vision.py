@@ -208,7 +208,7 @@ class PatchProcessor(Processor):
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
-        """Ids of those tokens."""
+        """Ids of all tokens in `token_ids`."""
         return frozenset(self.token_ids.values())
 
     def pixel_options(self, pixels: PixelLimits) -> dict[str, CallArguments]:

@@ -60,7 +60,7 @@ class LineReader:
         self.offset, self.number = state or (0, 0)
 
     def state(self) -> State:
-        """Byte and line."""
+        """The byte and the line to go on from."""
         return [self.offset, self.number]
 
     def __next__(self) -> Item:

@@ -110,5 +110,5 @@ def _users(function: Any, name: str) -> Scorer:
 
 
 def shown(text: str) -> str:
-    """A text as a message shows it."""
+    """A text shortened and quoted for a message."""
     return repr(printable(text, 60))

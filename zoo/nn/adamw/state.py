@@ -169,7 +169,7 @@ class Moment:
             self.values.copy_(to_bf16(values, random) if self.values.dtype == torch.bfloat16 else values)
 
     def zero(self) -> None:
-        """Make it what no update has moved yet."""
+        """Set all values to zero, as before the first update."""
         self.values.zero_()
         if self.exponents is not None:
             self.exponents.fill_(LEAST_EXPONENT)

@@ -53,7 +53,7 @@ class Deepstack:
         return flat.index_add(0, self.rows, self.features[index].to(flat.dtype)).view(hidden.shape)
 
     def after(self, layer: int) -> Deepstack:
-        """What is left for the layers from `layer` on."""
+        """The features that layers from `layer` on add."""
         return Deepstack(self.rows, self.features[max(0, layer - self.first) :], max(layer, self.first))
 
 

@@ -24,7 +24,7 @@ TAPS = 4  # of the kernels: most that they take
 
 @lru_cache
 def forward_launch(width: int) -> Launch:
-    """Rows are a program's tokens, a multiple of 4."""
+    """Settings of the forward kernel, whose rows are the tokens of a program, a multiple of 4."""
     return Launch(rows=32, columns=256, warps=2, stages=2)
 
 

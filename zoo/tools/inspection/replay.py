@@ -34,7 +34,7 @@ class Step:
 
     @property
     def number(self) -> int:
-        """The step."""
+        """Number of the step."""
         number: int = self.record["step"]
         return number
 

@@ -119,9 +119,9 @@ class _Moved:
         self.share = self.dtype.itemsize // dtype.itemsize
 
     def wide(self, x: Tensor) -> Tensor:
-        """x (..., width) as such values."""
+        """x (..., width) viewed as the wider values, without a copy where it is contiguous."""
         return x.contiguous().view(self.dtype)
 
     def counts(self, widths: Sequence[int]) -> list[int]:
-        """How many of them there are in so many values."""
+        """The numbers of wider values that hold `widths` values each."""
         return [width // self.share for width in widths]

@@ -160,11 +160,11 @@ class GroupedRows:
     free_sms: int = 0  # as of `products.multiply`, for the product, not for its gradients
 
     def result(self, product: Tensor) -> Tensor:
-        """What is given for the product of each row."""
+        """The output for a product of each row: the product itself, or its sums by token."""
         return product if self.summed is None else sum_rows(product, self.summed.places)
 
     def input_gradient(self, grad: Tensor) -> Tensor:
-        """The gradient of what was given, by that of each row."""
+        """The input's gradient, from that of each row of the product."""
         return grad if self.taken is None else sum_rows(grad, self.taken.places)
 
     def placeholder(self, x: Tensor, weight: Tensor) -> Tensor:
