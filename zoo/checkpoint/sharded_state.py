@@ -152,9 +152,8 @@ def _updated(cut: Sequence[Box], parameter: Tensor, held_range: _Range, optimize
     if not optimizer:
         return
     if part.dtype == torch.bfloat16:
-        yield from flat(
-            cut, shape, held_range.optimizer.state[held_range.part][MASTER], held_range.start, f"{_STATE}.{_REST}."
-        )
+        rest = held_range.optimizer.state[held_range.part][MASTER]
+        yield from flat(cut, shape, rest, held_range.start, f"{_STATE}.{_REST}.")
     for name in held_range.optimizer.moment_names(held_range.part):
         moment: Moment = held_range.optimizer.moment(held_range.part, name)
         prefix = f"{_STATE}.{name}."
@@ -263,10 +262,8 @@ def _state_wanted(trainable: Trainable, world: World, stored: Mapping[str, Tenso
             wanted = list(flat(cut, shape, target, start, name and f"{_STATE}.{name}."))
             return wanted if all(piece.key in stored for piece in wanted) else []
 
-        moments = {
-            name: held_range.optimizer.moment(held_range.part, name)
-            for name in held_range.optimizer.moment_names(held_range.part)
-        }
+        optimizer, part = held_range.optimizer, held_range.part
+        moments = {name: optimizer.moment(part, name) for name in optimizer.moment_names(part)}
         are_stored = all(pieces(name, moment.values) for name, moment in moments.items())
         for name, moment in moments.items():
             if not are_stored:

@@ -81,7 +81,7 @@ class Answers:
         return [number for number in range(len(self.tokens)) if not self.ended(number)]
 
     def ended(self, number: int) -> bool:
-        """Whether an answer has an end token or its most tokens."""
+        """Whether an answer has reached an end token or its limit."""
         tokens = self.tokens[number]
         return len(tokens) >= self.limits[number] or bool(tokens and tokens[-1] in self.ends)
 

@@ -217,20 +217,18 @@ class BenchRun(LoadedRun):
             step = bins[first : first + each]
             shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
             rows = [[with_pixels(samples[i], config) for i in step[share]] for share in shares]
-            step_batches.append(
-                [make_batch(row, recipe.packing.mode, align, recipe.packing.pad_to, pad) for row in rows]
-            )
+            batches = [make_batch(row, recipe.packing.mode, align, recipe.packing.pad_to, pad) for row in rows]
+            step_batches.append(batches)
         totals = object_group().gather([[batch.total for batch in batches] for batches in step_batches])
         step_batches = [with_most_tokens(*step) for step in zip(step_batches, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(step_batches)  # type: ignore[assignment]  # what a step needs of a loader
         self.rows = KnownRows({})
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.warm = max(self.request["warm_steps"], len(step_batches))
-        self.timed = -(-max(LEAST_TIMED, self.request["passes"] * len(step_batches)) // len(step_batches)) * len(
-            step_batches
-        )
+        cycle = len(step_batches)
+        self.warm = max(self.request["warm_steps"], cycle)
+        self.timed = -(-max(LEAST_TIMED, self.request["passes"] * cycle) // cycle) * cycle
         # Timed steps begin at the first batch, so that all are timed equally often.
-        self.warm += -self.warm % len(step_batches)
+        self.warm += -self.warm % cycle
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
 
     def close(self) -> None:
