@@ -1,6 +1,7 @@
 """What every test shares: no network, quiet threads, and GPU tests only where there is a GPU."""
 
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers run side by side, and tiny tensors gain nothing
 
 from support import deadline
+
+
+@pytest.fixture
+def signals_arrive() -> Iterator[None]:
+    """SIGHUP and SIGINT are not ignored in the test, as under nohup and in the background of a script; its processes inherit that."""
+    numbers = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
 
 _cases: Counter[tuple[str, Any]] = Counter()  # cases of each function, and family of support.families, so far
 

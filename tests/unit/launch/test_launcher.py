@@ -24,6 +24,8 @@ from zoo.launch.rank_group import run_ranks
 from zoo.logging.result import TrainResult
 from zoo.planner import plan_process
 
+pytestmark = pytest.mark.usefixtures("signals_arrive")
+
 
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from zoo.parallel.signals import Preempted, interrupts
 
+pytestmark = pytest.mark.usefixtures("signals_arrive")
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_an_interrupt_in_the_guise_of_an_error(number: signal.Signals) -> None:
