@@ -98,7 +98,7 @@ def fit_shapes(
 
 
 def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence[str] = ()) -> list[str]:
-    """Say on stderr which tensors hold nothing of their own: known buffers, and a tied model's head.
+    """Say on stderr which tensors are not trained, and which hold nothing of their own: known buffers, and a tied model's head.
 
     BridgeError where a head differs from the embedding that it is tied to, as one of the two would be lost; heads that fit
     a pattern of `allow` are returned as problems instead.
@@ -118,6 +118,11 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
         names = sorted(resolution.source[name] for name in resolution.redundant)
         passed = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         text = f"{reader.folder}: passing over {passed}: equal to what the model makes of its config or ties"
+        print(text, file=sys.stderr, flush=True)
+    if resolution.passed_through:
+        published = [name.removeprefix(PASS_THROUGH) for name in resolution.passed_through]
+        parts = ", ".join(sorted({f"{name.partition('.')[0]}.*" for name in published}))
+        text = f"{reader.folder}: {len(published):,} tensors are not trained and go into exports as they are: {parts}"
         print(text, file=sys.stderr, flush=True)
     return problems
 

@@ -16,8 +16,11 @@ from support.weights import tensors
 
 import zoo
 from zoo.bridge import BridgeError
+from zoo.bridge.mapping.table import SCORE
 from zoo.cli.checkpoints.convert import run
+from zoo.config.locate import read_arch
 from zoo.errors import UserError
+from zoo.model.meta_model import build_meta_model
 from zoo.tools.convert import convert
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -96,6 +99,31 @@ def test_what_is_missing_names_what_helps(tmp_path: Path) -> None:
     rewrite(folder, lambda saved: {n: t for n, t in kept.items() if n != HEAD})
     with pytest.raises(BridgeError, match=r"(?s)lm_head\.weight: missing.*tie_word_embeddings=true"):
         convert(folder, tmp_path / "zoo", quiet=True)
+
+
+def test_an_embedding_model_has_no_head(tmp_path: Path) -> None:
+    """It is refused with what helps, taken as it is where that is allowed, and a reward model begins with it."""
+    folder = write_tiny_qwen3_vl(tmp_path / "in")
+    rewrite(folder, lambda saved: {name: tensor for name, tensor in saved.items() if name != HEAD})
+    with pytest.raises(BridgeError, match=r"(?s)has no head: train\.loss=reward.*allow=lm_head\.weight"):
+        convert(folder, tmp_path / "zoo", quiet=True)
+    convert(folder, tmp_path / "zoo", quiet=True, allow=HEAD)
+    with pytest.raises(BridgeError, match=r"(?s)has no head.*allow=output_layer\.weight"):
+        convert(tmp_path / "zoo", tmp_path / "back", quiet=True)
+    wanted = tensors(folder)
+    found = tensors(convert(tmp_path / "zoo", tmp_path / "back", quiet=True, allow="output_layer.weight"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    scores = build_meta_model(read_arch(folder), [*wanted, SCORE])
+    resolution = scores.bridge.resolve(wanted, scores.parameters, scores.dims)
+    assert len(resolution.source) == len(wanted) and resolution.allowed == [f"{SCORE}: missing, {SCORE} needs it"]
+
+
+def test_tensors_that_are_not_trained_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_qwen35(tmp_path / "in")
+    rewrite(folder, lambda saved: {**saved, "mtp.fc.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)})
+    there_and_back(folder, tmp_path)
+    said = [line for line in capfd.readouterr().err.splitlines() if "not trained" in line]
+    assert len(said) == 1 and said[0].endswith("2 tensors are not trained and go into exports as they are: mtp.*")
 
 
 @pytest.mark.parametrize("there", [0, 1], ids=["without its weights", "with them"])

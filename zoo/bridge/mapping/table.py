@@ -237,8 +237,13 @@ class Bridge:
         if len(missing) < len(wanted) and self.without_optional:
             parts = ", ".join(pattern.replace("{rest}", "*") for pattern in self.optional)
             helps.append(f"{self.without_optional} builds the model without {parts}")
-        if any(self._tied_to(name) for name in missing):
+        heads = [name for name in missing if self._tied_to(name)]
+        if heads:
             helps.append("tie_word_embeddings=true in config.json, where the head is the embedding")
+            helps.append(
+                "an embedding model has no head: train.loss=reward trains it with a new one for scores, and zoo convert with "
+                f"allow={heads[0]} takes it as it is"
+            )
         if missing:
             helps.append("missing tensors: get the whole checkpoint, or the config.json that belongs to it")
         if len(wanted) < len(problems):
