@@ -8,7 +8,7 @@ WORKERS ?= $(shell nproc)
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test test-all lint format docs clean
+.PHONY: help env demo check test test-real test-all lint format docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -24,6 +24,9 @@ check: env ## ruff, mypy and the tests closest to your change: under two minutes
 
 test: env ## every promise once, in WORKERS processes, by default one a core: minutes (PYTEST_ARGS="-x" adds options)
 	@$(PYTHON) scripts/run_tests.py fast --workers $(WORKERS) $(PYTEST_ARGS)
+
+test-real: env ## zoo against published artefacts, fetched, or found in ZOO_ARTEFACTS: skipped, with the reason, where there are none
+	@$(PYTHON) scripts/run_tests.py real -rs $(PYTEST_ARGS)
 
 test-all: env ## every test: the slow ones too, and those for a GPU where there is one: hours
 	@$(PYTHON) scripts/run_tests.py all --workers $(WORKERS) $(PYTEST_ARGS)

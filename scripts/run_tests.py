@@ -1,6 +1,7 @@
-"""Runs the tests: python scripts/run_tests.py fast|all|ci [--workers N] [--minutes M] [arguments of pytest]
+"""Runs the tests: python scripts/run_tests.py fast|real|all|ci [--workers N] [--minutes M] [arguments of pytest]
 
     fast   everything but the tests marked `slow`: `make test`
+    real   what holds zoo to published checkpoints, tokenizers and weights, which it finds or fetches: `make test-real`
     all    everything, also the slow tests, and those of tests/gpu where there is a GPU: `make test-all`
     ci     `fast`, then slow tests until M minutes have passed since --start, from another file on in each run
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = (5**0.5 - 1) / 2
-GROUPS = (("tests/unit", "tests/parity", "tests/fuzz"), ("tests/cli", "tests/distributed", "tests/slow"))
+GROUPS = (("tests/unit", "tests/parity", "tests/fuzz"), ("tests/cli", "tests/distributed", "tests/slow", "tests/real"))
 MANY_CASES = "400"  # of each kind of fuzzing; tests/support/fuzz.py has the number of the fast tier
 RANKED = 2  # workers of the second group
 EVERY = ("-m", "slow or not slow")
@@ -139,7 +140,7 @@ class Runs:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("fast", "all", "ci"))
+    parser.add_argument("what", choices=("fast", "real", "all", "ci"))
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--start", type=float, default=time.time(), help="seconds since 1970")
@@ -149,6 +150,8 @@ def main() -> int:
     runs = Runs(options.workers, arguments)
     if options.what in ("fast", "ci"):
         runs.groups()
+    if options.what == "real":
+        runs.run(["tests/real"], *EVERY)
     if options.what == "all":
         runs.groups(*EVERY)
         runs.run(["tests/gpu"], *EVERY)

@@ -1,0 +1,110 @@
+"""Every name of published indexes, from Hugging Face to zoo and back: none is left over and none is missing.
+
+`zoo.convert` plans both ways on headers alone: files of the right names and shapes that hold no data.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.artefacts import artefact, index_names, write_headers
+
+import zoo
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.files.record import write_record
+from zoo.bridge.files.writer import ExportWriter
+from zoo.bridge.native import PASS_THROUGH
+from zoo.config.locate import read_arch
+from zoo.errors import UserError
+from zoo.model.meta_model import build_meta_model
+from zoo.tools import convert
+
+pytestmark = pytest.mark.slow
+
+type Shapes = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture
+def headers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions write headers of the tensors that they plan, and no data."""
+
+    def write(conversion: convert.Conversion, writer: ExportWriter, *_: object) -> None:
+        planned = [tensor for job in conversion.jobs for tensor in job.planned]
+        writer.begin()
+        (writer.partial / conversion.part).mkdir(exist_ok=True)
+        shapes, dtypes = ({tensor.name: getattr(tensor, key) for tensor in planned} for key in ("shape", "dtype"))
+        write_headers(writer.partial / conversion.part / "model.safetensors", shapes, dtypes)
+        conversion.write_side_files(writer.partial)
+        write_record(
+            writer.partial, {"weights/model.safetensors": "0" * 32}
+        )  # held against the data when these are read
+        writer.partial.rename(writer.target)
+
+    monkeypatch.setattr(convert, "_write", write)
+
+
+def shapes_in_transformers(folder: Path, kind: str) -> Shapes:
+    """Published names and shapes of a config, as transformers' own model has them."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(config)
+    tensors: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.state_dict().items() if name not in tensors}
+    return {name: tuple(tensor.shape) for name, tensor in tiny.experts_apart(tensors).items()}
+
+
+def shapes_of(folder: Path) -> Shapes:
+    with zoo.bridge.SafetensorsFolder(folder) as reader:
+        return {name: reader.shape(name) for name in reader.names()}
+
+
+def as_published(published: Path, shapes: Shapes, folder: Path) -> Path:
+    """A checkpoint's folder with its config and headers of its weights."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((published / "config.json").read_bytes())
+    write_headers(folder / "model.safetensors", shapes, dict.fromkeys(shapes, torch.bfloat16))
+    return folder
+
+
+def test_every_tensor_of_an_omni_model_there_and_back(tmp_path: Path, headers_only: None) -> None:
+    published = artefact("qwen3-omni-30b-a3b")
+    names = set(index_names(published))
+    shapes = shapes_in_transformers(published, "Qwen3OmniMoeForConditionalGeneration")
+    assert len(names) == 28_010 and shapes.keys() == names
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 35_259_818_545  # as its index says
+    source = as_published(published, shapes, tmp_path / "hf")
+    native = zoo.convert(source, tmp_path / "zoo", quiet=True)
+    carried = {
+        name.removeprefix(PASS_THROUGH) for name in shapes_of(native / "weights") if name.startswith(PASS_THROUGH)
+    }
+    assert carried == {name for name in names if not name.startswith("thinker.")} and len(carried) == 8_267
+    assert shapes_of(zoo.convert(native, tmp_path / "back", quiet=True)) == shapes
+
+
+def test_an_embedding_model_has_no_head(tmp_path: Path, headers_only: None) -> None:
+    published = artefact("qwen3-vl-embedding-8b")
+    names = set(index_names(published))
+    shapes = shapes_in_transformers(published, "Qwen3VLForConditionalGeneration")
+    head = shapes.pop("lm_head.weight")
+    assert len(names) == 749 and shapes.keys() == names and head == shapes["model.language_model.embed_tokens.weight"]
+    source = as_published(published, shapes, tmp_path / "hf")
+    with pytest.raises(BridgeError, match=r"lm_head.weight: missing.*(?s:.*)allow=lm_head.weight"):
+        zoo.convert(source, tmp_path / "zoo", quiet=True)
+    native = zoo.convert(source, tmp_path / "zoo", allow="lm_head.weight", quiet=True)
+    back = zoo.convert(native, tmp_path / "back", allow="output_layer.weight", quiet=True)
+    assert shapes_of(back) == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [("qwen3.5-25b-reap-text", "decoder without its vision tower"), ("qwen2.5-vl-logics", "no family has it")],
+)
+def test_what_zoo_has_not_is_refused_by_its_config(name: str, lack: str) -> None:
+    arch: dict[str, Any] = read_arch(artefact(name))
+    with pytest.raises(UserError, match=lack):
+        build_meta_model(arch, index_names(artefact(name)))
