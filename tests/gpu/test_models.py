@@ -1,7 +1,7 @@
 """Whole models against transformers, packed and one by one, forward and every gradient.
 
 fp32 on the torch backend is held to transformers in fp32; bf16, under either backend, to be no further from that than
-transformers itself is in bf16 (times SLACK, plus ROUNDING).
+transformers itself is in bf16 (times 1.5, or 2 with experts, of which near ties choose others; plus ROUNDING).
 """
 
 import gc
@@ -14,12 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.engine import Zoo, packed_batch, padded_batch, single_process_world
+from support.families import FAMILIES
 from support.on_gpu import ON_GPU, TE
 from support.stacks import ODD, STACKS, TINY, Stack
 from torch import Tensor
 
+from zoo.errors import ConfigError
+
 FP32_LOSS, FP32_GRADIENT = 1e-5, 1e-3  # relative; the gradient's as one vector
-SLACK, ROUNDING = 1.5, 1e-2
+ROUNDING = 1e-2
 FP8_LOSS = 3e-2  # relative to bf16
 FP8_GRADIENT = {"blockwise": 0.15, "tensorwise": 0.3}  # three digits of a mantissa, under tensorwise two in gradients
 LAYOUTS: dict[str, Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]] = {
@@ -131,9 +134,15 @@ def test_fp32_is_transformers(wanted: Wanted, here: Any, layout: str, reports: l
 def test_bf16_is_as_near_as_transformers(
     wanted: Wanted, here: Any, backend: str, layout: str, reports: list[str]
 ) -> None:
-    loss, gradients = zoo_gradients(wanted, here, layout, "engine.precision=bf16", f"engine.backend={backend}")
+    try:
+        loss, gradients = zoo_gradients(wanted, here, layout, "engine.precision=bf16", f"engine.backend={backend}")
+    except ConfigError as error:
+        if backend == "te" and wanted.stack in ODD.values() and "divide by 8" in str(error):
+            pytest.skip("Transformer Engine takes no such widths, and zoo says so")
+        raise
     errors = abs(loss - wanted.loss) / wanted.loss, distance(gradients, wanted.gradients)
-    allowed = [SLACK * half + ROUNDING for half in wanted.half]
+    slack = 2 if FAMILIES[wanted.stack.family].experts else 1.5
+    allowed = [slack * half + ROUNDING for half in wanted.half]
     reports.append(
         f"bf16 {backend} {wanted.stack.recipe} {wanted.stack.size} {layout}: loss {errors[0]:.1e} "
         f"(transformers {wanted.half[0]:.1e}), gradient {errors[1]:.1e} (transformers {wanted.half[1]:.1e})"

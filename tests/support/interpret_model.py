@@ -1,6 +1,6 @@
 """A whole model on the fused kernels, run by Triton's interpreter on the CPU in fp32, against the model without them.
 
-    TRITON_INTERPRET=1 python tests/support/interpret_model.py FOLDER qwen35_vl
+    TRITON_INTERPRET=1 python tests/support/interpret_model.py FOLDER glm45v
 
 Prints as JSON the relative errors of loss and gradient (as one vector), the worst of a parameter, and which kernels ran. A
 process of its own, as Triton decides when it is imported.
@@ -18,10 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from support.engine import Zoo, packed_batch, single_process_world
-from support.rows import make_examples, vision_examples
-from support.tiny_qwen25_omni import write_tiny_qwen25_omni
-from support.tiny_qwen35 import write_tiny_qwen35
+from support.engine import packed_batch, single_process_world
+from support.families import FAMILIES
 from zoo.nn import head
 from zoo.nn.decoder import mlp, norm
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, rotary, self_attention
@@ -40,21 +38,15 @@ def segments(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, sca
     return torch.cat(parts)
 
 
-def omni(folder: Path) -> None:
-    """With a vision tower whose MLP, of 44 values, is no multiple of 8."""
-    vision = {"hidden_size": 64, "num_heads": 4, "intermediate_size": 44}
-    write_tiny_qwen25_omni(folder, vision=vision)
-
-
-# How a folder is written, its examples, and those of a step.
-FAMILIES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
-    "qwen35_vl": (write_tiny_qwen35, vision_examples, ("image-long", "text-short")),
-    "qwen25_omni": (omni, make_examples, ("image+video+audio", "text-short")),
+# Sizes at which a tower's kernels run; an MLP of 44 values is no multiple of 8.
+TOWERS: dict[str, Any] = {
+    "qwen25_omni": {"vision": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 44}},
+    "glm45v": {"hidden_size": 64, "vision": {"hidden_size": 64, "num_heads": 4, "hidden_act": "silu"}},
 }
 
 
 def main(folder: Path, family: str) -> dict[str, Any]:
-    write, examples_of, names = FAMILIES[family]
+    table = FAMILIES[family]
     ran: set[str] = set()
     launch = InterpretedFunction.run
 
@@ -63,11 +55,12 @@ def main(folder: Path, family: str) -> dict[str, Any]:
         return launch(self, *arguments, **options)
 
     InterpretedFunction.run = run  # type: ignore[method-assign]
-    write(folder)
+    table.write(folder, **TOWERS.get(family, {}))
     with single_process_world() as world:
-        model = Zoo.load(folder, world, f"model.family={family}")
-        examples = examples_of(model.assembly.processor)
-        samples = [examples[name].sample for name in names]
+        model = table.zoo(folder, world)
+        examples = table.examples(model.assembly.processor)
+        seen = [name for name in examples if not name.startswith("text")]
+        samples = [examples[name].sample for name in (*seen[-1:], "text-short")]
         batches, labels = [packed_batch(samples)], sum(int((s.labels != -100).sum()) for s in samples)
         loss, wanted = model.gradients(batches, labels)
         assert not ran

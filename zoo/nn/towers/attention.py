@@ -48,7 +48,7 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             )
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
-        if _has(module, "qkv", "proj", "num_heads") or _has(module, "q", "k", "v", "proj", "num_heads"):
+        if hasattr(module, "num_heads") and (_is_of(module, "qkv", "proj") or _is_of(module, "q", "k", "v", "proj")):
             _give(module, _attend)
         if isinstance(module, torch.nn.Conv3d):
             _give(module, _project_patches)
@@ -58,9 +58,9 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             _give(module, _rms_norm)
         if is_block(module):
             _give(module, _block)
-        if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
+        if isinstance(getattr(module, "act_fn", None), GELUTanh) and _is_of(module, "linear_fc1", "linear_fc2"):
             _give(module, _feed_forward)
-        if isinstance(getattr(module, "act_fn", None), SILU) and _has(module, "gate_proj", "up_proj", "down_proj"):
+        if isinstance(getattr(module, "act_fn", None), SILU) and _is_of(module, "gate_proj", "up_proj", "down_proj"):
             _give(module, _gated_feed_forward)
     return tower
 
@@ -68,16 +68,22 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
 def is_block(module: torch.nn.Module) -> bool:
     """Whether a module is a vision block as in Qwen's towers: attention and MLP, each behind a LayerNorm or an RMSNorm."""
     norms = [getattr(module, norm, None) for norm in ("norm1", "norm2")]
-    return all(isinstance(norm, torch.nn.LayerNorm) or _is_rms_norm(norm) for norm in norms)
+    return _is_of(module, "norm1", "attn", "norm2", "mlp") and all(
+        isinstance(norm, torch.nn.LayerNorm) or _is_rms_norm(norm) for norm in norms
+    )
 
 
 def _is_rms_norm(module: Any) -> bool:
     """Whether a module is transformers' weight * x / rms(x), of which each model has a class of its own."""
-    return type(module).__name__.endswith("RMSNorm") and _has(module, "weight", "variance_epsilon")
+    return (
+        type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight") and hasattr(module, "variance_epsilon")
+    )
 
 
-def _has(module: Any, *names: str) -> bool:
-    return all(hasattr(module, name) for name in names)
+def _is_of(module: torch.nn.Module, *parts: str) -> bool:
+    """Whether a module has these parts, an activation and nothing else: with more it computes more, as a merger with an MLP."""
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    return not own and {name for name, _ in module.named_children()} - {"act_fn"} == set(parts)
 
 
 def _give(module: Any, forward: Callable[..., Tensor]) -> None:
