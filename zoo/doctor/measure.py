@@ -81,7 +81,8 @@ def run_check(check: Check) -> CheckResult:
     """Run a check. An error that the kernel raises is its result: it would stop a training run as well."""
     start = time.perf_counter()
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
             torch.manual_seed(0)
             assert check.prepare is not None
             errors = compare(check.prepare())

@@ -48,6 +48,10 @@ def preserve_process_state() -> Iterator[None]:
 def quiet() -> None:
     """Suppress warnings about packages that zoo does not need, and about how megatron-core calls torch."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    # Of a file that Python compiles, the module is the path.
+    warnings.filterwarnings("ignore", module=r".*[/.]megatron/", category=SyntaxWarning)
+    # FlashAttention 4's compiler's, of an argument that isn't given.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     # megatron-core calls functions of torch.distributed by names that torch 2.14 has new ones for.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -86,7 +85,6 @@ def has_flash4(x: Tensor) -> bool:
 @lru_cache(maxsize=8)
 def _flash4_there(device: torch.device) -> bool:
     installed = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, of an argument that isn't given
     return bool(installed) and torch.cuda.get_device_capability(device)[0] == 9
 
 
