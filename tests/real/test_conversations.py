@@ -294,7 +294,9 @@ def test_positions_are_those_of_transformers(both: Both, talks: dict[str, Conver
         layout, ids, *_ = both.step.expand(PackedLayout.from_lengths([ids.shape[1]]), ids, ids, ids, media)
         positions = both.step.positions(ids, layout, media)[:, 0]
         wanted = _rope_index(both, theirs)
-        assert torch.equal(positions[:, : wanted.shape[1]], wanted.to(positions.dtype)), name
+        torch.testing.assert_close(
+            positions[:, : wanted.shape[1]], wanted.to(positions.dtype), rtol=0, atol=0, msg=name
+        )
 
 
 def _rope_index(both: Both, theirs: Tensors) -> Tensor:
