@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from zoo.tools.generate import generate
     from zoo.tools.runs.page import report
     from zoo.tools.score import score
+    from zoo.tools.serving.comparison import verify_served
     from zoo.tools.top_tokens import top_tokens
     from zoo.tools.verify import verify
 
@@ -49,6 +50,7 @@ __all__ = [
     "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig",
     "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
     "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify",
+    "verify_served",
 ]  # fmt: skip
 
 # models/ lies beside zoo/ in a clone; an install makes it zoo.models.
@@ -85,6 +87,7 @@ _WHERE = {
     "top_tokens": ("zoo.tools.top_tokens", "top_tokens"),
     "train": ("zoo.launch.launcher", "launch"),
     "verify": ("zoo.tools.verify", "verify"),
+    "verify_served": ("zoo.tools.serving.comparison", "verify_served"),
 }
 
 

@@ -27,6 +27,7 @@ NOT_RUN = {
     r"python -m pytest|python tests/": "the tests that it names are run by themselves",
     r"python examples/": "tests/cli/test_examples.py runs it",
     r"python -m (lmms_eval|verl|sglang)|from zoo.rl.integrations|vllm |transformers |curl ": "another program, or its server",
+    r"zoo verify .*served=": "starts vLLM; tests/slow/test_served.py does, where there is one",
     r"zoo doctor .*size=2b": "measures a GPU",
     r"python -m benchmarks|zoo bench (train|saves)": "measures for minutes to hours; tests/unit/bench runs it small",
     r"zoo bench data ": "encodes rows for minutes; tests/unit/bench has it small",

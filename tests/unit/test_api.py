@@ -28,6 +28,7 @@ RUNS: dict[str, Callable[[Any], Any]] = {
     "score": zoo.score,
     "top_tokens": lambda run: zoo.top_tokens(run, "digits:heldout", "out"),
     "verify": lambda run: zoo.verify(run, run),
+    "verify_served": zoo.verify_served,
 }
 
 

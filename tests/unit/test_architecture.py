@@ -37,7 +37,7 @@ ROOMS = {
     "training": "generation checkpoint watchdog planner optim model parallel logging doctor steps nn data subprocesses",
     "launch": "training watchdog planner checkpoint parallel logging data registry subprocesses",
     "rl": "launch training planner generation checkpoint optim model parallel packing steps nn data bridge",
-    "tools": "launch training watchdog planner generation checkpoint model parallel logging packing steps nn data bridge registry pages",
+    "tools": "launch training watchdog planner generation checkpoint model parallel logging packing steps nn data bridge registry pages subprocesses",
     "bench": "tools launch training planner checkpoint model parallel logging packing nn data bridge subprocesses",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family
@@ -54,7 +54,7 @@ INNER = {
     "bench": {"training": "options"},
     "parallel": {"megatron": ""},
     "logging": {"callbacks": "result run_log"},
-    "tools": {"inspection": "", "runs": ""},
+    "tools": {"inspection": "", "runs": "", "serving": "asking"},
     "data": {"sources": "", "media": "sources", "processors": "sources media", "loading": "sources media processors"},
     "nn": {
         "kernels": "autograd",

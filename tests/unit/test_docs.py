@@ -192,7 +192,11 @@ def check_zoo(words: list[str]) -> None:
         return
     if verb in ("verify", "score"):
         own = {"rows", "tolerance", "out", "top_k", "temperature"}
-        assert sum("=" not in word for word in rest) == 2, words
+        if any(word.startswith("served=") for word in rest):
+            own |= {"served", "limit", "max_rows", "served_model", "server_args", "server_log", "server_seconds"}
+            assert sum("=" not in word for word in rest) in (1, 2), words
+        else:
+            assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
         return
     if verb == "completion":

@@ -1,5 +1,6 @@
 """
 usage: zoo verify A B [rows=FILE] [key=value ...] [--json]
+       zoo verify A [EXPORT] served=vllm [rows=FILE] [key=value ...] [--json]
 
 Compares two checkpoints, each a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run:
 every tensor (equal, largest difference, missing) and, with rows=FILE (a JSONL file, or a bundled set such as
@@ -10,28 +11,47 @@ Exits with 1 where something differs.
   tolerance=1e-3     largest difference of a log-probability that passes
   packing.mode=none  any key of the recipe under which zoo computes them
   --json             everything, for machines
+
+With served= it starts a server of EXPORT (A's own export where that is left out; a folder of adapters beside what they belong to),
+sends it the rows as a client does, media and answers included, and compares its token ids and log-probabilities with those of A by
+zoo. Rows are as for `zoo score`.
+
+  served=vllm        the server's program: a name on PATH, or the path of one in another environment; or http://host:port,
+                     a running server
+  limit=0.5          largest difference of a log-probability that passes; their mean may be a tenth of it. Default: 1e-3 for an
+                     export in fp32, 0.1 in fp16, 0.5 in bf16, 1 in FP8
+  max_rows=N         the first N rows only
+  served_model=NAME  what a running server calls the model, where it has several
+  server_args='--max-model-len 16384 --tensor-parallel-size 2'  further arguments of `vllm serve`
+  server_log=FILE    where the server's log goes; default: a file in the temporary folder, which stays
+  server_seconds=N   longest wait until it answers (1800)
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.cli.arguments import split_flags, split_own_keys
+from zoo.cli.arguments import split_flags, split_own_keys, split_places, whole_number
 from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from zoo.tools.serving.comparison import ServedVerification
     from zoo.tools.verify import Verification
 
 _SHOWN = 20
+_SERVED = ("served", "limit", "max_rows", "served_model", "server_args", "server_log", "server_seconds")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Compare, print what was found; 1 where something differs."""
     flags, rest = split_flags(arguments, ("--json",))
+    if any(argument.removeprefix("--").startswith("served=") for argument in rest):
+        return _run_served(rest, "--json" in flags)
     places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
@@ -41,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
-    tolerance = _number(settings["tolerance"]) if "tolerance" in settings else LOGPROBS
+    tolerance = _number("tolerance", settings["tolerance"]) if "tolerance" in settings else LOGPROBS
     verification = verify(
         a, b, rows=settings.get("rows"), overrides=overrides, tolerance=tolerance, in_process=True, quiet=False
     )
@@ -49,11 +69,78 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if verification.equal else 1
 
 
-def _number(text: str) -> float:
+def _run_served(arguments: Sequence[str], as_json: bool) -> int:
+    """Compare with a server, print what differs; 1 where it is more than the limit."""
+    settings, rest = split_own_keys(arguments, (*_SERVED, "rows"))
+    places, _, overrides = split_places(rest, ())
+    if len(places) not in (1, 2):
+        raise UserError(
+            f"{len(places)} of A and EXPORT given: zoo verify A [EXPORT] served=vllm [rows=FILE] [key=value ...]"
+        )
+
+    from zoo.tools.serving.comparison import verify_served
+
+    limit, seconds = (_number(key, settings[key]) if key in settings else None for key in ("limit", "server_seconds"))
+    verification = verify_served(
+        *places,
+        served=settings["served"],
+        rows=settings.get("rows"),
+        overrides=overrides,
+        limit=limit,
+        max_rows=whole_number("max_rows", settings["max_rows"]) if "max_rows" in settings else None,
+        served_model=settings.get("served_model"),
+        server_args=shlex.split(settings.get("server_args", "")),
+        server_log=settings.get("server_log"),
+        **({} if seconds is None else {"server_seconds": seconds}),
+        quiet=False,
+    )
+    print(json.dumps(verification.as_dict(), indent=2) if as_json else served_table(verification))
+    return 0 if verification.equal else 1
+
+
+def served_table(verification: ServedVerification) -> str:
+    """Rows that the server reads otherwise, and how far its log-probabilities differ."""
+    lines = [f"server: {verification.server}"]
+    differing = verification.rows_with("ids_differ")
+    for row in differing[:_SHOWN]:
+        ids = row["ids_differ"]
+        sides = (
+            f"{side} {ids[side]} {ids[f'{side}_text']!r} of {ids[f'{side}_length']} tokens"
+            for side in ("zoo", "server")
+        )
+        lines.append(f"{row['source']}: other token ids from position {ids['position']}: {', '.join(sides)}")
+    refused = verification.rows_with("refused")
+    lines += [f"{row['source']}: the server refuses it: {row['refused']}" for row in refused[:_SHOWN]]
+    hidden = max(len(differing) - _SHOWN, 0) + max(len(refused) - _SHOWN, 0)
+    lines += [f"... and {hidden} more"] if hidden else []
+    reasons = Counter(row["skipped"] for row in verification.rows_with("skipped"))
+    lines += [f"{count} rows are not compared: {reason}" for reason, count in reasons.items()]
+    compared = verification.rows_with("differences")
+    lines.append(
+        f"{len(verification.rows)} rows: {len(compared)} with the same token ids, {len(differing)} with others, {len(refused)} refused"
+    )
+    worst = verification.worst_row
+    if worst is not None:
+        percentiles = ", ".join(
+            f"{percent} % within {value:.1e}" for percent, value in verification.percentiles.items()
+        )
+        token = worst["worst"]
+        lines.append(
+            f"{len(verification.differences)} log-probabilities: mean difference {verification.mean_difference:.2e}, {percentiles}, "
+            f"largest {verification.largest_difference:.2e} (limit {verification.limit:g}, of the mean a tenth)"
+        )
+        lines.append(
+            f"largest at {worst['source']}, position {token['position']}, {token['token']!r}: zoo {token['zoo']:.4f}, server {token['server']:.4f}"
+        )
+    lines.append("equal" if verification.equal else "DIFFERENT")
+    return "\n".join(lines)
+
+
+def _number(key: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"tolerance={printable(text, 200)}: wanted a number from 0, such as 1e-3") from None
+        raise UserError(f"{key}={printable(text, 200)}: wanted a number from 0, such as 1e-3") from None
 
 
 def table(verification: Verification) -> str:

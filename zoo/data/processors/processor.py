@@ -257,6 +257,11 @@ class Processor:
             reason = "has no limits of pixels, as it makes tiles of a fixed size of every image"
             raise ConfigError(f"{', '.join(keys)}: {type(self.hf).__name__} {reason}; leave it out.")
 
+    @cached_property
+    def wants_thoughts(self) -> bool:
+        """Whether the chat template reads thinking under `reasoning_content` alone."""
+        return wants_thoughts(self._render)
+
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
         self.hf.save_pretrained(folder)
@@ -356,7 +361,7 @@ class Processor:
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
         messages, options = self.messages(row), {"tools": json.loads(row.tools)} if row.tools else {}
-        if any("</think>" in content for _, content in row.messages) and self._wants_thoughts:
+        if any("</think>" in content for _, content in row.messages) and self.wants_thoughts:
             messages = with_thoughts(messages)
         answers: list[Span] = []
         if self._header:
@@ -372,8 +377,6 @@ class Processor:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
         text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **{**self._template, **options})
         return text.removeprefix(self._opening)
-
-    _wants_thoughts = cached_property(lambda self: wants_thoughts(self._render))
 
     def _check_placeholders(self, row: Row, input_ids: Tensor, media: Mapping[str, Tensor]) -> None:
         for token, wanted in self.expected_tokens(media).items():

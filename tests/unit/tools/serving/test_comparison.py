@@ -1,0 +1,189 @@
+"""A server's token ids and log-probabilities beside zoo's: transformers behind an address, whole and broken in known ways."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.openai_server import Answer, Refusal, TransformersModel, serving
+from support.tiny_qwen3 import write_tiny_qwen3
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+
+import zoo
+from zoo.cli.checkpoints.verify import served_table
+from zoo.cli.main import main
+from zoo.errors import UserError
+from zoo.tools.serving.comparison import LIMITS, first_difference
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "ü": "ß"}}}
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Say 3."}, {"role": "assistant", "content": " 3 \n"}]},
+    {"text": "A plain text."},
+    {
+        "messages": [
+            {"role": "system", "content": "Use tools."},
+            {"role": "user", "content": "1+2?"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "<think>\nit was\n</think>\n\nIt is 3."},
+        ],
+        "tools": TOOLS,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def model(weights: Path) -> TransformersModel:
+    return TransformersModel(weights)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in CHATS))
+    return str(file)
+
+
+def compared(weights: Path, rows: Any, url: str, **options: Any) -> Any:
+    return zoo.verify_served(weights, served=url, rows=rows, in_process=True, **options)
+
+
+def test_a_server_of_the_same_weights_is_equal(weights: Path, model: TransformersModel, rows: str) -> None:
+    with serving(model) as url:
+        result = compared(weights, rows, url)
+        assert result.equal and result.limit == LIMITS["float32"] and result.server == f"{url} 1.2.3"
+        scored = zoo.score(weights, rows, in_process=True)
+        assert [len(row["differences"]) for row in result.rows] == [
+            sum(label != -100 for label in row["labels"]) - ("text" in chat)  # the text's end is in no request
+            for row, chat in zip(scored, CHATS, strict=True)
+        ]
+        assert 0 < result.largest_difference < 1e-4 and result.percentiles[99] <= result.largest_difference
+        assert served_table(result).endswith("\nequal")
+
+
+def test_images_go_in_their_order(tmp_path: Path) -> None:
+    folder = write_tiny_qwen3_vl(tmp_path / "weights")
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 64, 96, 3), dtype=np.uint8)
+    for name, array in zip(("a.png", "b.webp"), pixels, strict=True):
+        Image.fromarray(array).save(tmp_path / name, lossless=True)
+    question = "<image> is not <image>, nor <image>"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "Why?"}]
+    images = [str(tmp_path / "a.png"), str(tmp_path / "b.webp"), Image.fromarray(pixels[0, :32])]
+    turned = TransformersModel(folder)
+    with serving(turned) as url:
+        assert compared(folder, [{"messages": turns, "images": images}], url).equal
+        alone = compared(folder, [{"messages": turns, "images": [images[0]] * 3}], url)
+        assert alone.equal
+
+    def last_image_first(path: str, body: Answer) -> Answer:
+        parts = [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+        parts[0]["image_url"], parts[1]["image_url"] = parts[1]["image_url"], parts[0]["image_url"]
+        return turned(path, body)
+
+    with serving(last_image_first) as url:
+        swapped = compared(folder, [{"messages": turns, "images": images}], url)
+        assert not swapped.equal and swapped.largest_difference > swapped.limit
+
+
+def test_a_log_probability_that_is_off_is_named(
+    weights: Path, model: TransformersModel, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off(path: str, body: Answer) -> Answer:
+        answer = model(path, body)
+        if body.get("tools"):
+            (value,) = answer["prompt_logprobs"][-3].values()
+            value["logprob"] -= 0.25
+        return answer
+
+    with serving(off) as url:
+        result = compared(weights, rows, url)
+        assert not result.equal and result.largest_difference == pytest.approx(0.25, abs=1e-3)
+        worst = result.worst_row
+        assert worst["source"].endswith(":3") and worst["worst"]["server"] < worst["worst"]["zoo"]
+        assert compared(weights, rows, url, limit=10.0).equal
+        assert main(["verify", str(weights), f"served={url}", f"rows={rows}", "limit=0.2", "max_rows=3"]) == 1
+        assert f"largest at {worst['source']}, position" in capsys.readouterr().out
+
+
+def test_other_ids_are_shown_where_they_begin(weights: Path, model: TransformersModel, rows: str) -> None:
+    def without_system(path: str, body: Answer) -> Answer:
+        body["messages"] = [message for message in body.get("messages", ()) if message["role"] != "system"]
+        return model(path, body)
+
+    with serving(without_system) as url:
+        result = compared(weights, rows, url)
+        (row,) = result.rows_with("ids_differ")
+        assert row["source"].endswith(":3") and not result.equal
+        assert row["ids_differ"]["server_length"] < row["ids_differ"]["zoo_length"]
+        assert f"{row['source']}: other token ids from position" in served_table(result)
+
+
+def test_rows_that_are_refused_or_cannot_be_sent(weights: Path, model: TransformersModel, rows: str) -> None:
+    def without_tools(path: str, body: Answer) -> Answer:
+        if body.get("tools"):
+            raise Refusal("no tools,\nplease")
+        return model(path, body)
+
+    def nothing(path: str, body: Answer) -> Answer:
+        raise Refusal("This model's maximum context length is 2 tokens")
+
+    with serving(without_tools) as url:
+        result = compared(weights, rows, url)
+        assert [row["refused"] for row in result.rows_with("refused")] == ["400: no tools, please"] and not result.equal
+    with serving(nothing) as url, pytest.raises(UserError, match="takes none of the rows: 400: This model's maximum"):
+        compared(weights, rows, url)
+
+
+@pytest.mark.parametrize("missing", ["prompt_logprobs", "prompt_token_ids"])
+def test_a_server_that_has_no_such_numbers_is_refused(
+    missing: str, weights: Path, model: TransformersModel, rows: str
+) -> None:
+    def less(path: str, body: Answer) -> Answer:
+        answer = model(path, body)
+        for part in (answer, answer["choices"][0]):
+            part.pop(missing, None)
+        return answer
+
+    with serving(less) as url, pytest.raises(UserError, match=f"its answers have no {missing} "):
+        compared(weights, rows, url)
+
+
+def test_mistakes_are_found_before_anything_is_computed(
+    weights: Path, model: TransformersModel, tmp_path: Path
+) -> None:
+    nowhere = "no such rows"
+    with serving(model, ("one", "two")) as url:
+        with pytest.raises(UserError, match="several models; choose with served_model=: one, two"):
+            compared(weights, nowhere, url)
+        with pytest.raises(UserError, match="no model 'three'; it has one, two"):
+            compared(weights, nowhere, url, served_model="three")
+    with pytest.raises(UserError, match="no answer"):
+        compared(weights, nowhere, url)
+    with pytest.raises(UserError, match="served=vlm: no such program on PATH"):
+        compared(weights, nowhere, "vlm")
+    with pytest.raises(UserError, match="limit=-1: wanted a number from 0"):
+        compared(weights, nowhere, url, limit=-1)
+    with pytest.raises(UserError, match="no Hugging Face folder, which servers load"):
+        compared(tmp_path, nowhere, url)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(weights), "r": 4}))
+    with pytest.raises(UserError, match="without the run that they are of"):
+        compared(adapters, nowhere, url)
+
+
+def test_where_ids_differ_first() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 2]) is None, "the end of the last turn, which templates may leave out"
+    assert first_difference([1, 2, 3], [1]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1, 2, 3], [1, 3, 3]) == 1
+    assert first_difference([1, 2], []) == 0

@@ -1,0 +1,117 @@
+"""What a server is given: an exported folder, or a run's adapters with the weights that they belong to, and vLLM's command for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo.config.locate import is_hub_id, locate, look, quantisation, read_arch
+from zoo.errors import UserError
+from zoo.files import expanded, read_object
+from zoo.types import JsonObject
+
+NAME = "served"  # what the model is called in requests
+ADAPTER = "adapter_config.json"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
+_LENGTH = 8192  # tokens of a conversation that a server takes at least, where the model does
+
+
+@dataclass(frozen=True)
+class ServedFolder:
+    """What a server is given.
+
+    Attributes:
+        weights: the folder of a whole model, or its hub id.
+        adapter: PEFT's folder of adapters that belong to it, or None.
+        arch: the config.json of the whole model; {} where that is not on this machine.
+    """
+
+    weights: str
+    adapter: Path | None = None
+    arch: JsonObject = field(default_factory=dict)
+
+    @classmethod
+    def from_path(cls, path: str) -> ServedFolder:
+        """The folder that a path names, `export/` of a run's.
+
+        Raises:
+            UserError: a server can load nothing there.
+        """
+        folder = expanded(path)
+        if (folder / ADAPTER).is_file():
+            return cls._from_adapter(folder)
+        source = locate(path) if is_hub_id(path) else look(path)
+        if source is not None and source.kind == "hf":
+            return cls(str(source.folder), None, read_arch(source.folder))
+        export = folder / "export"
+        if (export / ADAPTER).is_file() or (export / "config.json").is_file():
+            return cls.from_path(str(export))
+        raise UserError(
+            f"{path}: no Hugging Face folder, which servers load; write one: zoo convert {path} OUT, then "
+            f"zoo verify {path} OUT served=vllm"
+        )
+
+    @classmethod
+    def _from_adapter(cls, folder: Path) -> ServedFolder:
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise UserError(
+                f"{folder / ADAPTER}: no base_model_name_or_path; wanted PEFT's adapters, as a run exports them"
+            )
+        has_config = (expanded(base) / "config.json").is_file()
+        return cls(base, folder, read_arch(expanded(base)) if has_config else {})
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the stored weights, in which a server computes: float32, bfloat16, float16; auto where it is not known."""
+        stated = (part.get(key) for part in _parts(self.arch) for key in ("dtype", "torch_dtype"))
+        return next((dtype for dtype in stated if isinstance(dtype, str)), "auto")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the weights are stored in less than 16 bits."""
+        return bool(quantisation(self.arch))
+
+    @property
+    def max_length(self) -> float:
+        """The most tokens that the model takes, as its config says."""
+        limits = (part.get("max_position_embeddings") for part in _parts(self.arch))
+        return min((limit for limit in limits if isinstance(limit, int)), default=math.inf)
+
+
+def _parts(arch: JsonObject) -> Iterator[dict[str, Any]]:
+    """A config and the configs within it, outer ones first."""
+    yield arch
+    for value in arch.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
+
+
+def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, arguments: Sequence[str]) -> list[str]:
+    """The command that serves a folder by vLLM; `longest`: tokens of the longest row; `arguments` of the user come last, and hold."""
+    length = int(min(max(_LENGTH, longest + 1), folder.max_length))
+    command = [program, "serve", folder.weights, "--host", "127.0.0.1", "--port", str(port), "--dtype", folder.dtype]
+    command += ["--max-model-len", str(length), "--served-model-name", NAME if folder.adapter is None else "base"]
+    if folder.adapter is not None:
+        command += [
+            "--enable-lora",
+            "--max-lora-rank",
+            str(_rank(folder.adapter)),
+            "--lora-modules",
+            f"{NAME}={folder.adapter}",
+        ]
+    return [*command, *arguments]
+
+
+def _rank(adapter: Path) -> int:
+    config = read_object(adapter / ADAPTER)
+    rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    fitting = [size for size in _RANKS if size >= rank]
+    if not fitting:
+        raise UserError(
+            f"{adapter}: adapters of rank {rank}, and vLLM takes {_RANKS[-1]} at most; serve them merged: zoo convert"
+        )
+    return fitting[0]
