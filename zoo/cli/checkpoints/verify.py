@@ -79,6 +79,7 @@ def _run_served(arguments: Sequence[str], as_json: bool) -> int:
         )
 
     from zoo.tools.serving.comparison import verify_served
+    from zoo.tools.serving.server import START_SECONDS
 
     limit, seconds = (_number(key, settings[key]) if key in settings else None for key in ("limit", "server_seconds"))
     verification = verify_served(
@@ -91,7 +92,7 @@ def _run_served(arguments: Sequence[str], as_json: bool) -> int:
         served_model=settings.get("served_model"),
         server_args=shlex.split(settings.get("server_args", "")),
         server_log=settings.get("server_log"),
-        **({} if seconds is None else {"server_seconds": seconds}),
+        server_seconds=START_SECONDS if seconds is None else seconds,
         quiet=False,
     )
     print(json.dumps(verification.as_dict(), indent=2) if as_json else served_table(verification))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zoo.config.layers.layer import Overrides, combined
 from zoo.config.schema import Recipe
 from zoo.data.errors import RowError
+from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -29,7 +30,7 @@ from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
 from zoo.tools.serving.client import Client, Prompt, RefusedError
 from zoo.tools.serving.folder import ADAPTER, ServedFolder
 from zoo.tools.serving.requests import UnsendableRowError, chat_request
-from zoo.tools.serving.server import Server
+from zoo.tools.serving.server import START_SECONDS, Server
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -99,7 +100,11 @@ class ServedVerification:
 
     def as_dict(self) -> JsonObject:
         """The result as plain values."""
-        summary = {"equal": self.equal, "labels": len(self.differences), "mean_difference": self.mean_difference}
+        summary: JsonObject = {
+            "equal": self.equal,
+            "labels": len(self.differences),
+            "mean_difference": self.mean_difference,
+        }
         summary |= {"largest_difference": self.largest_difference, "percentiles": self.percentiles}
         return summary | asdict(self)
 
@@ -117,7 +122,7 @@ def verify_served(
     served_model: str | None = None,
     server_args: Sequence[str] = (),
     server_log: str | Path | None = None,
-    server_seconds: float = 1800.0,
+    server_seconds: float = START_SECONDS,
     in_process: bool = False,
     quiet: bool = True,
 ) -> ServedVerification:
@@ -190,7 +195,7 @@ def _with_rows(
     source = open_asked(recipe, processor, most)
     left = iter(scored)
     score = next(left, None)
-    for number in range(len(source.rows)):
+    for number in map(SampleId, range(len(source.rows))):
         if score is not None and source.rows.name(number) == score["source"]:
             yield source.rows.row(number), score
             score = next(left, None)

@@ -23,6 +23,7 @@ from zoo.subprocesses import module_command
 from zoo.tools.serving.client import Client, is_ready
 from zoo.tools.serving.folder import NAME, ServedFolder, vllm_command
 
+START_SECONDS = 1800.0  # longest wait until a server answers
 _POLL_SECONDS, _SAY_SECONDS, _STOP_SECONDS = 0.5, 15.0, 30.0
 _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: |\berror: ")
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:(?:ERROR|INFO|WARNING) [\d\-: ]+\[[\w.]+:\d+\] )?")
@@ -47,7 +48,7 @@ class Server:
     model: str | None = None
     arguments: tuple[str, ...] = ()
     log: Path | None = None
-    seconds: float = 1800.0
+    seconds: float = START_SECONDS
     quiet: bool = True
 
     @property
