@@ -24,7 +24,7 @@ from zoo.tools.serving.client import Client, is_ready
 from zoo.tools.serving.folder import NAME, ServedFolder, vllm_command
 
 START_SECONDS = 1800.0  # longest wait until a server answers
-_POLL_SECONDS, _SAY_SECONDS, _STOP_SECONDS = 0.5, 15.0, 30.0
+_POLL_SECONDS, _SAY_SECONDS, _STOP_SECONDS, _END_SECONDS = 0.5, 15.0, 30.0, 5.0
 _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: |\berror: ")
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:(?:ERROR|INFO|WARNING) [\d\-: ]+\[[\w.]+:\d+\] )?")
 _LAST, _ERRORS = 8, 3  # lines of a log that are shown
@@ -138,6 +138,8 @@ def started(
         try:
             yield url
         except UserError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)  # connections break before a server that fails has ended
             if process.poll() is None:
                 raise
             raise UserError(f"{error}; the server has ended:\n{last_lines(log)}\nits log: {log}") from error
