@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zoo.bridge.mapping.gated_delta_net import QKV_Z_B_A, gated_delta_net, gated_layer, in_fp32, multi_token
-from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
+from zoo.bridge.mapping.rules import PublishedFP8, rule
+from zoo.bridge.mapping.shared_rules import decoder_ends, fp8_linears, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.types import JsonObject
 
@@ -41,4 +41,5 @@ BRIDGE = Bridge(
     optional=("mtp.{rest}",),
     without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,
+    fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}")),
 )

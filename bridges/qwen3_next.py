@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from zoo.bridge.mapping.gated_delta_net import QKVZ_BA, gated_delta_net, gated_layer, multi_token
-from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
+from zoo.bridge.mapping.rules import PublishedFP8
+from zoo.bridge.mapping.shared_rules import decoder_ends, fp8_linears, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.models.qwen3_next.config import MTP_LAYERS
 from zoo.types import JsonObject
@@ -35,4 +38,5 @@ BRIDGE = Bridge(
     optional=("mtp.{rest}",),
     without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,
+    fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}"), scale=torch.float32),
 )

@@ -7,8 +7,8 @@ that stand one by one, as tools that quantise store them.
 
 from __future__ import annotations
 
-from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import decoder, published_experts, singles, stacks, transposed_stacks
+from zoo.bridge.mapping.rules import PublishedFP8, rule
+from zoo.bridge.mapping.shared_rules import decoder, fp8_linears, published_experts, singles, stacks, transposed_stacks
 from zoo.bridge.mapping.table import Bridge
 
 BRIDGE = Bridge(
@@ -18,4 +18,5 @@ BRIDGE = Bridge(
         rule("vision.{rest}", "model.visual.{rest}"),
     ),
     export_config=published_experts,
+    fp8=PublishedFP8(fp8_linears("model.language_model.layers.{layer}", stacked=True), single_experts=False),
 )

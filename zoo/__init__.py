@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         DataConfig,
         DistillConfig,
         EngineConfig,
+        HubConfig,
         LogConfig,
         LoraConfig,
         MachineConfig,
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig",
-    "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
+    "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
+    "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
     "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify",
     "verify_served",
 ]  # fmt: skip
@@ -70,7 +71,7 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
-_SECTIONS = ("Data", "Distill", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
+_SECTIONS = ("Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Engine": ("zoo.rl.engine", "Engine"),

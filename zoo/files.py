@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -331,3 +332,15 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
 
 def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK, 0o666)  # a pipe is opened too, at once, to be refused
+
+
+def size_in_bytes(size: int | str, key: str) -> int:
+    """A number of bytes, as one or as `5GB`, `200 MB` or `2GiB`; raises UserError for any other value of the `key`."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*(?:([KMGT])(I?))?B?", str(size).strip().upper())
+    count = 0
+    if match and not isinstance(size, bool):
+        power = "KMGT".index(match[2]) + 1 if match[2] else 0
+        count = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if count <= 0:
+        raise UserError(f"{key}={size}: wanted a number of bytes, or a size such as 5GB or 200MB")
+    return count

@@ -76,7 +76,7 @@ def test_there_and_back(name: str, checkpoint: Callable[[str], Path], call: Call
 
     source = checkpoint(name)
     call("convert", source, tmp_path / "zoo", quiet=True)
-    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True, shard_size=200_000)
+    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True, max_shard_size=200_000)
     same(tensors(tmp_path / "hf"), tensors(source))
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     files = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}

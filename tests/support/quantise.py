@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LINEARS = re.compile(r".*\blayers\.\d+\.(self_attn|linear_attn|mlp)\..*_proj(_qkv|_z)?(\.weight)?")
+LINEARS = re.compile(r".*\blayers\.\d+\.(self_attn|linear_attn|mlp)\..*_proj(_qkvz|_qkv|_z)?(\.weight)?")
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

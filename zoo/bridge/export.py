@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from zoo.bridge import fp8
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.export_plan import Plan, make_plan
 from zoo.bridge.files.side_files import copy_side_files, write_card, write_generation_config
@@ -128,7 +129,10 @@ class HeldTensors:
             if name not in plan.copied and plan.entries[name].rule.writes(dims)
             for job in to_hf(plan.entries[name], name, self.reader, dims, partial(plan.dtype_of, name, tensor))
         ]
-        return plan, sorted(jobs, key=lambda pair: -pair[1].planned[0].dtype.itemsize)
+        if plan.fp8 is not None:
+            in_fp8 = fp8.in_fp8([job for _, job in jobs], plan.fp8)
+            jobs = [(name, job) for (name, _), job in zip(jobs, in_fp8, strict=True)]
+        return plan, sorted(jobs, key=lambda pair: -pair[1].planned[0].width)
 
 
 def export_tensors(

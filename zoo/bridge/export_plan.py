@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zoo.bridge import fp8
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.load import grow_vocabulary
+from zoo.bridge.mapping.rules import PublishedFP8
 from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import PASS_THROUGH, in_layouts, native, published_dtypes, read_layouts
@@ -76,11 +78,8 @@ class Source:
         """The published tensors of one that stands here under zoo's name, as `name`."""
         return to_hf(entry, name, self.reader, self.dims, lambda part: self.dtypes.get(part, self.reader.dtype(name)))
 
-    def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
-        """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
-
-        With a `dtype` the frozen ones are cast, so nothing is left of them to be copied.
-        """
+    def copies(self, frozen: Sequence[Entry], dtype: torch.dtype | None) -> list[Job]:
+        """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published, in `dtype` if it is one."""
         jobs = []
         published = {actual: name for name, actual in self.resolution.source.items()}
         for name in self.resolution.passed_through:
@@ -93,8 +92,8 @@ class Source:
                 jobs += self._to_hf(entry, name)
             else:
                 jobs.append(copy_job(name, self.reader, target.removeprefix(PASS_THROUGH), to_zoo=False))
-        for name in frozen if dtype is None else ():
-            jobs += self.frozen(name)
+        for wanted in frozen:
+            jobs += [job if dtype is None else fp8.cast(job, dtype) for job in self.frozen(wanted)]
         return jobs
 
     def as_written(self, wanted: Entry) -> Entry:
@@ -106,10 +105,9 @@ class Source:
             return wanted
         return replace(wanted, layout=entry.layout)
 
-    def frozen(self, zoo_name: str) -> list[Job]:
+    def frozen(self, wanted: Entry) -> list[Job]:
         """What writes a frozen tensor from here as it is; nothing where that can't be."""
-        entry = self.resolution.entries[zoo_name]
-        wanted = self.as_written(self.bridge.publish([zoo_name])[zoo_name])
+        entry = self.resolution.entries[wanted.zoo]
         if not wanted.rule.writes(self.dims):
             return []
         if entry.layout.patterns == (entry.rule.zoo,):
@@ -132,6 +130,7 @@ class Plan:
     copies: Sequence[Job] = field(default=())  # from the source, by rank 0
     copied: frozenset[str] = frozenset()  # zoo names among them
     experts: int = 0  # of a layer
+    fp8: PublishedFP8 | None = None  # which tensors are in FP8; `dtype` is that of the others
 
     def dtype_of(self, zoo_name: str, parameter: Tensor, published: str = "") -> torch.dtype:
         """The dtype that a tensor is written in, or the `published` one that is a part of it."""
@@ -149,14 +148,21 @@ def make_plan(
     bridge: Bridge, zoo_names: Sequence[str], dims: Dims, config: PretrainedConfig | JsonMapping | None,
     source_folder: Place | str | Path | None, dtype: torch.dtype | None, stated: torch.dtype | None, frozen: Sequence[str],
 ) -> Plan:  # fmt: skip
-    """Pair names with rules and with the source; nothing is written yet."""
+    """Pair names with rules and with the source; nothing is written yet. With `fp8.DTYPE` matrices are in FP8, and all else in bf16."""
     entries = bridge.publish(zoo_names)
     source = Source.open(source_folder, bridge, zoo_names, dims)
     if source is not None:
         entries = {name: source.as_written(entry) for name, entry in entries.items()}
+    published = bridge.fp8 if dtype == fp8.DTYPE else None
+    if published is not None:
+        dtype = stated = fp8.OTHERS
+        entries = {name: entry.in_fp8(published) for name, entry in entries.items()}
     names = bridge.published_names(entries.values(), dims)
-    kept = [] if source is None or dtype is not None else [name for name in frozen if source.frozen(name)]
-    copies = by_width(source.copies(kept, dtype)) if source else []
+    copied: list[Entry] = []
+    if source is not None and (dtype is None or published is not None):
+        copied = [entries[name] for name in frozen if source.frozen(entries[name])]
+    copies = source.copies(copied, dtype) if source else []
+    copies = by_width(copies if published is None else fp8.in_fp8(copies, published))
     plain = _plain_config(config, source)
     if source is None and bridge.fresh_config is not None:
         plain = bridge.fresh_config(plain, names)
@@ -168,7 +174,13 @@ def make_plan(
         plain = {**plain, "architectures": classes, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if stated is not None:
         plain = with_dtype(plain, stated)
-    return Plan(entries, names, plain, source, dtype, copies, frozenset(kept), dims.experts)
+    if published is not None:
+        plain = fp8.quantised_config(
+            plain, bridge, {*names, *(tensor.name for job in copies for tensor in job.planned)}
+        )
+        names = [*names, *fp8.scale_names(names, published)]
+    zoo_copied = frozenset(entry.zoo for entry in copied)
+    return Plan(entries, names, plain, source, dtype, copies, zoo_copied, dims.experts, published)
 
 
 def _plain_config(config: PretrainedConfig | JsonMapping | None, source: Source | None) -> JsonObject:

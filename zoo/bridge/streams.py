@@ -102,7 +102,7 @@ def joined(pieces: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype)
 
 def by_width(jobs: Iterable[Job]) -> list[Job]:
     """The jobs as a ShardWriter wants their tensors: those of wide dtypes first."""
-    return sorted(jobs, key=lambda job: -job.planned[0].dtype.itemsize)
+    return sorted(jobs, key=lambda job: -job.planned[0].width)
 
 
 def to_zoo(

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.bridge import ShardInfo, TorchComm, export_hf
+from zoo.bridge import SafetensorsFolder, ShardInfo, TorchComm, export_hf, fp8
 from zoo.bridge.export import HeldTensors, export_tensors
 from zoo.bridge.export_plan import Source
 from zoo.bridge.exported import ExportedTensors
 from zoo.bridge.files.record import verify_checksums
+from zoo.bridge.load import pass_over
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
 from zoo.checkpoint import initial_weights, loading, model_card
@@ -22,13 +23,13 @@ from zoo.checkpoint.sharded_state import cut_of_parameters
 from zoo.checkpoint.storage.index import Index
 from zoo.checkpoint.storage.reading import WholeTensors
 from zoo.config.compose import load_recipe, recipe_for_weights
-from zoo.config.locate import Place, read_arch, read_origin, step_of
+from zoo.config.locate import Place, read_arch, read_origin, step_of, unquantised
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError
 from zoo.model import build, lora
 from zoo.model.merged_tensors import MergedTensors
-from zoo.model.meta_model import family_of, on_meta
+from zoo.model.meta_model import build_meta_model, family_of, on_meta
 from zoo.model.run_settings import settings_of
 from zoo.parallel.world import World, open_world
 
@@ -85,11 +86,33 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
                 ends = list(assembly.processor.ends.values())
                 files = {"processor": assembly.served, "ends": ends, "card": about}
                 return export_tensors(held, target, **{**files, **options}, progress=progress)
+        if options.get("dtype") == fp8.DTYPE:
+            raise UserError(
+                f"dtype=fp8: {run.folder} holds a reward model's adapters; convert it to a Hugging Face folder first, and that to FP8"
+            )
         chunks = build.build_model(assembly, recipe, world)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, world)
         if adapters is not None:
             adapters.freeze_others()
         return export(chunks, target, assembly, world, loading.started_from(run), card=about, **options)
+
+
+def export_folder(origin: Place, target: Path, *, quiet: bool = False, **options: Any) -> Path:
+    """A Hugging Face folder as one of another `dtype` or with other shards; `options`: of `export_hf`. Tensors go from file to file."""
+    arch = unquantised(read_arch(origin.files))
+    with SafetensorsFolder(origin.weights) as reader:
+        model = build_meta_model(arch, reader.names())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.parameters.items()}
+    source = Source.open(origin, model.bridge, sorted(shapes), model.dims)
+    assert source is not None
+    with source.reader:
+        pass_over(source.resolution, source.reader)
+        held = HeldTensors(
+            MergedTensors(source, shapes, {}, {}), shapes, model.bridge, model.dims, arch, origin, frozen=sorted(shapes)
+        )
+        about = partial(model_card.converted, origin, how={"quantised": fp8.KIND})
+        progress = None if quiet else partial(Progress, f"writing {target.name}")
+        return export_tensors(held, target, card=about, **options, progress=progress)
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.gpus import find_gpu, near_gpus
+from zoo.config.hub import check_repo_name
 from zoo.config.layers.keys import keys, nearest, nearest_keys, sections
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
-from zoo.files import expanded
+from zoo.files import expanded, size_in_bytes
 from zoo.types import JsonObject
 
 # What parallel.plan may name.
@@ -122,6 +123,9 @@ def _check_values(recipe: Recipe) -> None:
             f"train.min_lr={recipe.train.min_lr:g} is above train.lr={recipe.train.lr:g}: the rate falls from train.lr to "
             f"train.min_lr; give a lower train.min_lr, 0 say"
         )
+    size_in_bytes(recipe.max_shard_size, "max_shard_size")
+    if recipe.hub.repo is not None:
+        check_repo_name(recipe.hub.repo, "hub.repo")
     if not recipe.data.train:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
     least, most = recipe.data.min_pixels, recipe.data.max_pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.entries import parse_entry
+from zoo.config.hub import push
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
 from zoo.errors import UserError
+from zoo.files import read_object
 from zoo.launch.callback_copies import copied
 from zoo.launch.kernel_cache import keep_kernels
 from zoo.launch.objects import with_files
@@ -102,7 +105,7 @@ def launch(
         if announce is not None:
             announce(planned, ranks)
         if children:
-            return _train_in_children(children[0], planned, ranks)
+            return _pushed(planned, _train_in_children(children[0], planned, ranks))
     if under_torchrun():
         end_with_parent()
     terminal.set_status("importing PyTorch and Megatron-Core")
@@ -110,7 +113,7 @@ def launch(
         import_core()
         from zoo.training.trainer import run_rank
 
-    return run_rank(planned, callbacks)
+    return _pushed(planned, run_rank(planned, callbacks))
 
 
 @preserve_process_state()
@@ -195,6 +198,17 @@ def _train_in_children(train: Callable[[Recipe, list[str]], int], recipe: Recipe
     if code and not saved:
         _raise_stopped(code)
     return TrainResult.from_run_dir(run_dir)
+
+
+def _pushed(recipe: Recipe, result: TrainResult) -> TrainResult:
+    """The result, after its export is pushed to `hub.repo`: by the first rank, when all ranks have left the run."""
+    if recipe.hub.repo is None or os.environ.get("RANK", "0") != "0":
+        return result
+    exported = read_object(Path(result.run_dir) / "summary.json").get("export")
+    if exported and Path(exported).is_dir():
+        url = push(Path(exported), recipe.hub.repo, "hub.repo", private=recipe.hub.private)
+        print(f"pushed to {url}", flush=True)
+    return result
 
 
 def _raise_stopped(code: int) -> None:

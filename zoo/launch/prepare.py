@@ -12,7 +12,7 @@ from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import is_saved_recipe
 from zoo.config.devices import cores, gpu_count
 from zoo.config.entries import parse_entry
-from zoo.config.hub import check_on_hub
+from zoo.config.hub import check_on_hub, check_push
 from zoo.config.locate import checkpoints, is_hub_id, look, read_state
 from zoo.config.resume import changes_from, refuse, refuse_unwanted
 from zoo.config.schema import Recipe
@@ -58,6 +58,8 @@ def prepare(
     if not under_torchrun():  # there another rank of this run may hold it already
         refuse_second(Path(recipe.run.dir))
         _refuse_other_experiment(Path(recipe.run.dir), recipe)
+    if recipe.hub.repo is not None and os.environ.get("RANK", "0") == "0":
+        check_push(recipe.hub.repo, "hub.repo", private=recipe.hub.private)
     return recipe, ranks
 
 

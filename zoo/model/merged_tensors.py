@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.bridge import ShardInfo
 from zoo.bridge.export_plan import Source
 from zoo.bridge.load import fit_shapes
-from zoo.bridge.streams import joined, to_zoo
+from zoo.bridge.streams import joined, of_expert, to_zoo
 
 type Shape = tuple[int, ...]
 
@@ -49,6 +49,12 @@ class MergedTensors:
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
+        made = name in self._adapters or name in self._whole
+        if not made and last is not None and self._entries[name].rule.stacked:  # experts that go through as they are
+            entry, base = self._entries[name], self._base
+            experts = [of_expert(entry, expert, base.resolution.source, base.reader) for expert in range(first, last)]
+            joined_experts = [entry.layout.transform.to_zoo(parts, base.dims) for parts in experts]
+            return torch.stack(joined_experts).to(self.dtype(name))
         if self._last is None or self._last[0] != name:
             self._last = None  # its memory goes first
             self._last = name, self._made(name)

@@ -8,8 +8,8 @@ have proved right.
 from __future__ import annotations
 
 import json
-import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from zoo.bridge import ExportWriter, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge import ExportWriter, SafetensorsFolder, ShardInfo, ShardWriter, fp8
 from zoo.bridge.export import check_room
 from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.record import ChecksumsWhileReading
@@ -38,7 +38,9 @@ from zoo.bridge.native import (
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, copy_job, run, to_hf, to_zoo
 from zoo.checkpoint import model_card as card
+from zoo.checkpoint.export import export_folder, export_run
 from zoo.checkpoint.selection import check_beside_weights
+from zoo.config.hub import check_push, push
 from zoo.config.locate import (
     ABOUT,
     HF_PART,
@@ -52,13 +54,13 @@ from zoo.config.locate import (
     unquantised,
 )
 from zoo.errors import ConfigError, UserError
-from zoo.files import expanded
+from zoo.files import expanded, size_in_bytes
 from zoo.logging.result import Model, run_of
-from zoo.model.meta_model import MetaModel, build_meta_model, published_names
+from zoo.model.meta_model import MetaModel, build_meta_model, family_of, published_names
 from zoo.parallel.process_state import preserve_process_state
+from zoo.registry import families
 from zoo.types import JsonObject
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
 
 
@@ -83,29 +85,34 @@ def convert(
     target: str | Path,
     *,
     dtype: torch.dtype | str | None = None,
-    shard_size: int | str = DEFAULT_SHARD_BYTES,
+    max_shard_size: int | str = DEFAULT_SHARD_BYTES,
+    shard_size: int | str | None = None,
     allow: Sequence[str] | str = (),
     revision: str | None = None,
     overwrite: bool | str = False,
     push_to: str | None = None,
+    private: bool | str = True,
     quiet: bool = False,
 ) -> Path:
     """Convert a checkpoint; the direction follows from what `source` is. `zoo convert` hands its values over as they are.
 
     A Hugging Face folder or hub id becomes zoo's own weights (:mod:`zoo.bridge.native`); those, or a checkpoint or the
-    folder of a training run, become a Hugging Face folder that `from_pretrained` loads.
+    folder of a training run, become a Hugging Face folder that `from_pretrained` loads. With dtype fp8 any of them becomes a Hugging Face
+    folder in block-scaled FP8, as the model's -FP8 folders are published.
 
     Args:
         source: what to convert; what names a run, too: its `TrainResult`, recipe, or recipe's name or file.
         target: the folder to write; it appears when it is whole.
-        dtype: dtype of the tensors that zoo trains, torch's or a name (bf16, fp16, fp32); None keeps the source's. Tensors that zoo does
+        dtype: dtype of the tensors that zoo trains, torch's or a name (bf16, fp16, fp32, fp8); None keeps the source's. Tensors that zoo does
             not train keep their bytes.
-        shard_size: largest size of a weights file, in bytes or as "5GB"; a larger tensor has a file of its own.
+        max_shard_size: largest size of a weights file, in bytes or as "5GB"; a larger tensor has a file of its own.
+        shard_size: the former name of `max_shard_size`.
         allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra, in a list or with commas between them; recorded
             in the output.
         revision: branch, tag or commit of a hub id.
         overwrite: replace an existing target, if zoo has written it and nothing was put into it since; a bool, or "true" or "false".
-        push_to: hub repository that the Hugging Face folder is uploaded to.
+        push_to: hub repository that the Hugging Face folder is uploaded to; made, if need be, before anything is converted.
+        private: whether a new repository is private; one that is public is then refused.
         quiet: no progress on stderr.
 
     Returns:
@@ -116,10 +123,11 @@ def convert(
         CheckpointError: the source is damaged; there is no target.
         UserError: `source` does not exist, `target` exists already, the disk has no room, or a value is none of its kind.
     """
-    dtype, shard_bytes, text = float_dtype(dtype), size_in_bytes(shard_size), str(overwrite).lower()
-    if text not in ("true", "false"):
-        raise UserError(f"overwrite={overwrite}: wanted true or false")
-    overwrite = text == "true"
+    if shard_size is not None:
+        print("zoo: shard_size is called max_shard_size now; the old name goes with the next release", file=sys.stderr)
+        max_shard_size = shard_size
+    dtype, shard_bytes = float_dtype(dtype), size_in_bytes(max_shard_size, "max_shard_size")
+    overwrite, private = _flag("overwrite", overwrite), _flag("private", private)
     allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow
     source = run_of(source)
     origin = locate(source, revision)
@@ -129,15 +137,23 @@ def convert(
         if (fault := side_file_fault(origin.files)) is not None:
             raise ConfigError(fault)
     target = expanded(target)
-    if push_to and origin.kind == "hf":
+    if dtype == fp8.DTYPE:
+        _check_fp8(origin)
+    elif push_to and origin.kind == "hf":
         raise UserError(f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's")
+    if push_to:
+        check_push(push_to, "push_to", private=private)
     writer = ExportWriter(target, overwrite=overwrite)
     if origin.kind == "run":
-        from zoo.checkpoint.export import export_run
-
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
         export_run(origin, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
+    elif origin.kind == "hf" and dtype == fp8.DTYPE:
+        if allow:
+            raise UserError(
+                "allow with dtype=fp8: convert the folder to zoo's own weights with allow=, and those to FP8"
+            )
+        export_folder(origin, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
     elif origin.kind == "zoo":
         checksums = ChecksumsWhileReading(origin.folder)
         with ExitStack() as opened:
@@ -150,27 +166,41 @@ def convert(
             conversion = _plan_zoo(origin, card.name_of(origin, str(source)), reader, dtype, allow)
             _write(conversion, writer, shard_bytes, quiet)
     if push_to:
-        _push(target, push_to)
+        push(target, push_to, "push_to", private=private)
     return target
 
 
+def _flag(key: str, value: bool | str) -> bool:
+    """A bool, or "true" or "false"; raises UserError for any other."""
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise UserError(f"{key}={value}: wanted true or false")
+    return text == "true"
+
+
+def _check_fp8(origin: Place) -> None:
+    """UserError where no FP8 folder of such a model is published, or the source is one."""
+    arch = read_arch(origin.files)
+    if quantisation(arch):
+        raise UserError(
+            f"dtype=fp8: {origin.folder} is quantised already; convert the weights in bf16 that it was made of"
+        )
+    if family_of(arch).load("bridge").fp8 is None:
+        published = ", ".join(name for name, family in families().items() if family.load("bridge").fp8 is not None)
+        raise UserError(
+            f"dtype=fp8: model_type {arch['model_type']} is not published in FP8, so no server is known to load what zoo would write; "
+            f"it is written of {published}; write dtype=bf16, and let the server quantise (vllm serve --quantization)"
+        )
+
+
 def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """bf16, fp16 or fp32, by that name or torch's; None stays. Raises UserError for any other."""
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    """bf16, fp16, fp32 or fp8, by that name or torch's; None stays. Raises UserError for any other."""
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": fp8.DTYPE}
     by_name = known | {str(candidate).removeprefix("torch."): candidate for candidate in known.values()}
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in by_name:
         raise UserError(f"dtype={dtype}: wanted one of {', '.join(known)}")
     return by_name.get(name)
-
-
-def size_in_bytes(size: int | str) -> int:
-    """A number of bytes, as one or as `5GB` or `200 MB`; raises UserError for any other."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMG]?)B?", str(size).strip().upper())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match and not isinstance(size, bool) else 0
-    if count <= 0:
-        raise UserError(f"shard_size={size}: wanted a number of bytes, or a size such as 5GB or 200MB")
-    return count
 
 
 def _plan_zoo(
@@ -202,7 +232,9 @@ def _plan_zoo(
 def _changes(arch: JsonObject, dtype: torch.dtype | None, allowed: Sequence[str]) -> dict[str, str]:
     """What a conversion makes otherwise than it finds it, for the model card; empty where the same weights come out."""
     changes = {"dequantised": "block-scaled FP8 to bf16"} if quantisation(arch) else {}
-    if dtype is not None:
+    if dtype == fp8.DTYPE:
+        changes["quantised"] = fp8.KIND
+    elif dtype is not None:
         changes["cast to"] = str(dtype).removeprefix("torch.")
     if allowed:
         changes["left out"] = f"{len(allowed)} tensors, as `allow` let pass"
@@ -214,10 +246,12 @@ def _plan_hf(origin: Place, reader: SafetensorsFolder, dtype: torch.dtype | None
     about, arch = read_about(origin.folder), read_arch(origin.files)
     plan = build_meta_model(arch, published_names(reader, arch))
     conversion = to_hf_jobs(origin.folder, reader, plan, dtype, allow)
-    config = arch
+    config, names = arch, [tensor.name for job in conversion.jobs for tensor in job.planned]
     if plan.bridge.export_config is not None:
-        config = plan.bridge.export_config(config, [tensor.name for job in conversion.jobs for tensor in job.planned])
-    if dtype is not None:
+        config = plan.bridge.export_config(config, names)
+    if dtype == fp8.DTYPE:
+        config = fp8.quantised_config(with_dtype(config, fp8.OTHERS), plan.bridge, names)
+    elif dtype is not None:
         config = with_dtype(config, dtype)
     allowed = [*about.get("allowed", ()), *conversion.allowed]
     before = about.get("changed")
@@ -273,6 +307,9 @@ def to_hf_jobs(
     parameters = [(name, plan.parameters[name]) for name in resolution.entries]
     fit_shapes(parameters, resolution, reader, plan.dims, ShardInfo())
     published = in_layouts(plan.bridge.publish(resolution.entries), read_layouts(folder), folder)
+    matrices = plan.bridge.fp8 if dtype == fp8.DTYPE else None
+    if matrices is not None:
+        dtype, published = fp8.OTHERS, {name: entry.in_fp8(matrices) for name, entry in published.items()}
     plan.bridge.published_names(published.values(), plan.dims)
 
     def written(name: str, part: str) -> torch.dtype:
@@ -287,7 +324,7 @@ def to_hf_jobs(
     jobs += [
         copy_job(name, reader, name.removeprefix(PASS_THROUGH), to_zoo=False) for name in resolution.passed_through
     ]
-    return Conversion(by_width(jobs), resolution.allowed)
+    return Conversion(by_width(jobs if matrices is None else fp8.in_fp8(jobs, matrices)), resolution.allowed)
 
 
 def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet: bool) -> None:
@@ -319,17 +356,3 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _push(folder: Path, repo: str) -> None:
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(folder))
-    except Exception as error:
-        raise UserError(
-            f"push_to={repo}: {folder} is written, but the hub did not take it ({type(error).__name__}: {error}); "
-            "check the name, the connection and the token"
-        ) from error

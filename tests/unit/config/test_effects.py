@@ -21,6 +21,9 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "ADAPTERS": (["lora.rank=8"], ["lora.rank=0"]),
     "DENSE_ADAPTERS": ([], ["lora.rank=8", "lora.targets=[experts.down_proj, experts.gate_up_proj]"]),
     "WEIGHTS": (["model.init=org/name"], []),
+    "WHOLE_WEIGHTS": ([], ["lora.rank=8"]),
+    "EXPORT": ([], ["export=false"]),
+    "HUB_REPO": (["hub.repo=me/mine"], []),
     "EXPERTS": (["recipe=qwen3_vl_moe_sft"], ["recipe=qwen3_vl_sft"]),
     "EXPERT_EXCHANGE": (["recipe=qwen3_moe_sft", "parallel.ep=2"], ["recipe=qwen3_moe_sft"]),
     "MTP": (["recipe=qwen3_next_sft"], ["recipe=qwen3_moe_sft"]),
@@ -69,7 +72,7 @@ VALUES: dict[str, str] = {
     "model.family": "qwen3_vl", "model.arch": "{new: 1}", "data.train": "digits:heldout", "data.eval": "c.jsonl", "data.bundled": "{augment: 0.5}",
     "lora.targets": "[q_proj]", "lora.whole_parts": "[merger]", "parallel.stage_layers": "[1, 1]", "train.lr_scale": "{vision: 0.5}", "size": "tiny", "hardware": "cpu",
     "parallel.plan": "[tp]", "data.template": "{a: 1}", "train.keep_best": "exact_match", "data.encode_in_workers": "true",
-    "parallel.overlap_param_gather": "true",
+    "parallel.overlap_param_gather": "true", "max_shard_size": "2GB", "hub.repo": "me/mine",
 }  # fmt: skip
 
 CASES = [key for key in keys(Recipe).values() if key.key != "recipe"]

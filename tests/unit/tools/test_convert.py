@@ -67,26 +67,6 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_is_pushed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    done: list[Any] = []
-
-    class Api:
-        def create_repo(self, repo: str, exist_ok: bool) -> None:
-            done.append((repo, exist_ok))
-
-        def upload_folder(self, repo_id: str, folder_path: str) -> None:
-            done.append((repo_id, folder_path))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    convert._push(tmp_path, "me/mine")
-    assert done == [("me/mine", True), ("me/mine", str(tmp_path))]
-    monkeypatch.setattr(Api, "upload_folder", lambda self, **_: 1 / 0)
-    with pytest.raises(UserError, match=r"push_to=me/mine: .* is written, but the hub did not take it"):
-        convert._push(tmp_path, "me/mine")
-
-
 def test_progress_tells_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("zoo.bridge.progress.time.monotonic", lambda: clock[0])

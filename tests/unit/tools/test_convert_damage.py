@@ -23,7 +23,7 @@ SHARD = 40_000  # bytes
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     hf = write_tiny_qwen3_vl(folder / "hf", moe=request.param)
-    return convert(hf, folder / "zoo", shard_size=SHARD, quiet=True)
+    return convert(hf, folder / "zoo", max_shard_size=SHARD, quiet=True)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def refused(native: Path, target: Path, **options: Any) -> str:
     with pytest.raises(CheckpointError) as of_check:
         verify_checksums(native, Comm())
     with pytest.raises(CheckpointError) as caught:
-        convert(native, target, shard_size=SHARD, quiet=True, **options)
+        convert(native, target, max_shard_size=SHARD, quiet=True, **options)
     assert str(caught.value) == str(of_check.value)
     return str(caught.value)
 
@@ -74,7 +74,7 @@ def test_damage_ends_a_conversion_without_a_target(damage: str, which: int, nati
 def test_damage_that_is_found_late_leaves_the_former_folder(
     native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert(native, tmp_path / "out", shard_size=SHARD, quiet=True)
+    convert(native, tmp_path / "out", max_shard_size=SHARD, quiet=True)
     before = tensors(tmp_path / "out")
     flip(weights(native)[-1], -1)
     written: list[str] = []
@@ -113,6 +113,6 @@ def test_a_conversion_reads_again_nothing_but_headers(
             yield piece
 
     monkeypatch.setattr(record, "_pieces", counted)
-    convert(native, tmp_path / "out", shard_size=SHARD, quiet=True)
+    convert(native, tmp_path / "out", max_shard_size=SHARD, quiet=True)
     headers = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in weights(native)]
     assert len(headers) > 3 and sum(again) == sum(headers)

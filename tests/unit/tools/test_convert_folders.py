@@ -153,7 +153,7 @@ def test_a_model_that_is_right_for_short_samples_alone_is_converted(family: str,
 
 FORMS: list[tuple[list[str], list[dict[str, Any]]]] = [
     (["dtype=bf16"], [{"dtype": "bf16"}, {"dtype": "bfloat16"}, {"dtype": torch.bfloat16}]),
-    (["shard_size=20KB"], [{"shard_size": "20KB"}, {"shard_size": "20 kb"}, {"shard_size": 20_000}]),
+    (["max_shard_size=20KB"], [{"max_shard_size": "20KB"}, {"max_shard_size": "20 kb"}, {"max_shard_size": 20_000}]),
     (["allow=no.*,none.*"], [{"allow": "no.*,none.*"}, {"allow": ["no.*", "none.*"]}]),
     (["overwrite=true"], [{"overwrite": "true"}, {"overwrite": True}]),
 ]
@@ -179,10 +179,10 @@ def test_the_command_and_the_function_write_the_same(
     [
         ({"dtype": "int8"}, "dtype=int8: wanted one of bf16, fp16, fp32"),
         ({"dtype": torch.float64}, "dtype=torch.float64: wanted one of bf16, fp16, fp32"),
-        ({"shard_size": 0}, "shard_size=0: wanted a number of bytes, or a size such as 5GB"),
-        ({"shard_size": -5}, "shard_size=-5"),
-        ({"shard_size": "5 apples"}, "shard_size=5 apples"),
-        ({"shard_size": True}, "shard_size=True"),
+        ({"max_shard_size": 0}, "max_shard_size=0: wanted a number of bytes, or a size such as 5GB"),
+        ({"max_shard_size": -5}, "max_shard_size=-5"),
+        ({"max_shard_size": "5 apples"}, "max_shard_size=5 apples"),
+        ({"max_shard_size": True}, "max_shard_size=True"),
         ({"overwrite": "perhaps"}, "overwrite=perhaps: wanted true or false"),
     ],
 )

@@ -49,6 +49,12 @@ class Planned:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    neighbours: torch.dtype | None = None  # of those that it stands among: its size is a multiple of theirs
+
+    @property
+    def width(self) -> int:
+        """Bytes of which the offset in the file is a multiple, and the size too."""
+        return (self.neighbours or self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +91,7 @@ class ShardWriter:
         self._prefix = f"{label}{rank:05d}"
         self._stream: FileStream | None = None
         self._sum = xxhash.xxh3_128() if checksums else None
-        self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
+        self.order = sorted(planned, key=lambda tensor: -tensor.width)
         self._waiting = deque(grouped(self.order, lambda tensor: tensor.nbytes, shard_bytes))
         self._group: list[Planned] = []
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+import torch
+
 from zoo.bridge.mapping.transforms import Copy, Dims, GateUp, Transform
 
 Shard = Literal["tp0", "tp1", "tp0-gateup", "expert1", "expert2"]
@@ -142,3 +144,21 @@ class Rule:
 def rule(zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | ShardOf | None = None) -> Rule:
     """A rule with one layout; without a transform the single HF tensor is copied."""
     return Rule(zoo, (Layout(hf, transform or Copy()),), shard)
+
+
+@dataclass(frozen=True)
+class PublishedFP8:
+    """What the folders of a family whose names end in -FP8 have in block-scaled FP8."""
+
+    linears: tuple[str, ...]  # HF patterns of the matrices; all else stays in bf16
+    single_experts: bool = True  # experts stand one by one there, whatever the folders in bf16 have
+    scale: torch.dtype = torch.bfloat16  # of a block's scale
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        every = "|".join(compile_pattern(pattern).pattern for pattern in self.linears)
+        return re.compile(re.sub(r"\?P<\w+>", "?:", every))
+
+    def has(self, hf_name: str) -> bool:
+        """Whether the published name is of a matrix in FP8."""
+        return self._regex.fullmatch(hf_name) is not None

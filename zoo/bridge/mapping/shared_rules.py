@@ -117,6 +117,23 @@ def singles(experts: str) -> tuple[Layout, Layout]:
     return per_expert_gate_up(experts), per_expert_down(experts)
 
 
+def fp8_linears(*layers: str, stacked: bool = False) -> tuple[str, ...]:
+    """Patterns of the matrices in layers of these prefixes that -FP8 folders have in FP8: those of attention, MLPs and (`stacked`) experts.
+
+    Routers, the gate of a shared expert, and the small projections of linear attention stay in bf16 there.
+    """
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    linear = [f"linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")]
+    mlps = [
+        f"mlp.{mlp}{part}_proj"
+        for mlp in ("", "shared_expert.", "experts.{expert}.")
+        for part in ("gate", "up", "down")
+    ]
+    matrices = [f"{matrix}.weight" for matrix in (*attention, *linear, *mlps)]
+    matrices += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if stacked else []
+    return tuple(f"{layer}.{matrix}" for layer in layers for matrix in matrices)
+
+
 def published_experts(config: JsonObject, names: Collection[str] = ()) -> JsonObject:
     """A bridge's `export_config`: the decoder's number of experts under its published key, which transformers >= 5 renames as it saves."""
     if "text_config" in config:

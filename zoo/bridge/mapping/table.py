@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping.rules import Layout, Rule, compile_pattern
+from zoo.bridge.mapping.rules import Layout, PublishedFP8, Rule, compile_pattern
 from zoo.bridge.mapping.transforms import Dims
 from zoo.types import JsonMapping, JsonObject
 
@@ -57,6 +57,12 @@ class Entry:
             if layout.names(self.binding, 0)[0] == hf_name:
                 return replace(self, layout=layout)
         raise ValueError(f"no layout of {self.zoo} has a tensor {hf_name!r}")
+
+    def in_fp8(self, published: PublishedFP8) -> Entry:
+        """The published entry in the layout that folders in FP8 have."""
+        if not published.single_experts:
+            return replace(self, layout=self.rule.layouts[0])
+        return replace(self, layout=next((layout for layout in self.rule.layouts if layout.per_expert), self.layout))
 
     def variants(self, dims: Dims) -> list[Entry]:
         """The entry in each layout that has the names of its own: what a file's shapes decide between."""
@@ -117,6 +123,7 @@ class Bridge:
     """The same before it, for a model that did not begin with a folder's weights: what its config may say without them."""
     module_names: Callable[[JsonMapping], Mapping[str, str]] = lambda config: {}
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
+    fp8: PublishedFP8 | None = None  # of families that are published in it
 
     @cached_property
     def _pass_through_regex(self) -> list[re.Pattern[str]]:

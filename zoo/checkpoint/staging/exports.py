@@ -14,6 +14,7 @@ from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.copying import Files, deal
 from zoo.checkpoint.staging.stage import EXPORT, Stage
 from zoo.config.schema import Recipe
+from zoo.files import size_in_bytes
 from zoo.model.build import Assembly
 from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
@@ -40,7 +41,8 @@ def export_trained(
             return
         chunks, source = list(trainable.chunks), assembly.source
         about = partial(model_card.trained, recipe, steps, source, ends=assembly.processor.ends)
-        export.export(chunks, folder, assembly, world, source, card=about, overwrite="aside")
+        shard_bytes = size_in_bytes(recipe.max_shard_size, "max_shard_size")
+        export.export(chunks, folder, assembly, world, source, card=about, shard_bytes=shard_bytes, overwrite="aside")
 
     write_through(stage, target, steps, write)
     if trainable.adapters is None:

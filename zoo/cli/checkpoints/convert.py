@@ -5,12 +5,14 @@ Converts a checkpoint; the direction follows from what SOURCE is. A Hugging Face
 weights, which training starts from (model.init=TARGET); those, or the folder or checkpoint of a run, become a Hugging
 Face folder that from_pretrained loads.
 
-  dtype=bf16         of the weights: bf16, fp16 or fp32; default: as they are
-  shard_size=5GB     most bytes of a weights file
+  dtype=bf16         of the weights: bf16, fp16 or fp32; default: as they are. fp8: a Hugging Face folder in FP8 by blocks,
+                     of whatever SOURCE is, as the model's -FP8 folders are published
+  max_shard_size=5GB  most bytes of a weights file
   allow=PATTERN,...  tensors that may be missing, unmapped or extra (allow='talker.*'); recorded in the output
   revision=NAME      branch, tag or commit of a hub id
   overwrite=true     replace a TARGET that is there, if zoo wrote it and nothing was put into it since
   push_to=ORG/NAME   upload the Hugging Face folder to that repository of the hub
+  private=false      make that repository public, where it isn't there yet
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from zoo.cli.arguments import split_flags, split_values
 from zoo.types import JsonObject
 
-KEYS = ("dtype", "shard_size", "allow", "revision", "overwrite", "push_to")
+KEYS = ("dtype", "max_shard_size", "shard_size", "allow", "revision", "overwrite", "push_to", "private")
 
 
 def run(arguments: Sequence[str]) -> int:

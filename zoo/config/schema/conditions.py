@@ -100,6 +100,11 @@ def _augments(recipe: Recipe) -> bool:
 
 
 ADAPTERS = _value("lora.rank", lambda value: value > 0, lacks="without adapters", do="set lora.rank")
+WHOLE_WEIGHTS = _value(
+    "lora.rank", lambda value: not value, lacks="of adapters, which are one file", do="leave lora.rank out"
+)
+EXPORT = _value("export", bool, lacks="without an export", do="set export=true")
+HUB_REPO = _stated("hub.repo", lacks="without a repository to push to", do="set hub.repo=owner/name")
 DENSE_ADAPTERS = When(
     lacks="on adapters of experts",
     do="name linears outside of experts in lora.targets",

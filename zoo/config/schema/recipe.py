@@ -22,7 +22,15 @@ from zoo.config.layers.layer import reading_objects
 from zoo.config.layers.tree import replaced
 from zoo.config.schema import conditions
 from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
-from zoo.config.schema.run import EngineConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig, TrainConfig
+from zoo.config.schema.run import (
+    EngineConfig,
+    HubConfig,
+    LogConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from zoo.errors import ConfigError
 from zoo.types import JsonMapping, JsonObject
 
@@ -58,6 +66,9 @@ class Recipe:
     log: LogConfig = field(default_factory=LogConfig)
     export: bool = setting(True, when=ALWAYS)
     """write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end"""
+    max_shard_size: str = setting("5GB", when=(conditions.EXPORT, conditions.WHOLE_WEIGHTS))
+    """largest size of a weights file of the export"""
+    hub: HubConfig = field(default_factory=HubConfig)
 
     _set_by_user: ClassVar[frozenset[str] | None] = None  # None: not known
     _composed: ClassVar[bool | None] = None

@@ -42,6 +42,17 @@ class RunConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True, repr=False)
+class HubConfig:
+    """Where the export is pushed at the end."""
+
+    repo: str | None = setting(None, when=conditions.EXPORT)
+    """model repository owner/name on the Hugging Face hub, made before training if it isn't there; default: the export stays here"""
+    private: bool = setting(True, when=(conditions.EXPORT, conditions.HUB_REPO))
+    """a new repository is private, and one that is public is refused; false: a new one is public"""
+
+
+@section
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MachineConfig:
     """What a run is planned for; `hardware=` fills it in."""
 
