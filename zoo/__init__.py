@@ -71,7 +71,20 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
-_SECTIONS = ("Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
+_SECTIONS = (
+    "Data",
+    "Distill",
+    "Engine",
+    "Hub",
+    "Log",
+    "Lora",
+    "Machine",
+    "Model",
+    "Packing",
+    "Parallel",
+    "Run",
+    "Train",
+)
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Engine": ("zoo.rl.engine", "Engine"),

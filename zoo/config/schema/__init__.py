@@ -7,7 +7,15 @@ only; composition is in :mod:`zoo.config.compose`, checks that involve more than
 
 from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
 from zoo.config.schema.recipe import Recipe
-from zoo.config.schema.run import EngineConfig, HubConfig, LogConfig, MachineConfig, ParallelConfig, RunConfig, TrainConfig
+from zoo.config.schema.run import (
+    EngineConfig,
+    HubConfig,
+    LogConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "DataConfig", "DistillConfig", "EngineConfig", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",
