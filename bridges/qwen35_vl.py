@@ -42,4 +42,5 @@ BRIDGE = Bridge(
     without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,
     fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}")),
+    stacked_adapters=True,
 )

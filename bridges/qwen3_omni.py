@@ -22,4 +22,5 @@ BRIDGE = Bridge(
     name_prefixes=(THINKER_ALONE,),
     export_config=whole_config("qwen3_omni_moe", *["Qwen3OmniMoeForConditionalGeneration"] * 2),
     module_names=module_names("qwen3_omni_moe_thinker"),
+    stacked_adapters=True,
 )

@@ -19,4 +19,5 @@ BRIDGE = Bridge(
     ),
     export_config=published_experts,
     fp8=PublishedFP8(fp8_linears("model.language_model.layers.{layer}", stacked=True), single_experts=False),
+    stacked_adapters=True,
 )

@@ -154,3 +154,68 @@ def test_transformers_scores_an_export_as_the_run_did(zoo: Zoo, tmp_path: Path) 
         count += len(said) - 1
     wanted = json.loads((run / "summary.json").read_text())["metrics"]["loss"]
     assert total / count == pytest.approx(wanted, rel=1e-5)
+
+
+def test_adapters_are_written_as_vllm_loads_them(zoo: Zoo, tmp_path: Path) -> None:
+    """A run's: peft's format as the run has exported it, vLLM's of its experts one by one; lora.init takes either."""
+    from safetensors.torch import load_file
+
+    weights, run, served = write_tiny_qwen3(tmp_path / "base", moe=True), tmp_path / "run", tmp_path / "served"
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]}] * 4
+    common = (
+        "recipe=qwen3_moe_lora", f"model.init={weights}", f"data.train={write_rows(tmp_path / 'rows.jsonl', rows)}", "nproc=1",
+        "train.warmup_steps=0", "train.global_batch=2", "packing.budget=64", "engine.precision=fp32", "lora.rank=4",
+        "lora.targets=[q_proj,experts.down_proj]", "lora.dropout=0", "train.lr=2e-2",
+    )  # fmt: skip
+    done = zoo("train", *common, "train.steps=2", f"run.dir={run}")
+    assert done.code == 0 and f"to serve it: zoo convert {run} FOLDER adapter_format=vllm" in done.out, done
+    exported = load_file(run / "export" / "adapter_model.safetensors")
+    assert zoo("convert", str(run), str(tmp_path / "peft"), "adapter_format=peft").code == 0
+    assert zoo("convert", str(run), str(served), "adapter_format=vllm", "dtype=bf16").code == 0
+    again = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert again.keys() == exported.keys() and all(torch.equal(again[name], exported[name]) for name in again)
+    for name in ("adapter_config.json", "README.md"):
+        assert (tmp_path / "peft" / name).read_text() == (run / "export" / name).read_text()
+    tensors = load_file(served / "adapter_model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert len(experts) % 6 == 0 and all(
+        ".experts.0." not in name or tensors[name].any() for name in experts if "down_proj" in name
+    )
+    assert not any(tensors[name].any() for name in experts if "gate_proj" in name or "up_proj" in name)
+    done = zoo(
+        "train",
+        *common,
+        "train.steps=1",
+        "train.lr=1e-30",
+        "train.min_lr=0",
+        f"lora.init={served}",
+        f"run.dir={tmp_path / 'on'}",
+    )
+    assert done.code == 0, done
+    for name, tensor in load_file(tmp_path / "on" / "export" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, exported[name].bfloat16().float(), rtol=0, atol=1e-20)
+    assert (
+        zoo.refused("convert", str(run), "x", "adapter_format=gguf") == "adapter_format=gguf: wanted one of peft, vllm"
+    )
+    assert zoo.refused("convert", str(weights), "x", "adapter_format=vllm").endswith(
+        "is no run with adapters; leave it out"
+    )
+
+
+def test_what_servers_dont_load_of_an_adapter_is_named(zoo: Zoo, tmp_path: Path) -> None:
+    weights, run = write_tiny_qwen3_vl(tmp_path / "weights"), tmp_path / "run"
+    rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]}] * 4
+    done = zoo(
+        "train", "recipe=qwen3_vl_lora", f"model.init={weights}", "nproc=1", f"run.dir={run}", "train.steps=1", "train.warmup_steps=0",
+        f"data.train={write_rows(tmp_path / 'rows.jsonl', rows)}", "train.global_batch=2", "packing.budget=64", "engine.precision=fp32",
+        "lora.rank=2", "lora.parts=[vision,language]", "lora.whole_parts=[merger]",
+    )  # fmt: skip
+    assert done.code == 0, done
+    unserved = "vLLM and SGLang do not load adapters in vision, merger (trained whole)"
+    assert unserved in done.out and unserved in (run / "export" / "README.md").read_text()
+    assert zoo.refused("convert", str(run), "x", "adapter_format=vllm").startswith(f"adapter_format=vllm: {unserved}")
+    done = zoo("convert", str(run), str(tmp_path / "peft"), "adapter_format=peft")
+    assert done.code == 0 and unserved in done.err
+    names = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+    assert all((tmp_path / "peft" / name).read_bytes() == (run / "export" / name).read_bytes() for name in names)

@@ -74,7 +74,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
 
     Tensors go from file to file, a few at a time. Those of reward models with adapters go through a model in memory.
     """
-    with _opened(run) as (assembly, recipe, world):
+    with opened(run) as (assembly, recipe, world):
         trained = None  # by a recipe of another zoo, whose keys are not known here
         with suppress(UserError):
             trained = load_recipe(run.folder / "config.yaml")
@@ -119,14 +119,14 @@ def export_folder(origin: Place, target: Path, *, quiet: bool = False, **options
 def exported_tensors(run: Place) -> Iterator[ExportedTensors | None]:
     """What `export_run` would write, to be read tensor by tensor; None where it goes through a model in memory."""
     with ExitStack() as readers:
-        with _opened(run) as (assembly, recipe, world):
+        with opened(run) as (assembly, recipe, world):
             held = readers.enter_context(_held(run, assembly, recipe, world))
             tensors = None if held is None else readers.enter_context(ExportedTensors(held))
         yield tensors
 
 
 @contextmanager
-def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
+def opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     """A run's checkpoint for an export: its model before any weight, and a world of this process."""
     origin = read_origin(run.folder)
     family = family_of(read_arch(run.files)).name
@@ -168,17 +168,27 @@ def _whole(index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, w
 
 def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, world: World) -> HeldTensors:
     """Those of a checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
-    base, bridge, dims = loading.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
-    assert base is not None
-    with on_meta(world) as nowhere:
-        chunks = build.build_model(assembly, recipe, nowhere)
-    lora.without_memory(chunks)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model_parameters(chunks)}
-    adapters = lora.attach_zeros(chunks, assembly.family, dims, read_arch(base.files), recipe, world)
-    adapters.whole.allocate()
-    loading.load_adapters(adapters, run.folder, world)
+    adapters, shapes, base = adapters_of(run, assembly, recipe, world)
+    bridge, dims = assembly.family.load("bridge"), build.model_dims(assembly)
     added, whole = {parameter.target.zoo: parameter.adapter for parameter in adapters.held}, adapters.whole.trained
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None
     merged, frozen = MergedTensors(source, shapes, added, whole), sorted(shapes.keys() - added.keys() - whole.keys())
     return HeldTensors(merged, shapes, bridge, dims, assembly.config.hf, base, frozen=frozen)
+
+
+def adapters_of(
+    run: Place, assembly: build.Assembly, recipe: Recipe, world: World
+) -> tuple[lora.Adapters, dict[str, tuple[int, ...]], Place]:
+    """A checkpoint's adapters without what they belong to, the shapes of the model's parameters, and where those weights lie."""
+    base = loading.started_from(run)
+    assert base is not None
+    with on_meta(world) as nowhere:
+        chunks = build.build_model(assembly, recipe, nowhere)
+    lora.without_memory(chunks)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model_parameters(chunks)}
+    dims, arch = build.model_dims(assembly), read_arch(base.files)
+    adapters = lora.attach_zeros(chunks, assembly.family, dims, arch, recipe, world)
+    adapters.whole.allocate()
+    loading.load_adapters(adapters, run.folder, world)
+    return adapters, shapes, base

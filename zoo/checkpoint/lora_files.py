@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import safe_open
@@ -20,6 +20,7 @@ from zoo.bridge.files.side_files import write_card
 from zoo.bridge.files.writer import disk_errors
 from zoo.bridge.mapping import peft
 from zoo.bridge.mapping.peft import CONFIG, PREFIX, WEIGHTS, tensor_names, to_peft
+from zoo.bridge.mapping.served import AdapterFormat, stored_as, to_vllm, vllm_config
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.export import export
@@ -103,11 +104,19 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     for saved, parameter in whole.saved:
         shapes |= saved.shapes(tuple(parameter.shape), adapters.dims)
     wanted = _names(adapters) - _left_out(whole, header.keys())
-    peft.match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
+    in_file = {name: tuple(info.shape) for name, info in header.items()}
+    stored, zeros = stored_as(in_file, adapters.published, adapters.stacks)
+    peft.match({name: tensor.shape for name, tensor in stored.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
+        if trained := [name for name in zeros if opened.get_tensor(name).any()]:
+            peft.match(dict.fromkeys(trained, ()), (), {}, str(folder))
+
+        def get(name: str) -> Tensor:
+            return stored[name].join([opened.get_tensor(part) for part in stored[name].names])
+
         for adapted in adapters.held:
             names = tensor_names(adapted.target.named, adapters.stacks)
-            pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
+            pairs = [(get(a), get(b)) for a, b in names]
             adapters.fill(adapted, *peft.to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
         for saved, parameter in whole.saved:
             if header.keys() >= set(saved.names):
@@ -144,20 +153,31 @@ def _shapes(adapters: Adapters, adapted: AdaptedWeight) -> dict[str, tuple[int, 
 
 
 def export_adapters(
-    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, world: World, steps: int
-) -> Path:
+    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, world: World, steps: int,
+    *, adapter_format: AdapterFormat = "peft", dtype: torch.dtype | None = None, overwrite: bool | Literal["aside"] = "aside",
+) -> Path:  # fmt: skip
     """Write the adapters as a folder that peft loads onto the weights they belong to; call it on every rank. `steps` are done.
 
-    Each rank writes what it owns under another name, and the first one joins these into PEFT's one file: so no rank
-    holds adapters of another pipeline stage. The folder appears when it is whole.
+    Each rank writes what it owns under another name, and the first one joins these into one file: so no rank holds adapters
+    of another pipeline stage. The folder appears when it is whole.
     """
     comm = adapters.comm
-    with ExportWriter(target, overwrite="aside") as writer:
+    with ExportWriter(target, overwrite=overwrite) as writer:
         together(comm, lambda: writer.begin() if world.is_main else None)
-        local_tensors = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
+        local_tensors = {name: tensor.to("cpu", dtype) for name, tensor in _tensors(adapters)}
         together(comm, lambda: _write(local_tensors, writer.partial, world.rank))
-        together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if world.is_main else None)
+        commit = partial(_commit, writer, adapters, assembly, recipe, steps, adapter_format)
+        together(comm, lambda: commit() if world.is_main else None)
     return target
+
+
+def for_servers(adapters: Adapters, assembly: build.Assembly, form: AdapterFormat = "peft") -> str:
+    """How vLLM serves these adapters in that format, for a reader; empty where it loads them as they are."""
+    if adapters.not_served:
+        return f"zoo convert RUN FOLDER, which merges it: vLLM and SGLang do not load {adapters.not_served}"
+    experts = {name.rpartition(".")[0] for name in adapters.stacks}
+    both = assembly.family.load("bridge").stacked_adapters and len(adapters.stacks) == 2 * len(experts)
+    return "" if form == "vllm" or both or not experts else "zoo convert RUN FOLDER adapter_format=vllm"
 
 
 def _tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +249,9 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = 
     return [folder / shard.file for shard in writer.shards]
 
 
-def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int) -> None:
+def _commit(
+    writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int, form: AdapterFormat
+) -> None:
     """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
     assert assembly.source is not None
     parts = sorted(writer.partial.glob("rank*"))
@@ -239,6 +261,10 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     assert tensors.keys() == _names(adapters), sorted(tensors.keys() ^ _names(adapters))
     config = peft_config_of(adapters, assembly, recipe)
+    if form == "vllm":
+        stacked, names = assembly.family.load("bridge").stacked_adapters, (adapters.published, adapters.stacks)
+        tensors = to_vllm(tensors, *names, adapters.dims.experts, stacked=stacked)
+        config = vllm_config(config, *names, stacked=stacked)
     (file,) = _write(tensors, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
         file.rename(writer.partial / WEIGHTS)
@@ -247,6 +273,7 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
         (writer.partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         assembly.served.save_pretrained(writer.partial)
         arch = read_arch(assembly.source.files)
-        about = model_card.trained(recipe, steps, assembly.source, arch, adapter=True, ends=assembly.processor.ends)
+        ends, servers = assembly.processor.ends, for_servers(adapters, assembly, form)
+        about = model_card.trained(recipe, steps, assembly.source, arch, adapter=True, ends=ends, servers=servers)
         write_card(writer.partial, writer.target, about)
     writer.replace_target()

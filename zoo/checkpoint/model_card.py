@@ -63,11 +63,11 @@ def name_of(source: Place, path: str) -> str:
 
 def trained(
     recipe: Recipe | None, steps: int, source: Place | None, arch: JsonMapping,
-    *, adapter: bool = False, ends: Mapping[str, int] = NO_ENDS,
+    *, adapter: bool = False, ends: Mapping[str, int] = NO_ENDS, servers: str = "",
 ) -> str:  # fmt: skip
     """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json.
 
-    `ends` are the tokens that training taught as ends of answers, text -> id.
+    `ends` are the tokens that training taught as ends of answers, text -> id; `servers`: how adapters are served, where not as they are.
     """
     rows = {"steps": str(steps), **({} if recipe is None else _of_recipe(recipe))}
     if recipe is not None and recipe.lora.rank:
@@ -75,8 +75,8 @@ def trained(
         rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         rows["adapters"] += "" if adapter else "; merged into the weights"
         rows["trained whole"] = ", ".join(lora.whole_parts)
-        if adapter and lora.whole_parts:
-            rows["trained whole"] += " (PEFT's modules_to_save; servers such as vLLM want the adapter merged)"
+        rows["trained whole"] += " (PEFT's modules_to_save)" if adapter and lora.whole_parts else ""
+        rows["to serve it"] = servers
     if ends and not (recipe is not None and recipe.train.scores):
         rows["answers end at"] = ", ".join(f"{text} ({number})" for text, number in ends.items())
     summary = "adapters that were trained" if adapter else "a model that was trained"

@@ -88,6 +88,8 @@ class Adapters:
     shard: ShardInfo
     comm: TorchComm
     whole: WholeParts
+    published: Mapping[str, str]  # of all of these modules and parameters: name in transformers -> published one
+    not_served: str  # what vLLM and SGLang do not load, in words; empty where they load all that is trained
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
@@ -187,6 +189,9 @@ def attach_zeros(
     linears, chosen = find_targets(chunks, family, arch, recipe, comm)
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
+    names = {name: hub_name for target in chosen for name, hub_name in target.published_by_name.items()}
+    published = {name: hub_name for of_rank in comm.gather_objects(names) for name, hub_name in of_rank.items()}
+    parts = comm.gather_objects({family.part_of(target.zoo, recipe.named_parts) for target in chosen})
     parameters = dict(model_parameters(chunks))
     whole = find_whole_parts(parameters, family, arch, recipe, comm)
     frozen = [p for name, p in parameters.items() if p.requires_grad and name not in whole.trained]
@@ -204,7 +209,11 @@ def attach_zeros(
             )
 
     together(comm, refuse_empty)
-    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(world.groups), comm, whole)
+    shard = ShardInfo.from_groups(world.groups)
+    towers = [f"adapters in {part}" for part in sorted(set().union(*parts) - {"language"})]
+    wholes = [*settings.whole_parts, *(["the head"] if whole.head else [])]
+    not_served = ", ".join([*towers, *(f"{part} (trained whole)" for part in wholes)])
+    return Adapters(held, modules, stacks, frozen, dims, shard, comm, whole, published, not_served)
 
 
 def without_memory(chunks: Sequence[MegatronModule]) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast, get_args
 
 import torch
 
@@ -25,6 +26,7 @@ from zoo.bridge.files.record import ChecksumsWhileReading
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, DTYPE_NAMES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
+from zoo.bridge.mapping.served import AdapterFormat
 from zoo.bridge.native import (
     FORMAT,
     PASS_THROUGH,
@@ -39,6 +41,7 @@ from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, copy_job, run, to_hf, to_zoo
 from zoo.checkpoint import model_card as card
 from zoo.checkpoint.export import export_folder, export_run
+from zoo.checkpoint.run_adapters import export_run_adapters
 from zoo.checkpoint.selection import check_beside_weights
 from zoo.config.hub import check_push, push
 from zoo.config.locate import (
@@ -92,6 +95,7 @@ def convert(
     overwrite: bool | str = False,
     push_to: str | None = None,
     private: bool | str = True,
+    adapter_format: str | None = None,
     quiet: bool = False,
 ) -> Path:
     """Convert a checkpoint; the direction follows from what `source` is. `zoo convert` hands its values over as they are.
@@ -113,6 +117,7 @@ def convert(
         overwrite: replace an existing target, if zoo has written it and nothing was put into it since; a bool, or "true" or "false".
         push_to: hub repository that the Hugging Face folder is uploaded to; made, if need be, before anything is converted.
         private: whether a new repository is private; one that is public is then refused.
+        adapter_format: write a run's adapters alone, in this format: "peft", or "vllm", which peft loads too; None merges them.
         quiet: no progress on stderr.
 
     Returns:
@@ -137,6 +142,7 @@ def convert(
         if (fault := side_file_fault(origin.files)) is not None:
             raise ConfigError(fault)
     target = expanded(target)
+    written_as = None if adapter_format is None else _adapter_format(adapter_format, origin, source, dtype)
     if dtype == fp8.DTYPE:
         _check_fp8(origin)
     elif push_to and origin.kind == "hf":
@@ -144,9 +150,11 @@ def convert(
     if push_to:
         check_push(push_to, "push_to", private=private)
     writer = ExportWriter(target, overwrite=overwrite)
-    if origin.kind == "run":
-        if allow:
-            raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
+    if origin.kind == "run" and allow:
+        raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
+    if written_as is not None:
+        export_run_adapters(origin, target, written_as, dtype=dtype, overwrite=overwrite)
+    elif origin.kind == "run":
         export_run(origin, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
     elif origin.kind == "hf" and dtype == fp8.DTYPE:
         if allow:
@@ -191,6 +199,17 @@ def _check_fp8(origin: Place) -> None:
             f"dtype=fp8: model_type {arch['model_type']} is not published in FP8, so no server is known to load what zoo would write; "
             f"it is written of {published}; write dtype=bf16, and let the server quantise (vllm serve --quantization)"
         )
+
+
+def _adapter_format(text: str, origin: Place, source: Model, dtype: torch.dtype | None) -> AdapterFormat:
+    """The format of that name; UserError where there is none, or where it has no meaning."""
+    if text not in get_args(AdapterFormat.__value__):
+        raise UserError(f"adapter_format={text}: wanted one of {', '.join(get_args(AdapterFormat.__value__))}")
+    if origin.kind != "run":
+        raise UserError(f"adapter_format={text}: {source} is no run with adapters; leave it out")
+    if dtype == fp8.DTYPE:
+        raise UserError(f"dtype=fp8: adapters are in bf16, fp16 or fp32; leave it or adapter_format={text} out")
+    return cast("AdapterFormat", text)
 
 
 def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

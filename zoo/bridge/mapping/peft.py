@@ -45,6 +45,7 @@ class Target:
     zoo: str
     entry: Entry
     modules: tuple[str, ...]
+    published: tuple[str, ...]  # the same ones by the names of the hub's weights
     chosen: tuple[bool, ...]
 
     @property
@@ -56,6 +57,15 @@ class Target:
     def named(self) -> list[str]:
         """The modules that have an adapter."""
         return [module for module, chosen in zip(self.modules, self.chosen, strict=True) if chosen]
+
+    @property
+    def published_by_name(self) -> dict[str, str]:
+        """The published names of `named`."""
+        return {
+            name: hub_name
+            for name, hub_name, chosen in zip(self.modules, self.published, self.chosen, strict=True)
+            if chosen
+        }
 
     def owner(self, shape: Sequence[int], dims: Dims) -> Tensor:
         """(out,) of the full weight: which of `named` each row belongs to, -1 where it has no adapter."""
@@ -73,17 +83,22 @@ def candidates(zoo_names: Iterable[str], bridge: Bridge, config: JsonMapping) ->
     targets = []
     for name, entry in bridge.publish(zoo_names).items():
         modules = tuple(parameter.removesuffix(".weight") for parameter in _in_memory(entry, bridge, config))
-        targets.append(Target(name, entry, modules, (False,) * len(modules)))
+        published = tuple(parameter.removesuffix(".weight") for parameter in _published(entry))
+        targets.append(Target(name, entry, modules, published, (False,) * len(modules)))
     return targets
+
+
+def _published(entry: Entry) -> list[str]:
+    """The published names of a weight's parameters, experts as a stack."""
+    if entry.rule.stacked:
+        (stack,) = [layout for layout in entry.rule.layouts if not layout.per_expert][:1]
+        return stack.names(entry.binding)
+    return entry.hf_names()
 
 
 def _in_memory(entry: Entry, bridge: Bridge, config: JsonMapping) -> tuple[str, ...]:
     """The names of transformers' parameters that a weight is; experts are a stack."""
-    names = entry.hf_names()
-    if entry.rule.stacked:
-        (stack,) = [layout for layout in entry.rule.layouts if not layout.per_expert][:1]
-        names = stack.names(entry.binding)
-    return tuple(bridge.in_memory(name, config) for name in names)
+    return tuple(bridge.in_memory(name, config) for name in _published(entry))
 
 
 @dataclass(frozen=True)

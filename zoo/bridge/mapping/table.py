@@ -124,6 +124,8 @@ class Bridge:
     module_names: Callable[[JsonMapping], Mapping[str, str]] = lambda config: {}
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
     fp8: PublishedFP8 | None = None  # of families that are published in it
+    stacked_adapters: bool = False
+    """Whether vLLM loads adapters of the family's experts as stacks (`is_3d_moe_weight` of its class), not one by one."""
 
     @cached_property
     def _pass_through_regex(self) -> list[re.Pattern[str]]:

@@ -47,10 +47,9 @@ def export_trained(
     write_through(stage, target, steps, write)
     if trainable.adapters is None:
         return "a Hugging Face folder"
-    merged = f"zoo convert {recipe.run.dir} FOLDER"
-    if trainable.adapters.whole.modules:
-        return f"an adapter with modules_to_save, which peft loads and servers such as vLLM and SGLang don't; for them, merged: {merged}"
-    return f"an adapter that peft loads; merged: {merged}"
+    servers = lora_files.for_servers(trainable.adapters, assembly)
+    how = f"to serve it: {servers}" if servers else "merged: zoo convert RUN FOLDER"
+    return f"an adapter that peft loads; {how}".replace("RUN", str(recipe.run.dir))
 
 
 def write_through(stage: Stage | None, target: Path, step: int, write: Callable[[Path], object]) -> None:
