@@ -19,29 +19,38 @@ def main(base: str, merged: str, adapter: str, ids: list[int]) -> dict[str, Any]
     from vllm.lora.request import LoRARequest
 
     request = LoRARequest("adapter", 1, adapter)
-    with_adapter = engine(base, enable_lora=True, max_lora_rank=8, max_loras=1)
+    keep_weights()
+    with_adapter = engine(base)
     logprobs = {"base": scores(with_adapter, ids, None), "adapter": scores(with_adapter, ids, request)} if ids else {}
     assert with_adapter.llm_engine.add_lora(request) or ids
-    changes = with_adapter.collective_rpc(changes_in)[0]
+    (layers,) = with_adapter.collective_rpc(layers_of)
     plain = engine(merged)
-    wanted = plain.collective_rpc(weights_in)[0]
+    (wanted,) = plain.collective_rpc(layers_of)
     if ids:
         logprobs["merged"] = scores(plain, ids, None)
     compared = {
-        name: (float((was + change - wanted[name]).abs().max()), float(change.abs().max()))
-        for name, (was, change) in changes.items()
+        name: (float((weight + change - wanted[name][0]).abs().max()), float(change.abs().max()))
+        for name, (weight, change) in layers.items()
     }
     return {"weights": compared, "logprobs": logprobs}
 
 
-def engine(model: str, **options: Any) -> Any:
+def keep_weights() -> None:
+    """Have linears keep the weights that a CPU's kernels pack into another layout."""
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, False)
+
+
+def engine(model: str) -> Any:
     from vllm import LLM
 
     with open(f"{model}/config.json") as config:
         media = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in config.read() else {}
     return LLM(
         model=model, dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True, enable_prefix_caching=False,
-        distributed_executor_backend="uni", **media, **options,
+        distributed_executor_backend="uni", enable_lora=True, max_lora_rank=8, max_loras=1, **media,
     )  # fmt: skip
 
 
@@ -53,7 +62,7 @@ def scores(llm: Any, ids: list[int], request: Any) -> list[float]:
     return [options[token].logprob for options, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
 
 
-def changes_in(worker: Any) -> dict[str, Any]:
+def layers_of(worker: Any) -> dict[str, Any]:
     """(weight, what its adapter adds) of every layer that can have one."""
     import torch
 
@@ -67,16 +76,6 @@ def changes_in(worker: Any) -> dict[str, Any]:
         elif isinstance(getattr(layer, "lora_a_stacked", None), tuple):  # not embedding and head
             pairs = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
             found[name] = weight_of(layer.base_layer), torch.cat([up[0, 0] @ down[0, 0] for down, up in pairs])
-    return found
-
-
-def weights_in(worker: Any) -> dict[str, Any]:
-    found = {}
-    for name, module in worker.model_runner.model.named_modules():
-        if hasattr(module, "routed_experts"):
-            found |= {f"{name}.{part}": weight_of(module, part) for part in ("w13", "w2")}
-        elif getattr(module, "weight", None) is not None:
-            found[name] = weight_of(module)
     return found
 
 

@@ -47,7 +47,8 @@ def to_vllm(
     renamed = zip(_names(linears), _names(published[name] for name in linears), strict=True)
     made = {served: tensors[name] for name, served in renamed}
     for module, parts in _modules(stacks).items():
-        held = {part: _pair(*(tensors[name] for name in _stack(module, part, stacks)), experts) for part in parts}
+        names = {part: _stack(module, part, stacks) for part in parts}
+        held = {part: _pair(tensors[a], tensors[b], experts) for part, (a, b) in names.items()}
         target = published[f"{module}.{parts[0]}"].rpartition(".")[0]
         for part, (a, b) in _with_zeros(held).items():
             made |= _as_stack(target, part, a, b) if stacked else _as_singles(target, part, a, b)
@@ -99,7 +100,9 @@ def stored_as(
     linears = [name for name in published if name not in stacks]
     known = dict(zip(_names(published[name] for name in linears), _names(linears), strict=True))
     known |= {name: name for name in _names(linears)}
-    stored, zeros, used = {}, [], set()
+    stored: dict[str, Stored] = {}
+    zeros: list[str] = []
+    used: set[str] = set()
     for module, parts in _modules(stacks).items():
         target = published[f"{module}.{parts[0]}"].rpartition(".")[0]
         for part, pair in _experts_in(shapes, (module, target), parts).items():
@@ -156,7 +159,8 @@ def _as_stack(module: str, part: str, a: Tensor, b: Tensor) -> dict[str, Tensor]
 
 
 def _as_singles(module: str, part: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    projections, made = _PROJECTIONS[part], {}
+    projections = _PROJECTIONS[part]
+    made: dict[str, Tensor] = {}
     for expert in range(len(a)):
         for projection, rows in zip(projections, b[expert].chunk(len(projections)), strict=True):
             names = _names([f"{module}.{expert}.{projection}"])
@@ -174,13 +178,13 @@ def _flat_b(b: Tensor) -> Tensor:
 
 def _experts_in(
     shapes: Mapping[str, Shape], modules: Sequence[str], parts: Sequence[str]
-) -> dict[str, tuple[Stored, Stored]]:
+) -> dict[str, tuple[Stored, ...]]:
     """A and B of the stacks of a module, by the name of the stack; `modules`: names that it may have, `parts`: its stacks with an adapter.
 
     A stack of which tensors are missing is left out.
     """
     for module in modules:
-        if f"{_both(module, DOWN)[0]}" in shapes:
+        if _both(module, DOWN)[0] in shapes:
             held = {part: _both(module, part) for part in _PROJECTIONS}
             if any(name not in shapes for pair in held.values() for name in pair):
                 held = {parts[0]: _both(module, DOWN)} if len(parts) == 1 else {}
@@ -191,7 +195,7 @@ def _experts_in(
     return {}
 
 
-def _joined(shapes: Mapping[str, Shape], module: str, part: str) -> tuple[Stored, Stored] | None:
+def _joined(shapes: Mapping[str, Shape], module: str, part: str) -> tuple[Stored, ...] | None:
     """A and B of a stack whose experts stand one by one in the file; None where some are missing."""
     projections = _PROJECTIONS[part]
     count = next(e for e in itertools.count() if _names([f"{module}.{e}.{projections[0]}"])[0] not in shapes)
