@@ -173,7 +173,9 @@ def test_adapters_are_written_as_vllm_loads_them(zoo: Zoo, tmp_path: Path) -> No
     assert zoo("convert", str(run), str(tmp_path / "peft"), "adapter_format=peft").code == 0
     assert zoo("convert", str(run), str(served), "adapter_format=vllm", "dtype=bf16").code == 0
     again = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert again.keys() == exported.keys() and all(torch.equal(again[name], exported[name]) for name in again)
+    assert again.keys() == exported.keys()
+    for name, tensor in again.items():
+        torch.testing.assert_close(tensor, exported[name], rtol=0, atol=0)
     for name in ("adapter_config.json", "README.md"):
         assert (tmp_path / "peft" / name).read_text() == (run / "export" / name).read_text()
     tensors = load_file(served / "adapter_model.safetensors")
