@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from zoo.nn.family import FamilyConfig, vocabulary_rows
 from zoo.nn.flops import model_cost
 from zoo.nn.fp32 import hold_in_fp32
 from zoo.nn.inputs import Stage
+from zoo.parallel.megatron.replaced import replaced
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
@@ -166,6 +167,17 @@ class _Draws(TorchFunctionMode):
         return self.draw(func, tensor, args, kwargs)
 
 
+@contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Inside the block tensors keep what their memory held, where random values are wanted of them."""
+    # From torch 2.14 on trunc_normal_ draws again until all values lie between its bounds, which what is not drawn may never do.
+    with (
+        replaced(torch.nn.init, _no_grad_trunc_normal_=lambda tensor, *args, **kwargs: tensor),
+        _Draws(lambda func, tensor, args, kwargs: tensor),
+    ):
+        yield
+
+
 def drawn_on(device: torch.device, seed: int) -> Draw:
     """Draws values for tensors of the CPU on another device: those of towers, which transformers builds on the CPU.
 
@@ -201,7 +213,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
         if loaded or assembly.source is not None:
-            drawing = _Draws(lambda func, tensor, args, kwargs: tensor)
+            drawing = _nothing_drawn()
         elif world.device.type == "cuda":
             drawing = _Draws(drawn_on(world.device, recipe.run.seed))
         with drawing:
