@@ -61,6 +61,8 @@ if importlib.util.find_spec("zoo.models") is None:
         "another folder, where an installed zoo is not hidden by this one, or install the clone in place: pip install -e ."
     )
 
+importlib.import_module("zoo.deferred_imports").defer_imports_of_inference()
+
 started_by = os.getppid()  # asked at once: later it may be gone
 
 

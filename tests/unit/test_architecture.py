@@ -16,17 +16,20 @@ FOLDERS = {"models": "zoo.models", "bridges": "zoo.bridges", "recipes": "zoo.rec
 
 # Room -> the rooms it may import besides itself (docs/architecture.md draws it). `errors`, `files`, `records`, `packages`
 # and `config` are open to all but packing. Not named here: `cli` and `zoo/__init__.py`, which may use everything but a family.
-INDEPENDENT = ("types", "errors", "packages", "pages", "user_code", "subprocesses", "packing", "registry", "recipes")
+INDEPENDENT = (
+    "types", "errors", "pages", "user_code", "subprocesses", "packing", "registry", "recipes", "deferred_imports",
+)  # fmt: skip
 ROOMS = {
     **dict.fromkeys(INDEPENDENT, ""),
     "files": "types errors",
+    "packages": "errors",
     "config": "registry",
     "nn": "packing config",
     "steps": "packing nn config",
     "data": "packing config registry subprocesses",
     "bridge": "config",
     "doctor": "packing nn config registry",
-    "parallel": "nn data",
+    "parallel": "nn data deferred_imports",
     "logging": "parallel data registry packages",
     "model": "parallel steps nn data bridge registry",
     "optim": "model parallel nn bridge registry",

@@ -14,23 +14,23 @@ import functools
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.schema import Recipe
+from zoo.deferred_imports import imported_at_call
 from zoo.parallel.megatron.replaced import replaced
 
-# Module -> its function that megatron-core or transformers imports.
+# Module -> its functions that megatron-core or transformers imports.
 _OF_CORE = {
-    "fla.modules.convolution": "causal_conv1d",
-    "fla.modules.l2norm": "l2norm",
-    "fla.ops.gated_delta_rule": "chunk_gated_delta_rule",
+    "fla.modules.convolution": ("causal_conv1d",),
+    "fla.modules.l2norm": ("l2norm",),
+    "fla.ops.gated_delta_rule": ("chunk_gated_delta_rule",),
 }
-_OF_TRANSFORMERS = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
+_OF_TRANSFORMERS = {"sklearn.metrics": ("roc_curve",), "scipy.optimize": ("linear_sum_assignment",)}
 
 
 @contextmanager
@@ -61,9 +61,9 @@ def import_core() -> None:
 
     with replaced(torch, compile=_at_first_call(torch.compile)):
         importlib.import_module("megatron.core")
-        with _imported_later(_OF_CORE):
+        with imported_at_call(_OF_CORE):
             importlib.import_module("megatron.core.ssm.gated_delta_net")
-    with _imported_later(_OF_TRANSFORMERS):
+    with imported_at_call(_OF_TRANSFORMERS):
         from transformers import GenerationMixin, PreTrainedModel  # noqa: F401  # it imports modules as they are asked for
 
 
@@ -84,43 +84,6 @@ def leave_out_transformer_engine(recipe: Recipe | None = None) -> None:
     if not {"megatron.core", "transformer_engine"} & sys.modules.keys() and find_spec("transformer_engine"):
         modules: Any = sys.modules
         modules["transformer_engine"] = None  # `import` raises ModuleNotFoundError, `find_spec` finds nothing
-
-
-@contextmanager
-def _imported_later(functions: Mapping[str, str]) -> Iterator[None]:
-    """Stand-ins inside the block for modules that are installed and not imported yet, each with one function."""
-    stand_ins = {
-        name: _stand_in(name, called)
-        for name, called in functions.items()
-        if name not in sys.modules and find_spec(name.partition(".")[0])
-    }
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:
-                del sys.modules[name]
-
-
-def _stand_in(name: str, called: str) -> ModuleType:
-    """A module whose function `called` imports the module `name` and calls that one's; other names are the imported one's own."""
-    module = ModuleType(name)
-
-    def attribute(asked: str) -> object:
-        if asked.startswith("__"):  # whoever looks through all modules asks for their files
-            raise AttributeError(asked)
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-        return getattr(importlib.import_module(name), asked)
-
-    def call(*args: object, **options: object) -> object:
-        function = attribute(called)
-        assert callable(function)
-        return function(*args, **options)
-
-    vars(module).update({called: call, "__getattr__": attribute})
-    return module
 
 
 def _at_first_call(compile_now: Callable[..., Callable[..., object]]) -> Callable[..., object]:
