@@ -58,11 +58,21 @@ def test_the_lowest_versions_are_the_lower_bounds() -> None:
     assert ranges["megatron-core"] == ">=0.19.2,<0.20", "the minor that zoo's shims know"
 
 
-def test_the_workflow_runs_lowest_and_newest_versions() -> None:
+def test_the_workflow_runs_every_environment() -> None:
     job = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"]["versions"]
-    assert job["strategy"]["matrix"]["resolution"] == ["lowest", "newest"]
-    assert job["env"]["RESOLUTION"] == "${{ matrix.resolution }}"
-    assert {"run": "make test"} in job["steps"]
+    environments = runpy.run_path(str(REPO / "scripts/check_environment.py"))["ENVIRONMENTS"]
+    assert job["strategy"]["matrix"]["environment"] == [*environments]
+    commands = [step.get("run", "") for step in job["steps"]]
+    assert "python scripts/check_environment.py ${{ matrix.environment }}" in commands
+    assert ".venv-${{ matrix.environment }}/bin/python scripts/run_tests.py fast" in commands
+    for extras, resolution in environments.values():
+        assert set(extras.split(",")) <= set(EXTRAS) and resolution in ("lowest", "newest")
+
+
+def test_each_environment_has_its_turn() -> None:
+    script = runpy.run_path(str(REPO / "scripts/check_environment.py"))
+    assert {script["whose_turn"](number) for number in range(40, 43)} == set(script["ENVIRONMENTS"])
+    assert "scripts/check_environment.py ||" in (REPO / ".ci/run").read_text()
 
 
 def test_installing_lists_the_extras() -> None:
