@@ -55,7 +55,7 @@ def main(folder: Path, family: str) -> dict[str, Any]:
         return launch(self, *arguments, **options)
 
     InterpretedFunction.run = run  # type: ignore[method-assign]
-    table.write(folder, **TOWERS.get(family, {}))
+    folder = table.write(folder, **TOWERS.get(family, {}))
     with single_process_world() as world:
         model = table.zoo(folder, world)
         examples = table.examples(model.assembly.processor)
