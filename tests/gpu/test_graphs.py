@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.adapters import adapt
 from support.engine import Zoo, packed_batch, single_process_world
+from support.families import FAMILIES
 from support.on_gpu import ON_GPU
 from support.stacks import STACKS
 from torch import Tensor
@@ -60,7 +61,8 @@ def test_graphs_give_the_same_gradients(case: tuple[str, ...], here: Any, tmp_pa
         found, rest = zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row))
         errors = abs(found - loss) / loss, distance(_gradients(zoo, rest), wanted)
         reports.append(f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}")
-        assert errors[0] < 1e-3 and errors[1] < APART, errors
+        near_ties = 1.5 if FAMILIES[stack.family].experts else 1  # which then choose other experts
+        assert errors[0] < 1e-3 and errors[1] < APART * near_ties, errors
     stacks = {module.graphs for module in zoo.model.modules() if getattr(module, "graphs", None) is not None}
     assert len(stacks) == STACKS_CAPTURED[name]
     assert name in BOTH_WAYS or all(stack._captured for stack in stacks if stack.trained)

