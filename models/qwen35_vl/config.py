@@ -18,7 +18,8 @@ class Qwen35VLConfig(FamilyConfig):
         "that an indexer chooses, which zoo's decoder has not",
         **dict.fromkeys(
             ("qwen3_5_text", "qwen3_5_moe_text"),
-            "it is the decoder without its vision tower, which is read with its tower alone",
+            "it is the decoder without its vision tower, which is read with its tower alone; take the whole model, and "
+            "model.freeze=[vision]",
         ),
     }
     traits = ("qk_norm", "output_gate", "zero_centered")

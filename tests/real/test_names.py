@@ -3,6 +3,7 @@
 `zoo.convert` plans both ways on headers alone: files of the right names and shapes that hold no data.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.record import write_record
 from zoo.bridge.files.writer import ExportWriter
 from zoo.bridge.native import PASS_THROUGH
+from zoo.config.compose import load_recipe
 from zoo.config.locate import read_arch
 from zoo.errors import UserError
 from zoo.model.meta_model import build_meta_model
@@ -98,6 +100,24 @@ def test_an_embedding_model_has_no_head(tmp_path: Path, headers_only: None) -> N
     native = zoo.convert(source, tmp_path / "zoo", allow="lm_head.weight", quiet=True)
     back = zoo.convert(native, tmp_path / "back", allow="output_layer.weight", quiet=True)
     assert shapes_of(back) == shapes
+
+
+def test_every_tensor_of_a_pruned_decoder(tmp_path: Path, headers_only: None) -> None:
+    """180 experts a layer, one by one, in fp16 and without the vision tower, which a config beside them puts back."""
+    published = artefact("qwen3.5-25b-reap-text")
+    names = set(index_names(published))
+    vision = load_recipe("qwen35_vl_moe_sft", ["size=35b-a3b"]).model.arch
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps({**vision, "text_config": read_arch(published)}))
+    shapes = shapes_in_transformers(whole, "Qwen3_5MoeForConditionalGeneration")
+    tower = {name for name in shapes if name.startswith("model.visual.")}
+    shapes = {name: shape for name, shape in shapes.items() if name not in tower}
+    assert len(names) == 22_213 and shapes.keys() == names
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 25_091_371_648  # as its index says
+    source = as_published(whole, shapes, tmp_path / "hf")
+    native = zoo.convert(source, tmp_path / "zoo", allow="model.visual.*", quiet=True)
+    assert shapes_of(zoo.convert(native, tmp_path / "back", allow="vision.*", quiet=True)) == shapes
 
 
 @pytest.mark.parametrize(
