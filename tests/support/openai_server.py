@@ -28,22 +28,23 @@ class TransformersModel:
 
     def __init__(self, folder: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(folder)
-        auto = (
-            transformers.AutoModelForImageTextToText
-            if hasattr(config, "vision_config")
-            else transformers.AutoModelForCausalLM
-        )
-        self.model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+        kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+        if config.architectures[0].endswith("ForSequenceClassification"):
+            kind = "SequenceClassification"
+        self.model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = transformers.AutoProcessor.from_pretrained(folder)
         self.lock = threading.Lock()
 
     def __call__(self, path: str, body: Answer) -> Answer:
         with self.lock:
-            inputs = self._text(body) if path == "/v1/completions" else self._chat(body)
+            inputs = self._text(body) if path == "/v1/completions" else self._chat(path, body)
             with torch.no_grad():
-                logits = self.model(**inputs).logits[0, :-1]
+                logits = self.model(**inputs).logits[0]
         ids = inputs["input_ids"][0].tolist()
-        logprobs = logits.log_softmax(-1)
+        if path == "/classify":
+            assert body["use_activation"] is False
+            return {"data": [{"probs": logits.tolist()}], "usage": {"prompt_tokens": len(ids)}}
+        logprobs = logits[:-1].log_softmax(-1)
         entries = [{str(token): {"logprob": float(logprobs[n, token])}} for n, token in enumerate(ids[1:])]
         both = {"prompt_token_ids": ids, "prompt_logprobs": [None, *entries]}
         return {"choices": [both if path == "/v1/completions" else {}], **({} if path == "/v1/completions" else both)}
@@ -52,7 +53,7 @@ class TransformersModel:
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         return tokenizer(body["prompt"], return_tensors="pt")
 
-    def _chat(self, body: Answer) -> Any:
+    def _chat(self, path: str, body: Answer) -> Any:
         images = []
         for message in body["messages"]:
             for call in message.get("tool_calls", ()):
@@ -63,7 +64,10 @@ class TransformersModel:
                     assert head.startswith("data:image/") and head.endswith(";base64")
                     images.append(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
                     part["type"] = "image"
-        options = {"tools": body.get("tools"), "add_generation_prompt": body["add_generation_prompt"]}
+        options = {
+            "tools": body.get("tools"),
+            "add_generation_prompt": body.get("add_generation_prompt", path == "/v1/chat/completions"),
+        }
         text = self.processor.apply_chat_template(body["messages"], tokenize=False, **options)
         return self.processor(text=[text], return_tensors="pt", **({"images": images} if images else {}))
 

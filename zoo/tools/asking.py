@@ -21,7 +21,7 @@ from zoo.config.entries import AUTO, DataEntry, check_entries, entries_of, parse
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Overrides, parse_value
 from zoo.config.layers.tree import leaves_of
-from zoo.config.locate import Place, read_arch
+from zoo.config.locate import Place, locate, read_arch
 from zoo.config.recipes.chain import split_overrides
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on, with_defaults
@@ -77,21 +77,23 @@ def recipe_of(source: Place, overrides: Overrides, *, quiet: bool = False) -> Re
 
 
 @contextmanager
-def asked(path: Model, rows: AskedRows, overrides: Overrides = ()) -> Iterator[Recipe]:
+def asked(path: Model, rows: AskedRows, overrides: Overrides = (), *, rewards: bool = False) -> Iterator[Recipe]:
     """The recipe that asks a checkpoint's model about rows, which are its data.eval; call `run_task` with it inside the block.
 
     Args:
         path: where the checkpoint lies, or what names its run (`run_of`).
         rows: see `AskedRows`. None is "auto", or what an override says of data.eval.
         overrides: of the recipe.
+        rewards: the checkpoint is that of a reward model.
 
     Raises:
-        UserError: no such checkpoint or rows, those of a reward model, or an override that is wrong.
+        UserError: no such checkpoint or rows, those of a reward model where `rewards` is not set, or an override that is wrong.
     """
     path = run_of(path)
-    source = language_model(path)
+    source = locate(path) if rewards else language_model(path)
     settings = settings_of(source)
     recipe = recipe_of(source, overrides)
+    recipe = recipe.replace({"train.loss": "reward"}) if rewards else recipe
     overridden = set(leaves_of(Recipe, split_overrides(overrides)[0].tree))
     if "data.eval" in overridden:
         if rows is not None:

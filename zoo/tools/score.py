@@ -85,6 +85,8 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         local_scores: dict[int, JsonObject] = {}  # by row number
         for numbers, batch in zip(batches.bins, batches, strict=True):
             logprobs = _logprobs(step, chunks, world, batches.filler() if batch is None else batch)
+            if logprobs is not None and step.scores:
+                logprobs = -logprobs  # which are scores
             scored: dict[int, JsonObject] = {}
             if batch is not None and logprobs is not None and world.cp_rank == 0:
                 rows = by_sample(batch, batch.input_ids, batch.labels, logprobs)

@@ -127,7 +127,7 @@ def served_table(verification: ServedVerification) -> str:
         )
         token = worst["worst"]
         lines.append(
-            f"{len(verification.differences)} log-probabilities: mean difference {verification.mean_difference:.2e}, {percentiles}, "
+            f"{len(verification.differences)} {verification.quantity}: mean difference {verification.mean_difference:.2e}, {percentiles}, "
             f"largest {verification.largest_difference:.2e} (limit {verification.limit:g}, of the mean a tenth)"
         )
         lines.append(

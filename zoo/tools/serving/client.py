@@ -65,6 +65,16 @@ class Client:
         pairs = zip(ids[1:], entries[1:], strict=True)
         return Prompt(ids, [0.0, *(entry[str(token)]["logprob"] for token, entry in pairs)])
 
+    def reward(self, request: JsonMapping) -> tuple[float, int]:
+        """The number that a reward model gives a conversation, without an activation, and the tokens that it reads; errors as for `chat_prompt`."""
+        answer = self.post("/classify", {"model": self.model, **request, "use_activation": False})
+        values = (answer.get("data") or [{}])[0].get("probs") or []
+        if len(values) != 1:
+            raise UserError(
+                f"{self.url}: it gives a conversation {len(values)} numbers; wanted a reward model's, which is one"
+            )
+        return float(values[0]), int(answer.get("usage", {}).get("prompt_tokens", 0))
+
     def post(self, path: str, body: JsonMapping) -> JsonObject:
         """The server's answer to a request; errors as for `chat_prompt`."""
         return _ask(f"{self.url}{path}", json.dumps(body).encode())

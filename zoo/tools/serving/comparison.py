@@ -8,13 +8,16 @@ by what the server's dtype allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zoo.checkpoint.selection import is_reward_model
 from zoo.config.layers.layer import Overrides, combined
+from zoo.config.locate import locate
 from zoo.config.schema import Recipe
 from zoo.data.errors import RowError
 from zoo.data.sources.mixture import SampleId
@@ -51,6 +54,7 @@ class ServedVerification:
     Attributes:
         server: what was asked: its address or program, and its version.
         limit: largest difference of a log-probability that passes; their mean may be a tenth of it.
+        quantity: what is compared: log-probabilities, or the scores of a reward model.
         rows: one dict a row, with `source`, and either `skipped` (why a request can't express it), `refused` (the server's words),
             `ids_differ` (where ids differ first: `position`, and token id and text, or None behind the end, of both sides) or
             `differences` (the server's log-probability minus zoo's at each label) and `worst` (`position`, `token`, `zoo`, `server`).
@@ -58,6 +62,7 @@ class ServedVerification:
 
     server: str
     limit: float
+    quantity: str
     rows: list[JsonObject] = field(default_factory=list)
 
     @property
@@ -126,10 +131,10 @@ def verify_served(
     in_process: bool = False,
     quiet: bool = True,
 ) -> ServedVerification:
-    """Compare what a server makes of rows with what zoo's own model does.
+    """Compare what a server makes of rows with what zoo's own model does: log-probabilities, or a reward model's scores.
 
     Args:
-        model: a checkpoint, as `zoo.score` takes it, whose log-probabilities zoo computes.
+        model: a checkpoint, as `zoo.score` takes it, whose log-probabilities zoo computes; or a reward model, whose scores it computes.
         export: the folder that is served: a whole model, or a run's adapters; None: `model` itself, of a run its `export/`.
         served: vLLM's program, by name or path, or the address of a running server ("http://localhost:8000").
         rows: as `zoo.score` takes them.
@@ -157,7 +162,10 @@ def verify_served(
     server.check()
     if folder.dtype == "float32":
         overrides = combined(["engine.precision=fp32"], overrides)
-    with asked(path, rows, overrides) as recipe:
+    rewards = is_reward_model(locate(path))
+    if rewards and folder.adapter is not None:
+        raise UserError(f"{path}: vLLM reads no head out of adapters; serve them merged: zoo convert {path} OUT")
+    with asked(path, rows, overrides, rewards=rewards) as recipe:
         most = max_rows or recipe.train.eval_rows or None
         options, ranks = {"max_rows": most}, world_size(recipe)
         scores = run_task("zoo.tools.score:score_here", recipe, ranks, options, fresh=not in_process)
@@ -166,9 +174,11 @@ def verify_served(
         longest = max((len(score["token_ids"]) for score in scores), default=0)
         with server.connect(folder, longest) as client:
             # vLLM 0.32 on a CPU fails on two requests with adapters that ask for log-probabilities of prompts at the same time.
-            compared = _ask_all(client, processor, pairs, _AT_ONCE if folder.adapter is None else 1)
+            at_once = _AT_ONCE if folder.adapter is None else 1
+            compared = _ask_all(partial(_compare, client, processor, rewards), pairs, at_once)
             name = " ".join(filter(None, (served, client.version())))
-    return ServedVerification(name, _limit(folder) if limit is None else limit, compared)
+    quantity = "scores" if rewards else "log-probabilities"
+    return ServedVerification(name, _limit(folder) if limit is None else limit, quantity, compared)
 
 
 def _sides(model: Model, export: str | Path | None) -> tuple[str, ServedFolder]:
@@ -203,11 +213,11 @@ def _with_rows(
 
 
 def _ask_all(
-    client: Client, processor: Processor, pairs: Sequence[tuple[Row, JsonObject]], at_once: int
+    compare: Callable[[Row, JsonObject], JsonObject], pairs: Sequence[tuple[Row, JsonObject]], at_once: int
 ) -> list[JsonObject]:
     """What becomes of each row, so many at once."""
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(_compare, client, processor, row, score) for row, score in pairs]
+        futures = [pool.submit(compare, row, score) for row, score in pairs]
         try:
             compared = [future.result() for future in futures]
         except BaseException:
@@ -215,13 +225,15 @@ def _ask_all(
             raise
     refused = [row["refused"] for row in compared if "refused" in row]
     if refused and not any("ids_differ" in row or "differences" in row for row in compared):
-        raise UserError(f"{client.url}: the server takes none of the rows: {refused[0]}")
+        raise UserError(f"the server takes none of the rows: {refused[0]}")
     return compared
 
 
-def _compare(client: Client, processor: Processor, row: Row, score: JsonObject) -> JsonObject:
+def _compare(client: Client, processor: Processor, rewards: bool, row: Row, score: JsonObject) -> JsonObject:
     """A row's result, as `ServedVerification.rows` has it."""
     try:
+        if rewards:
+            return {"source": row.source, "kind": row.kind, **_compare_reward(client, processor, row, score)}
         if row.text is not None:
             prompt = client.text_prompt(row.text)
         else:
@@ -241,6 +253,22 @@ def _compare(client: Client, processor: Processor, row: Row, score: JsonObject) 
         where = {"position": position, "zoo": ids[0], "server": ids[1], "zoo_text": texts[0], "server_text": texts[1]}
         return result | {"ids_differ": where | {"zoo_length": len(sides[0]), "server_length": len(sides[1])}}
     return result | _differences(score, prompt, processor)
+
+
+def _compare_reward(client: Client, processor: Processor, row: Row, score: JsonObject) -> JsonObject:
+    """The same of a reward model's row: its one number stands at its last token. Servers tell the number of tokens alone."""
+    if row.text is not None:
+        raise UnsendableRowError("a plain text is no conversation, which a reward model reads")
+    value, tokens = client.reward(chat_request(row, thoughts=processor.wants_thoughts))
+    length = len(score["token_ids"])
+    if tokens != length:
+        ids = {"zoo": None, "server": None, "zoo_text": None, "server_text": None}
+        lengths = {"zoo_length": length, "server_length": tokens}
+        return {"labels": 1, "ids_differ": {"position": min(length, tokens), **ids, **lengths}}
+    own = score["logprobs"][-1]
+    token = processor.tokenizer.decode(score["token_ids"][-1:])
+    worst = {"position": length - 1, "token": token, "zoo": own, "server": value}
+    return {"labels": 1, "differences": [value - own], "worst": worst}
 
 
 def first_difference(ids: Sequence[int], served: Sequence[int]) -> int | None:

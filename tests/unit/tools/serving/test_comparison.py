@@ -1,12 +1,15 @@
 """A server's token ids and log-probabilities beside zoo's: transformers behind an address, whole and broken in known ways."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.openai_server import Answer, Refusal, TransformersModel, serving
 from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
@@ -140,6 +143,36 @@ def test_rows_that_are_refused_or_cannot_be_sent(weights: Path, model: Transform
         assert [row["refused"] for row in result.rows_with("refused")] == ["400: no tools, please"] and not result.equal
     with serving(nothing) as url, pytest.raises(UserError, match="takes none of the rows: 400: This model's maximum"):
         compared(weights, rows, url)
+
+
+def test_scores_of_a_reward_model(weights: Path, rows: str, tmp_path: Path) -> None:
+    folder = tmp_path / "reward"
+    shutil.copytree(weights, folder)
+    tensors = load_file(folder / "model.safetensors")
+    width = tensors.pop("lm_head.weight").shape[1]
+    tensors["score.weight"] = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model = TransformersModel(folder)
+    with serving(model) as url:
+        result = compared(folder, rows, url)
+        assert result.equal and len(result.differences) == 2 and result.largest_difference < 1e-4
+        assert [row["skipped"] for row in result.rows if "skipped" in row] == [
+            "a plain text is no conversation, which a reward model reads"
+        ]
+    assert len({row["worst"]["server"] for row in result.rows_with("differences")}) == 2
+
+    def longer(path: str, body: Answer) -> Answer:
+        return model(path, body | {"add_generation_prompt": True})
+
+    with serving(longer) as url:
+        assert len(compared(folder, rows, url).rows_with("ids_differ")) == 2
 
 
 @pytest.mark.parametrize("missing", ["prompt_logprobs", "prompt_token_ids"])
