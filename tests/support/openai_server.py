@@ -49,9 +49,21 @@ class TransformersModel:
         both = {"prompt_token_ids": ids, "prompt_logprobs": [None, *entries]}
         return {"choices": [both if path == "/v1/completions" else {}], **({} if path == "/v1/completions" else both)}
 
+    def answer(self, path: str, body: Answer) -> Answer:
+        """The greedy answer, special tokens but the last one included."""
+        with self.lock, torch.no_grad():
+            inputs = self._chat(path, body)
+            ends = [self.tokenizer.eos_token_id, self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+            options = {"max_new_tokens": body["max_tokens"], "do_sample": False, "eos_token_id": ends}
+            tokens = self.model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+        return {"choices": [{"message": {"content": self.tokenizer.decode([t for t in tokens if t not in ends])}}]}
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
     def _text(self, body: Answer) -> Any:
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        return tokenizer(body["prompt"], return_tensors="pt")
+        return self.tokenizer(body["prompt"], return_tensors="pt")
 
     def _chat(self, path: str, body: Answer) -> Any:
         images = []

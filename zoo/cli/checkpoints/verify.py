@@ -17,7 +17,7 @@ sends it the rows as a client does, media and answers included, and compares its
 zoo. Rows are as for `zoo score`.
 
   served=vllm        the server's program: a name on PATH, or the path of one in another environment; or http://host:port,
-                     a running server
+                     a running server. With served=transformers greedy answers are compared
   limit=0.5          largest difference of a log-probability that passes; their mean may be a tenth of it. Default: 1e-3 for an
                      export in fp32, 0.1 in fp16, 0.5 in bf16, 1 in FP8
   max_rows=N         the first N rows only
@@ -117,9 +117,19 @@ def served_table(verification: ServedVerification) -> str:
     reasons = Counter(row["skipped"] for row in verification.rows_with("skipped"))
     lines += [f"{count} rows are not compared: {reason}" for reason, count in reasons.items()]
     compared = verification.rows_with("differences")
-    lines.append(
-        f"{len(verification.rows)} rows: {len(compared)} with the same token ids, {len(differing)} with others, {len(refused)} refused"
-    )
+    answers = [(row["source"], row["answers"]) for row in verification.rows_with("answers")]
+    if answers:
+        others = [(source, both) for source, both in answers if both["zoo"] != both["server"]]
+        lines += [
+            f"{source}: zoo answers {both['zoo']!r}, the server {both['server']!r}" for source, both in others[:_SHOWN]
+        ]
+        lines.append(
+            f"{len(answers)} {verification.quantity}, as this server has no log-probabilities of prompts: {len(others)} differ, {len(refused)} refused"
+        )
+    else:
+        lines.append(
+            f"{len(verification.rows)} rows: {len(compared)} with the same token ids, {len(differing)} with others, {len(refused)} refused"
+        )
     worst = verification.worst_row
     if worst is not None:
         percentiles = ", ".join(

@@ -65,6 +65,12 @@ class Client:
         pairs = zip(ids[1:], entries[1:], strict=True)
         return Prompt(ids, [0.0, *(entry[str(token)]["logprob"] for token, entry in pairs)])
 
+    def answer(self, request: JsonMapping, most: int) -> str:
+        """The greedy answer to a conversation, of so many tokens at most; errors as for `chat_prompt`."""
+        body = {"model": self.model, **request, "max_tokens": most, "temperature": 0}
+        choices = self.post("/v1/chat/completions", body).get("choices") or [{}]
+        return str((choices[0].get("message") or {}).get("content") or "")
+
     def reward(self, request: JsonMapping) -> tuple[float, int]:
         """The number that a reward model gives a conversation, without an activation, and the tokens that it reads; errors as for `chat_prompt`."""
         answer = self.post("/classify", {"model": self.model, **request, "use_activation": False})

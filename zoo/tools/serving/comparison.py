@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo.checkpoint.selection import is_reward_model
 from zoo.config.layers.layer import Overrides, combined
@@ -24,15 +24,17 @@ from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 from zoo.files import expanded
+from zoo.generation.sampling import Sampling
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model, run_of
 from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
-from zoo.tools.serving.client import Client, Prompt, RefusedError
+from zoo.tools.serving.client import RefusedError
 from zoo.tools.serving.folder import ADAPTER, ServedFolder
-from zoo.tools.serving.requests import UnsendableRowError, chat_request
+from zoo.tools.serving.requests import UnsendableRowError
+from zoo.tools.serving.row_comparison import MOST_NEW, compare_answer, compare_prompt, compare_reward
 from zoo.tools.serving.server import START_SECONDS, Server
 from zoo.types import JsonObject
 
@@ -46,6 +48,8 @@ MEAN_SHARE = 0.1  # of the limit, which the mean of all differences may be
 PERCENTILES = (50, 90, 99)
 _AT_ONCE = 8  # requests
 
+type RowComparison = Callable[[Row, JsonObject], JsonObject]
+
 
 @dataclass(frozen=True)
 class ServedVerification:
@@ -54,10 +58,12 @@ class ServedVerification:
     Attributes:
         server: what was asked: its address or program, and its version.
         limit: largest difference of a log-probability that passes; their mean may be a tenth of it.
-        quantity: what is compared: log-probabilities, or the scores of a reward model.
+        quantity: what is compared: log-probabilities; scores, of a reward model; or greedy answers, where a server has no
+            log-probabilities of prompts.
         rows: one dict a row, with `source`, and either `skipped` (why a request can't express it), `refused` (the server's words),
             `ids_differ` (where ids differ first: `position`, and token id and text, or None behind the end, of both sides) or
-            `differences` (the server's log-probability minus zoo's at each label) and `worst` (`position`, `token`, `zoo`, `server`).
+            `differences` (the server's log-probability minus zoo's at each label) and `worst` (`position`, `token`, `zoo`, `server`),
+            or `answers` (the texts of `zoo` and `server`).
     """
 
     server: str
@@ -93,13 +99,16 @@ class ServedVerification:
         return max(compared, key=lambda row: max(map(abs, row["differences"])), default=None)
 
     def rows_with(self, key: str) -> list[JsonObject]:
-        """The rows that have a key: skipped, refused, ids_differ or differences."""
+        """The rows that have a key: skipped, refused, ids_differ, differences or answers."""
         return [row for row in self.rows if key in row]
 
     @property
     def equal(self) -> bool:
         """Whether the server takes each row that a request can express, with the same ids, and differs by no more than the limit."""
-        if self.rows_with("refused") or self.rows_with("ids_differ") or not self.rows_with("differences"):
+        answers = [row["answers"] for row in self.rows_with("answers")]
+        if self.rows_with("refused") or self.rows_with("ids_differ") or not (self.rows_with("differences") or answers):
+            return False
+        if any(answer["zoo"] != answer["server"] for answer in answers):
             return False
         return self.largest_difference <= self.limit and self.mean_difference <= self.limit * MEAN_SHARE
 
@@ -136,7 +145,8 @@ def verify_served(
     Args:
         model: a checkpoint, as `zoo.score` takes it, whose log-probabilities zoo computes; or a reward model, whose scores it computes.
         export: the folder that is served: a whole model, or a run's adapters; None: `model` itself, of a run its `export/`.
-        served: vLLM's program, by name or path, or the address of a running server ("http://localhost:8000").
+        served: vLLM's program, by name or path, or the address of a running server ("http://localhost:8000"); or the program
+            transformers, whose server has no log-probabilities of prompts, so that greedy answers are compared.
         rows: as `zoo.score` takes them.
         overrides: of the recipe under which zoo computes, such as `packing.mode=none`.
         limit: largest difference of a log-probability that passes, in nats; their mean may be a tenth. None: 1e-3 where the export is
@@ -167,18 +177,31 @@ def verify_served(
         raise UserError(f"{path}: vLLM reads no head out of adapters; serve them merged: zoo convert {path} OUT")
     with asked(path, rows, overrides, rewards=rewards) as recipe:
         most = max_rows or recipe.train.eval_rows or None
-        options, ranks = {"max_rows": most}, world_size(recipe)
-        scores = run_task("zoo.tools.score:score_here", recipe, ranks, options, fresh=not in_process)
+        compute = _answers if server.only_answers else _scores
+        results: list[JsonObject] = compute(recipe, most, in_process)
         processor = build.assemble(recipe).processor
-        pairs = list(_with_rows(recipe, processor, scores, most))
-        longest = max((len(score["token_ids"]) for score in scores), default=0)
+        pairs = list(_with_rows(recipe, processor, results, most))
+        longest = max((len(result["token_ids"]) for result in results), default=0)
         with server.connect(folder, longest) as client:
             # vLLM 0.32 on a CPU fails on two requests with adapters that ask for log-probabilities of prompts at the same time.
             at_once = _AT_ONCE if folder.adapter is None else 1
-            compared = _ask_all(partial(_compare, client, processor, rewards), pairs, at_once)
+            compare = compare_answer if server.only_answers else compare_reward if rewards else compare_prompt
+            compared = _ask_all(partial(compare, client, processor), pairs, at_once)
             name = " ".join(filter(None, (served, client.version())))
-    quantity = "scores" if rewards else "log-probabilities"
+    quantity = "greedy answers" if server.only_answers else "scores" if rewards else "log-probabilities"
     return ServedVerification(name, _limit(folder) if limit is None else limit, quantity, compared)
+
+
+def _scores(recipe: Recipe, most: int | None, in_process: bool) -> Any:
+    """`zoo.score` of the recipe's rows."""
+    options = {"max_rows": most}
+    return run_task("zoo.tools.score:score_here", recipe, world_size(recipe), options, fresh=not in_process)
+
+
+def _answers(recipe: Recipe, most: int | None, in_process: bool) -> Any:
+    """Greedy answers in the place of the rows' last ones."""
+    options: JsonObject = {"sampling": asdict(Sampling(MOST_NEW)), "batch": 16, "unanswered": [], "max_rows": most}
+    return run_task("zoo.tools.generate:generate_here", recipe, world_size(recipe), options, fresh=not in_process)
 
 
 def _sides(model: Model, export: str | Path | None) -> tuple[str, ServedFolder]:
@@ -212,84 +235,29 @@ def _with_rows(
             score = next(left, None)
 
 
-def _ask_all(
-    compare: Callable[[Row, JsonObject], JsonObject], pairs: Sequence[tuple[Row, JsonObject]], at_once: int
-) -> list[JsonObject]:
+def _ask_all(compare: RowComparison, pairs: Sequence[tuple[Row, JsonObject]], at_once: int) -> list[JsonObject]:
     """What becomes of each row, so many at once."""
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(compare, row, score) for row, score in pairs]
+        futures = [pool.submit(_result, compare, row, own) for row, own in pairs]
         try:
             compared = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     refused = [row["refused"] for row in compared if "refused" in row]
-    if refused and not any("ids_differ" in row or "differences" in row for row in compared):
+    if refused and not any({"ids_differ", "differences", "answers"} & row.keys() for row in compared):
         raise UserError(f"the server takes none of the rows: {refused[0]}")
     return compared
 
 
-def _compare(client: Client, processor: Processor, rewards: bool, row: Row, score: JsonObject) -> JsonObject:
+def _result(compare: RowComparison, row: Row, own: JsonObject) -> JsonObject:
     """A row's result, as `ServedVerification.rows` has it."""
+    result: JsonObject = {"source": row.source, "kind": row.kind}
     try:
-        if rewards:
-            return {"source": row.source, "kind": row.kind, **_compare_reward(client, processor, row, score)}
-        if row.text is not None:
-            prompt = client.text_prompt(row.text)
-        else:
-            prompt = client.chat_prompt(chat_request(row, thoughts=processor.wants_thoughts))
+        return result | compare(row, own)
     except UnsendableRowError as error:
-        return {"source": row.source, "skipped": str(error)}
+        return result | {"skipped": str(error)}
     except RefusedError as error:
-        return {"source": row.source, "refused": str(error)}
+        return result | {"refused": str(error)}
     except RowError as error:
         raise error.at(row.source) from error
-    result = {"source": row.source, "kind": row.kind, "labels": sum(label != -100 for label in score["labels"])}
-    position = first_difference(score["token_ids"], prompt.token_ids)
-    if position is not None:
-        sides = (score["token_ids"], prompt.token_ids)
-        ids = [side[position] if position < len(side) else None for side in sides]
-        texts = [None if token is None else processor.tokenizer.decode([token]) for token in ids]
-        where = {"position": position, "zoo": ids[0], "server": ids[1], "zoo_text": texts[0], "server_text": texts[1]}
-        return result | {"ids_differ": where | {"zoo_length": len(sides[0]), "server_length": len(sides[1])}}
-    return result | _differences(score, prompt, processor)
-
-
-def _compare_reward(client: Client, processor: Processor, row: Row, score: JsonObject) -> JsonObject:
-    """The same of a reward model's row: its one number stands at its last token. Servers tell the number of tokens alone."""
-    if row.text is not None:
-        raise UnsendableRowError("a plain text is no conversation, which a reward model reads")
-    value, tokens = client.reward(chat_request(row, thoughts=processor.wants_thoughts))
-    length = len(score["token_ids"])
-    if tokens != length:
-        ids = {"zoo": None, "server": None, "zoo_text": None, "server_text": None}
-        lengths = {"zoo_length": length, "server_length": tokens}
-        return {"labels": 1, "ids_differ": {"position": min(length, tokens), **ids, **lengths}}
-    own = score["logprobs"][-1]
-    token = processor.tokenizer.decode(score["token_ids"][-1:])
-    worst = {"position": length - 1, "token": token, "zoo": own, "server": value}
-    return {"labels": 1, "differences": [value - own], "worst": worst}
-
-
-def first_difference(ids: Sequence[int], served: Sequence[int]) -> int | None:
-    """The first position at which a server's ids are others than zoo's; None where they are the same.
-
-    zoo's may end with one token more: the end of the last turn or text, where the chat template writes none.
-    """
-    same = [x == y for x, y in zip(ids, served, strict=False)]
-    if not all(same):
-        return same.index(False)
-    return None if len(ids) - len(served) in (0, 1) else len(same)
-
-
-def _differences(score: JsonObject, prompt: Prompt, processor: Processor) -> JsonObject:
-    length = len(prompt.token_ids)
-    labelled = [number for number, label in enumerate(score["labels"][:length]) if label != -100]
-    differences = [prompt.logprobs[number] - score["logprobs"][number] for number in labelled]
-    if not labelled:
-        return {"differences": [], "worst": None}
-    largest = max(range(len(labelled)), key=lambda index: abs(differences[index]))
-    position = labelled[largest]
-    worst = {"position": position, "token": processor.tokenizer.decode([score["token_ids"][position]])}
-    worst |= {"zoo": score["logprobs"][position], "server": prompt.logprobs[position]}
-    return {"differences": differences, "worst": worst}

@@ -106,6 +106,14 @@ def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, ar
     return [*command, *arguments]
 
 
+def transformers_command(program: str, folder: ServedFolder, port: int, arguments: Sequence[str]) -> list[str]:
+    """The command that serves a folder by transformers; UserError for adapters, which it refuses."""
+    if folder.adapter is not None:
+        raise UserError(f"{folder.adapter}: transformers serve takes no adapters; serve them merged: zoo convert")
+    command = [program, "serve", folder.weights, "--host", "127.0.0.1", "--port", str(port), "--dtype", folder.dtype]
+    return [*command, *arguments]
+
+
 def _rank(adapter: Path) -> int:
     config = read_object(adapter / ADAPTER)
     rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])

@@ -58,6 +58,13 @@ def chat_request(row: Row, *, thoughts: bool) -> JsonObject:
     return {"messages": messages, **tools}
 
 
+def question_of(request: JsonObject) -> JsonObject:
+    """A chat request without its last answer and what follows it."""
+    messages = request["messages"]
+    last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
+    return {**request, "messages": messages[:last]}
+
+
 def _with_reasoning(message: JsonObject) -> JsonObject:
     """The message with its thinking under vLLM's name too."""
     thought = message.get("reasoning_content")

@@ -21,7 +21,7 @@ from pathlib import Path
 from zoo.errors import UserError, printable
 from zoo.subprocesses import module_command
 from zoo.tools.serving.client import Client, is_ready
-from zoo.tools.serving.folder import NAME, ServedFolder, vllm_command
+from zoo.tools.serving.folder import NAME, ServedFolder, transformers_command, vllm_command
 
 START_SECONDS = 1800.0  # longest wait until a server answers
 _POLL_SECONDS, _SAY_SECONDS, _STOP_SECONDS, _END_SECONDS = 0.5, 15.0, 30.0, 5.0
@@ -36,7 +36,7 @@ class Server:
     """Which server is asked.
 
     Attributes:
-        served: vLLM's program, by name or path, or the address of a running server.
+        served: vLLM's program, or transformers', by name or path, or the address of a running server.
         model: what a running server calls the model; None: it has one alone.
         arguments: further ones of the program.
         log: the file for its log; None: one in the temporary folder, which stays.
@@ -55,6 +55,11 @@ class Server:
     def is_running(self) -> bool:
         """Whether somebody else has started it."""
         return self.served.startswith(("http://", "https://"))
+
+    @property
+    def only_answers(self) -> bool:
+        """Whether it has no log-probabilities of prompts: `transformers serve`."""
+        return not self.is_running and Path(self.served).name == "transformers"
 
     def check(self) -> None:
         """UserError where nothing answers at the address, or there is no such program."""
@@ -75,11 +80,15 @@ class Server:
             yield Client.connect(self.served, self.model)
             return
 
+        program = program_of(self.served)
+
         def command(port: int) -> list[str]:
-            return vllm_command(program_of(self.served), folder, port, longest, self.arguments)
+            if self.only_answers:
+                return transformers_command(program, folder, port, self.arguments)
+            return vllm_command(program, folder, port, longest, self.arguments)
 
         with started(command, is_ready, seconds=self.seconds, log=self.log, quiet=self.quiet) as url:
-            yield Client.connect(url, NAME)
+            yield Client(url, folder.weights) if self.only_answers else Client.connect(url, NAME)
 
 
 def program_of(served: str) -> str:

@@ -18,7 +18,9 @@ import zoo
 from zoo.cli.checkpoints.verify import served_table
 from zoo.cli.main import main
 from zoo.errors import UserError
-from zoo.tools.serving.comparison import LIMITS, first_difference
+from zoo.tools.serving.comparison import LIMITS
+from zoo.tools.serving.row_comparison import MOST_NEW, first_difference
+from zoo.tools.serving.server import Server
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "ü": "ß"}}}
@@ -173,6 +175,26 @@ def test_scores_of_a_reward_model(weights: Path, rows: str, tmp_path: Path) -> N
 
     with serving(longer) as url:
         assert len(compared(folder, rows, url).rows_with("ids_differ")) == 2
+
+
+def test_greedy_answers_of_a_server_without_log_probabilities(
+    weights: Path, model: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [chat for chat in CHATS if "messages" in chat]
+    monkeypatch.setattr(Server, "only_answers", True)
+    with serving(model.answer) as url:
+        result = compared(weights, rows, url)
+        assert result.equal and len(result.rows_with("answers")) == 2 and result.quantity == "greedy answers"
+        assert all(row["answers"]["zoo"] for row in result.rows_with("answers"))
+        assert served_table(result).endswith("no log-probabilities of prompts: 0 differ, 0 refused\nequal")
+
+    def other(path: str, body: Answer) -> Answer:
+        assert body["messages"][-1]["role"] in ("user", "tool") and body["max_tokens"] == MOST_NEW
+        return {"choices": [{"message": {"content": "no"}}]}
+
+    with serving(other) as url:
+        result = compared(weights, rows, url)
+        assert not result.equal and "the server 'no'" in served_table(result)
 
 
 @pytest.mark.parametrize("missing", ["prompt_logprobs", "prompt_token_ids"])
