@@ -1,9 +1,10 @@
 """Positions of any mixture of media equal transformers' get_rope_index, and start again in each segment.
 
-The token ids come from transformers' own processor (`replace_multimodal_special_tokens`), which decides how sound and
-frames of a video alternate.
+The token ids come from transformers' own processor (`written`), which decides how sound and frames of a video alternate.
 """
 
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +73,57 @@ def tokens(processor: Any, row: list[Medium]) -> Tensor:
     text = "".join(marks.get(medium.kind, "x1 " * medium.frames) for medium in row)
     sounds = [medium.frames for medium in row if medium.kind in ("audio", "spoken")]
     videos = [medium for medium in row if medium.kind in ("video", "spoken")]
-    (text,) = hf.replace_multimodal_special_tokens(
-        [text],
-        iter([processor.audio_tokens(n) for n in sounds]),
-        iter([torch.tensor(medium.grid).numpy() for medium in row if medium.kind == "image"]),
-        video_grid_thw=iter([torch.tensor(medium.grid).numpy() for medium in videos]),
-        video_second_per_grid=iter([medium.seconds for medium in videos]),
-        use_audio_in_video=any(medium.kind == "spoken" for medium in row),
-        **{"seconds_per_chunk": 2.0} | processor.clock,
-    )
+    clock = {"seconds_per_chunk": 2.0} | processor.clock
+    images = [torch.tensor(medium.grid).numpy() for medium in row if medium.kind == "image"]
+    kinds = [medium.kind for medium in row if medium.kind in ("audio", "spoken")]
+    heard = [number for number, kind in enumerate(kinds) if kind == "spoken"]
+    of_videos = {
+        "video_grid_thw": [torch.tensor(medium.grid).numpy() for medium in videos],
+        "video_second_per_grid": [medium.seconds for medium in videos],
+    }
+    text = written(hf, text, [processor.audio_tokens(n) for n in sounds], images, of_videos, heard, clock)
     return torch.tensor(hf.tokenizer(text)["input_ids"])
+
+
+def written(
+    hf: Any,
+    text: str,
+    sounds: list[int],
+    images: list[Any],
+    videos: dict[str, list[Any]],
+    heard: list[int],
+    clock: dict[str, float],
+) -> str:
+    """The text with a token for each embedding of its media, as the HF processor writes them.
+
+    `sounds` are tokens of each, `heard` the numbers of those that are the videos'.
+    """
+    if not hasattr(hf, "replace_video_with_audio_token"):  # before transformers 5.23
+        each = iter(sounds), iter(images)
+        of_videos = {key: iter(values) for key, values in videos.items()}
+        (text,) = hf.replace_multimodal_special_tokens(
+            [text], *each, **of_videos, use_audio_in_video=bool(heard), **clock
+        )
+        return text
+    by_token = {hf.image_token: iter(range(len(images))), hf.video_token: itertools.count()}
+    by_token[hf.audio_token] = (number for number in range(len(sounds)) if number not in heard)
+    of_sounds = {"num_audio_tokens": sounds}
+    options = {
+        "processed_audio": of_sounds,
+        "video_to_audio_indices": heard,
+        "load_audio_from_video": bool(heard),
+        **clock,
+    }
+
+    def tokens_of(match: re.Match[str]) -> str:
+        number = next(by_token[match[0]])
+        if match[0] == hf.image_token:
+            return hf.replace_image_token({"image_grid_thw": images}, number)
+        if match[0] == hf.audio_token:
+            return hf.replace_audio_token(of_sounds, number)
+        return hf.replace_video_token(videos, number, **options)
+
+    return re.sub("|".join(map(re.escape, by_token)), tokens_of, text)
 
 
 def tensors(row: list[Medium]) -> dict[str, Tensor]:

@@ -27,3 +27,17 @@ def hf_arguments(row: Row, marks: Mapping[str, str] = QWEN_MARKS, turn: str = QW
         ],
     }
     return {"text": text, "return_tensors": "pt", **{kind: items for kind, items in media.items() if items}}
+
+
+def omni_videos(hf: Any, row: Row, options: Mapping[str, Any], clock: Mapping[str, float]) -> dict[str, Any]:
+    """Further arguments of an omni processor's call for a row with videos: `options` of videos, the `clock`, and whose sound is heard.
+
+    They are another's from transformers 5.23 on.
+    """
+    if not row.videos:
+        return {}
+    heard = row.use_audio_in_video
+    if not hasattr(hf, "load_audio_from_video"):
+        return {"videos_kwargs": {**options, **clock, "use_audio_in_video": heard}}
+    sounds = [*[None] * len(row.audios), *(range(len(row.videos)) if heard else ())]
+    return {"videos_kwargs": dict(options), **clock, "load_audio_from_video": heard, "audio_from_video_indices": sounds}

@@ -7,6 +7,7 @@ video_second_per_grid (n,) float32, seconds of a temporal patch.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,21 @@ def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {key: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for key, name in TOKENS.items()}
 
 
+def usual_video_size(hf: ProcessorMixin) -> Mapping[str, int]:
+    """The limits of a video's pixels that a thinker's processor puts in its calls by default."""
+    if takes_sound_apart(hf):
+        return hf.videos_kwargs["size"]
+    return hf.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+
+
+def takes_sound_apart(hf: ProcessorMixin) -> bool:
+    """Whether a thinker's processor has `load_audio_from_video` and the clock among its own arguments (transformers >= 5.23).
+
+    Before, they were keys of `videos_kwargs`, the former as `use_audio_in_video`.
+    """
+    return hasattr(hf, "load_audio_from_video")
+
+
 class OmniProcessor(vision.PatchProcessor):
     """`Processor` around that of a thinker in transformers: text, images, videos, sound, and videos with their sound.
 
@@ -100,8 +116,7 @@ class OmniProcessor(vision.PatchProcessor):
         size, images = dict(hf.video_processor.size), dict(hf.image_processor.size)
         is_own = size != images
         self.video_size = {name: size[name] for name in ("shortest_edge", "longest_edge")} if is_own else None
-        usual = hf.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
-        self.frame_size = self.video_size or usual
+        self.frame_size = self.video_size or usual_video_size(hf)
 
     @staticmethod
     def load(thinker: ArchConfig, source: str | None, kind: str) -> ProcessorMixin:
@@ -159,8 +174,8 @@ class OmniProcessor(vision.PatchProcessor):
         Else it gets the text cut behind its media: each ends with a token of its own, so the pieces have the tokens of the whole.
         """
         if not isinstance(arguments.get("videos_kwargs", {}).get("fps"), list):
-            return super().call_hf(text, arguments)
-        pieces = [self.hf(**piece) for piece in self._pieces(text, arguments)]
+            return super().call_hf(text, self._own_arguments(text, arguments))
+        pieces = [self.hf(**self._own_arguments(piece["text"], piece)) for piece in self._pieces(text, arguments)]
         features: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for piece in pieces for name in piece):
             parts = [torch.as_tensor(piece[name]) for piece in pieces if name in piece]
@@ -169,6 +184,25 @@ class OmniProcessor(vision.PatchProcessor):
                 parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
             features[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
         return features
+
+    def _own_arguments(self, text: str, arguments: Mapping[str, Any]) -> CallArguments:
+        """Arguments as the installed transformers names them: some of videos and sound may be the processor's own."""
+        own = dict(arguments)
+        processor_names = self.hf.valid_processor_kwargs.__annotations__.keys()
+        for kind in ("videos_kwargs", "audio_kwargs"):
+            if kind in own and takes_sound_apart(self.hf):
+                of_kind = {name: value for name, value in own[kind].items() if name not in processor_names}
+                own |= {name: own[kind][name] for name in own[kind].keys() - of_kind.keys()}
+                if of_kind.pop("use_audio_in_video", False):
+                    own |= {"load_audio_from_video": True, "audio_from_video_indices": self._heard_in(text)}
+                own[kind] = of_kind
+        return own
+
+    def _heard_in(self, text: str) -> list[int | None]:
+        """Of each sound of a text whose videos are all heard, in its order: the number of its video, None of a clip."""
+        tokens, videos = self.hf.tokenizer, itertools.count()
+        marks = re.findall(f"{re.escape(tokens.video_token)}|{re.escape(tokens.audio_token)}", text)
+        return [next(videos) if mark == tokens.video_token else None for mark in marks]
 
     def _pieces(self, text: str, arguments: Mapping[str, Any]) -> Iterator[CallArguments]:
         """Arguments of a call for each piece of the text that ends with a medium, and for what is left."""

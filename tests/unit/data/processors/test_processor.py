@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hf_calls import hf_arguments
+from support.hf_calls import hf_arguments, omni_videos
 
 from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.processor import Processor
@@ -28,9 +28,8 @@ def encode(processor, row: Row, fps: float = 2.0, max_frames: int = 64):
 
 def direct_call(hf, row: Row) -> dict:
     """What a user of transformers would write for the row, every option given by hand."""
-    options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE, "position_id_per_seconds": 13}
-    videos = {"videos_kwargs": {**options, "use_audio_in_video": row.use_audio_in_video}} if row.videos else {}
-    return hf(**hf_arguments(row), **videos)
+    options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE}
+    return hf(**hf_arguments(row), **omni_videos(hf, row, options, {"position_id_per_seconds": 13}))
 
 
 KINDS = ["text", "turns", "image", "multi_image", "audio", "video", "audio_in_video"]

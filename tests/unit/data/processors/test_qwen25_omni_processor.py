@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.hf_calls import hf_arguments
+from support.hf_calls import hf_arguments, omni_videos
 
 from zoo.data.errors import RowError
 from zoo.data.sample import Sample
@@ -35,10 +35,9 @@ def test_tokens_and_media_are_those_of_the_hf_call(processor: Qwen25OmniProcesso
     processor = build_processor(ARCH | {"seconds_per_chunk": chunk})
     for row in read_rows(media / "rows.jsonl"):
         inputs = hf_arguments(row)
-        if row.videos:
-            options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE, "seconds_per_chunk": float(chunk)}
-            inputs["videos_kwargs"] = {**options, "use_audio_in_video": row.use_audio_in_video}
-        wanted = processor.hf(**inputs)
+        options = {"fps": 2.0, "do_sample_frames": False, "size": SIZE}
+        clock = {"seconds_per_chunk": float(chunk)}
+        wanted = processor.hf(**inputs, **omni_videos(processor.hf, row, options, clock))
         sample = encode(processor, row)
         torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
         for name in sample.media.keys() & {"pixel_values", "pixel_values_videos", "video_grid_thw"}:
