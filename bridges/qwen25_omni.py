@@ -7,7 +7,7 @@ not trained and pass through, with the file of speakers that transformers wants 
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import THINKER_ALONE, decoder, module_names, whole_config
+from zoo.bridge.mapping.shared_rules import THINKER_ALONE, decoder, module_names, renamed_modules, whole_config
 from zoo.bridge.mapping.table import Bridge
 
 BRIDGE = Bridge(
@@ -26,4 +26,5 @@ BRIDGE = Bridge(
         "Qwen2_5OmniThinkerForConditionalGeneration",  # the other one wants a file of speakers
     ),
     module_names=module_names("qwen2_5_omni_thinker"),
+    renamed_modules=renamed_modules("qwen2_5_omni_thinker"),
 )

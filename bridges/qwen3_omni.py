@@ -8,7 +8,15 @@ code2wav are not trained and pass through.
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import THINKER_ALONE, decoder, module_names, singles, stacks, whole_config
+from zoo.bridge.mapping.shared_rules import (
+    THINKER_ALONE,
+    decoder,
+    module_names,
+    renamed_modules,
+    singles,
+    stacks,
+    whole_config,
+)
 from zoo.bridge.mapping.table import Bridge
 
 BRIDGE = Bridge(
@@ -22,5 +30,6 @@ BRIDGE = Bridge(
     name_prefixes=(THINKER_ALONE,),
     export_config=whole_config("qwen3_omni_moe", *["Qwen3OmniMoeForConditionalGeneration"] * 2),
     module_names=module_names("qwen3_omni_moe_thinker"),
+    renamed_modules=renamed_modules("qwen3_omni_moe_thinker"),
     stacked_adapters=True,
 )

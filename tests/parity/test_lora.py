@@ -6,7 +6,8 @@ relative to the Euclidean norm of each tensor.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import gathered
 from support.adapted import CASES, EXPERTS, WHOLE, Adapted, load, recipe_of, with_adapters
 from support.engine import packed_batch, padded_batch
 from support.pairs import relative_errors, worst
 from support.tiny import load_plain
 from support.weights import tensors
+from torch import Tensor
 
 from zoo.checkpoint import lora_files
 from zoo.checkpoint.export import export
@@ -154,16 +156,19 @@ def test_what_peft_is_told(adapted: Adapted) -> None:
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 7, "LORA")
     assert config["base_model_name_or_path"] == str(adapted.folder)
     modules = dict(adapted.peft.get_base_model().named_modules())
-    assert set(config["target_modules"]) <= modules.keys()
-    parts = adapted.adapters.whole
-    assert set(config.get("modules_to_save") or ()) == set(parts.modules)
-    assert set(config.get("modules_to_save") or ()) <= modules.keys()
-    assert {name for name in file if ".lora_" not in name} == parts.names
+    renames, parts = adapted.adapters.renames, adapted.adapters.whole
+    told = {key: set(config.get(key) or ()) for key in ("target_modules", "modules_to_save")}
+    for names in told.values():
+        assert names == {each for name in names for each in renames.both(renames.former(name))}
+        assert all(names & {*renames.both(renames.former(name))} & modules.keys() for name in names)
+    assert {renames.former(name) for name in told["modules_to_save"]} == set(parts.modules)
+    assert {renames.former(name) for name in file if ".lora_" not in name} == parts.names
     assert all(name.startswith("projector.image_newline") for name in parts.kept_frozen)
     loaded = peft.get_peft_model_state_dict(adapted.peft)
-    assert loaded.keys() == file.keys()
+    assert file.keys() == {each for name in loaded for each in renames.both(renames.former(name))}
     for name, tensor in file.items():
-        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
+        (held,) = (loaded[each] for each in renames.both(renames.former(name)) if each in loaded)
+        torch.testing.assert_close(held, tensor, rtol=0, atol=0)
 
 
 def test_an_adapter_of_another_model_or_rank_is_refused(
@@ -186,6 +191,37 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
         go_on(targets=["k_proj"])
     with pytest.raises(UserError, match=r"lora.targets=qproj: .*nearest: .*q_proj"):
         with_adapters(replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world)
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni", "qwen25_omni"])
+def test_either_name_of_a_thinker_s_modules_is_read(
+    name: str, checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path
+) -> None:
+    """transformers renamed them in 5.21, so a file has both; what it loads and saves again has one, and two that differ are refused."""
+    case = replace(CASES[name], parts="language", whole="audio")
+    adapted = load(case, checkpoint(name), cpu_world, tmp_path / "export")
+    file, renames = adapted.exported / "adapter_model.safetensors", adapted.adapters.renames
+    stored, wanted = load_file(file), adapted.adapters.named()
+    former = {key for key in stored if key == renames.former(key)}
+    moved = {key for key in former if len(renames.both(key)) > 1}
+    assert moved and len(stored) == len(former) + len(moved)
+
+    def go_on(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        save_file(dict(tensors), file)
+        recipe = adapted.zoo.recipe
+        recipe = replace(recipe, lora=replace(recipe.lora, init=str(adapted.exported)))
+        _, adapters = with_adapters(recipe, cpu_world)
+        lora_files.start(adapters, recipe)
+        return adapters.named()
+
+    later = stored.keys() - moved
+    for names in (former, later, stored.keys()):
+        taken = go_on({key: stored[key] for key in names})
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(taken[key], tensor, rtol=0, atol=0)
+    odd = renames.both(min(moved))[1]
+    with pytest.raises(UserError, match=rf"{re.escape(odd)}.* are of one module and differ; leave out"):
+        go_on({**stored, odd: stored[odd] + 1})
 
 
 @pytest.mark.slow

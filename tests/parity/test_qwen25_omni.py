@@ -8,6 +8,7 @@ import torch
 from support.engine import packed_batch
 from support.families import FAMILIES, pair_of
 from support.pairs import Pair, worst
+from support.tiny import thinker_part
 from support.tiny_qwen25_omni import load_thinker, write_tiny_qwen25_omni
 from torch import Tensor
 
@@ -41,14 +42,14 @@ def test_a_clip_gives_what_it_gives_alone_in_transformers(pair: Pair, clips: lis
     tokens = [audio_tokens(n) for n in frames]
     found = pair.zoo.model.audio(torch.cat(clips), frames).split(tokens)
     for clip, embeddings in zip(clips, found, strict=True):
-        alone = pair.hf.audio_tower(clip.T, feature_lens=torch.tensor([len(clip)])).last_hidden_state
+        alone = thinker_part(pair.hf, "audio_tower")(clip.T, feature_lens=torch.tensor([len(clip)])).last_hidden_state
         assert len(alone) == len(embeddings) > 0 and float(alone.std()) > 0.05
         torch.testing.assert_close(embeddings, alone, rtol=0, atol=pair.logits_limit)
 
 
 def test_tokens_of_a_clip_are_those_of_transformers(pair: Pair) -> None:
     frames = torch.arange(1, 500)
-    _, wanted = pair.hf.audio_tower._get_feat_extract_output_lengths(frames)
+    _, wanted = thinker_part(pair.hf, "audio_tower")._get_feat_extract_output_lengths(frames)
     assert [audio_tokens(n) for n in frames.tolist()] == wanted.tolist()
 
 

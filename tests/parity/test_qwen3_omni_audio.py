@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine import Zoo
+from support.tiny import thinker_part
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
@@ -32,7 +33,7 @@ def through_zoo(zoo: Zoo, clips: list[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def through_transformers(hf: Any, clips: list[Tensor]) -> list[Tensor]:
     frames = torch.tensor([len(clip) for clip in clips])
-    embeddings = hf.audio_tower(torch.cat(clips).T, feature_lens=frames).last_hidden_state
+    embeddings = thinker_part(hf, "audio_tower")(torch.cat(clips).T, feature_lens=frames).last_hidden_state
     return list(embeddings.split(_get_feat_extract_output_lengths(frames).tolist()))
 
 

@@ -89,7 +89,7 @@ class Adapted:
             loss = mean * example.sample.num_labels / self.count
             loss.backward()
             total += loss.item()
-        return total, peft_gradients(self.peft)
+        return total, {self.adapters.renames.former(name): g for name, g in peft_gradients(self.peft).items()}
 
     def found(self, batches: list[Any], **packing: Any) -> tuple[float, dict[str, Tensor]]:
         """zoo's (loss, gradients by peft's names)."""

@@ -157,6 +157,17 @@ def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[
     return out
 
 
+def thinker_part(hf: Any, name: str) -> Any:
+    """A tower of a thinker in transformers, which stands in its `model` from 5.21 on."""
+    return getattr(hf, name, None) or getattr(hf.model, name)
+
+
+def thinker_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A thinker's tensors under the names that it is saved by, which those in memory are up to transformers 5.20."""
+    parts = {f"model.{part}.": f"{part}." for part in ("visual", "audio_tower")}
+    return renamed(tensors, {"model.language_model.": "model.", **parts})
+
+
 def experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as they are in memory in transformers, with stacks of experts as three tensors an expert."""
     out = {}

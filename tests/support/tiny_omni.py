@@ -94,4 +94,5 @@ def write_tiny_thinker(folder: Path, **config: Any) -> Path:
 
 def published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors in memory in transformers under the published names: experts one by one, gate and up apart."""
-    return {f"thinker.{name}": tensor for name, tensor in tiny.experts_apart(tensors).items()}
+    saved = tiny.thinker_names(tiny.experts_apart(tensors))
+    return {f"thinker.{name}": tensor for name, tensor in saved.items()}

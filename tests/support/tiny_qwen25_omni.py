@@ -76,4 +76,4 @@ def load_thinker(folder: Path) -> Any:
 
 def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A thinker's tensors under the names that the whole model has for them."""
-    return {f"thinker.{name}": tensor for name, tensor in tensors.items()}
+    return {f"thinker.{name}": tensor for name, tensor in tiny.thinker_names(tensors).items()}

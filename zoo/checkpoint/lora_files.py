@@ -103,24 +103,35 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     shapes = {name: shape for adapted in adapters.held for name, shape in _shapes(adapters, adapted).items()}
     for saved, parameter in whole.saved:
         shapes |= saved.shapes(tuple(parameter.shape), adapters.dims)
-    wanted = _names(adapters) - _left_out(whole, header.keys())
-    in_file = {name: tuple(info.shape) for name, info in header.items()}
+    file_names: dict[str, list[str]] = {}  # of a module's former and later name, by the former
+    for name in header:
+        file_names.setdefault(adapters.renames.former(name), []).append(name)
+    wanted = _names(adapters) - _left_out(whole, file_names.keys())
+    in_file = {name: tuple(header[names[0]].shape) for name, names in file_names.items()}
     stored, zeros = stored_as(in_file, adapters.published, adapters.stacks)
     peft.match({name: tensor.shape for name, tensor in stored.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
-        if trained := [name for name in zeros if opened.get_tensor(name).any()]:
+
+        def read(name: str) -> Tensor:
+            tensor, *others = (opened.get_tensor(each) for each in file_names[name])
+            if not all(torch.equal(tensor, other) for other in others):
+                both = " and ".join(file_names[name])
+                raise UserError(f"{file}: {both} are of one module and differ; leave out those that are out of date")
+            return tensor
+
+        if trained := [name for name in zeros if read(name).any()]:
             peft.match(dict.fromkeys(trained, ()), (), {}, str(folder))
 
         def get(name: str) -> Tensor:
-            return stored[name].join([opened.get_tensor(part) for part in stored[name].names])
+            return stored[name].join([read(part) for part in stored[name].names])
 
         for adapted in adapters.held:
             names = tensor_names(adapted.target.named, adapters.stacks)
             pairs = [(get(a), get(b)) for a, b in names]
             adapters.fill(adapted, *peft.to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
         for saved, parameter in whole.saved:
-            if header.keys() >= set(saved.names):
-                tensors = [opened.get_tensor(name) for name in saved.names]
+            if file_names.keys() >= set(saved.names):
+                tensors = [read(name) for name in saved.names]
                 parameter.detach().copy_(saved.to_zoo(tensors, adapters.dims))
 
 
@@ -230,6 +241,11 @@ def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
 
 def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> JsonObject:
     """PEFT's adapter_config.json of these adapters."""
+    return adapters.renames.config(_config_of(adapters, assembly, recipe))
+
+
+def _config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> JsonObject:
+    """The same under the former names of modules alone."""
     assert assembly.source is not None
     init, settings, whole = recipe.model.init, recipe.lora, adapters.whole
     base_in_run = assembly.source.folder == Path(recipe.run.dir or "") / BASE
@@ -260,11 +276,14 @@ def _commit(
         with safe_open(part, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     assert tensors.keys() == _names(adapters), sorted(tensors.keys() ^ _names(adapters))
-    config = peft_config_of(adapters, assembly, recipe)
+    config = _config_of(adapters, assembly, recipe)
     if form == "vllm":
         stacked, names = assembly.family.load("bridge").stacked_adapters, (adapters.published, adapters.stacks)
         tensors = to_vllm(tensors, *names, adapters.dims.experts, stacked=stacked)
         config = vllm_config(config, *names, stacked=stacked)
+    else:
+        tensors = {each: tensor for name, tensor in tensors.items() for each in adapters.renames.both(name)}
+        config = adapters.renames.config(config)
     (file,) = _write(tensors, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
         file.rename(writer.partial / WEIGHTS)

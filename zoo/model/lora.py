@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
-from zoo.bridge.mapping.peft import Target, candidates, choose
+from zoo.bridge.mapping.peft import Renames, Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
@@ -90,6 +90,7 @@ class Adapters:
     whole: WholeParts
     published: Mapping[str, str]  # of all of these modules and parameters: name in transformers -> published one
     not_served: str  # what vLLM and SGLang do not load, in words; empty where they load all that is trained
+    renames: Renames
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
@@ -213,7 +214,13 @@ def attach_zeros(
     towers = [f"adapters in {part}" for part in sorted(set().union(*parts) - {"language"})]
     wholes = [*settings.whole_parts, *(["the head"] if whole.head else [])]
     not_served = ", ".join([*towers, *(f"{part} (trained whole)" for part in wholes)])
-    return Adapters(held, modules, stacks, frozen, dims, shard, comm, whole, published, not_served)
+    renames = renames_of(family, arch)
+    return Adapters(held, modules, stacks, frozen, dims, shard, comm, whole, published, not_served, renames)
+
+
+def renames_of(family: ModelFamily, arch: JsonMapping) -> Renames:
+    """Names that later transformers has for modules of a model of that config.json."""
+    return Renames(family.load("bridge").renamed_modules(arch))
 
 
 def without_memory(chunks: Sequence[MegatronModule]) -> None:
@@ -251,7 +258,8 @@ def find_targets(
     targets = candidates(linears, family.load("bridge"), arch)
     names = comm.gather_objects([name for target in targets for name in target.modules])
     everywhere = sorted({name for of_rank in names for name in of_rank})
-    return linears, together(comm, lambda: choose(targets, recipe.lora.targets, everywhere))
+    renames = renames_of(family, arch)
+    return linears, together(comm, lambda: choose(targets, recipe.lora.targets, everywhere, renames))
 
 
 def _linears_of(chunks: Sequence[MegatronModule], recipe: Recipe) -> Linears:

@@ -41,7 +41,9 @@ class Weights:
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) of the adapters alone."""
-        return lora_files.gathered(self._held())
+        adapters = self._held()
+        for name, tensor in lora_files.gathered(adapters):
+            yield from ((each, tensor) for each in adapters.renames.both(name))
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

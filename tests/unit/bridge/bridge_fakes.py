@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.tiny import thinker_names
 from torch import Tensor, nn
 
 from zoo.bridge import Comm, Dims, ShardInfo
@@ -75,7 +76,7 @@ def write_tiny_checkpoints(folder: Path) -> Tiny:
     model.disable_talker()
     model.config.enable_audio_output = False
     model.save_pretrained(folder / "silent")
-    state = zoo_state({k: v.detach() for k, v in model.thinker.named_parameters()})
+    state = zoo_state(thinker_names({k: v.detach() for k, v in model.thinker.named_parameters()}))
     return Tiny(folder / "thinker", folder / "silent", folder / "talking", state)
 
 

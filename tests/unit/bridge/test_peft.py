@@ -8,7 +8,16 @@ import torch
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.mapping import peft
-from zoo.bridge.mapping.peft import Target, candidates, check_config, choose, means, modules_to_save, peft_config
+from zoo.bridge.mapping.peft import (
+    Renames,
+    Target,
+    candidates,
+    check_config,
+    choose,
+    means,
+    modules_to_save,
+    peft_config,
+)
 from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError
 from zoo.registry import families
@@ -44,6 +53,33 @@ def all_of(family: str) -> list[Target]:
         ["all-linear", ".*experts.gate_up_proj", ".*experts.down_proj"] if family == "qwen3_vl" else ["all-linear"]
     )
     return choose(there, targets, names)
+
+
+RENAMED = {  # under "" or "thinker.": former name, later one
+    "model.layers.0.self_attn.q_proj": "model.language_model.layers.0.self_attn.q_proj",
+    "visual.blocks.0.attn.qkv": "model.visual.blocks.0.attn.qkv",
+    "audio_tower.layers.1.fc1": "model.audio_tower.layers.1.fc1",
+    "lm_head": None,
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_omni", "qwen3_omni_moe"), ("qwen25_omni", "qwen2_5_omni")])
+def test_renamed_modules_go_by_both_names(family: str, kind: str) -> None:
+    bridge = families()[family].load("bridge")
+    alone, silent = {"model_type": f"{kind}_thinker"}, {"model_type": kind, "architectures": ["AThinkerForX"]}
+    for config, root in (({"model_type": kind}, "thinker."), (alone, ""), (silent, "")):
+        renames = Renames(bridge.renamed_modules(config))
+        for former, later in RENAMED.items():
+            for begin, end in (("", ""), ("base_model.model.", ".lora_A.weight")):
+                names = [f"{begin}{root}{name}{end}" for name in (former, later) if name]
+                assert renames.both(names[0]) == names
+                assert {renames.former(name) for name in names} == {names[0]}
+        layer = f"{LAYER}.self_attention.linear_qkv.weight"
+        (target,) = candidates([layer], bridge, config)
+        for wanted in ("model.layers.3.self_attn.q_proj", r".*model\.language_model\.layers\.3\.self_attn\.q_proj"):
+            (chosen,) = choose([target], [wanted], target.modules, renames)
+            assert chosen.named == [f"{root}model.layers.3.self_attn.q_proj"]
+    assert not families()["qwen3_vl"].load("bridge").renamed_modules({})
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -189,6 +189,8 @@ def test_transformers_ignores_what_is_in_the_list(case: str) -> None:
         for key, value in keys(case, part):
             if not is_ignored(case, part, key) or key in ("dtype", "return_dict", "problem_type"):
                 continue
+            if (case, key) == ("internvl with experts", "output_router_logits"):
+                continue  # in transformers 5.24 its model breaks on it
             arch, count = changed(arch, part, key, other_values(key, value)[0]), count + 1
     assert count > 10
     torch.testing.assert_close(plain_logits(case, arch), wanted, rtol=0, atol=0)

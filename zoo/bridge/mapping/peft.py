@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import torch
@@ -36,6 +36,40 @@ _FOREIGN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bia
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
 # PEFT takes modules so called for experts, in models with experts.
 _EXPERTS_OF_OLD = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Renames:
+    """Names of modules in later transformers, where it renamed some.
+
+    An adapter says what it is of under both names and holds its tensors under both: PEFT takes those that its model has, without a
+    word where there are none, and servers go by the former ones.
+    """
+
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # later ones of modules, by the former
+
+    def both(self, name: str) -> list[str]:
+        """A module's name, or PEFT's of a tensor, and the later one where there is one."""
+        root, name = (PREFIX, name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("", name)
+        later = [to + name.removeprefix(former) for former, to in self.prefixes.items() if name.startswith(former)]
+        return [root + each for each in (name, *later)]
+
+    def former(self, name: str) -> str:
+        """The inverse of `both`, of either name."""
+        root, name = (PREFIX, name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("", name)
+        for former, later in self.prefixes.items():
+            if name.startswith(later):
+                return root + former + name.removeprefix(later)
+        return root + name
+
+    def all(self, names: Iterable[str]) -> list[str]:
+        """`both` of several."""
+        return [each for name in names for each in self.both(name)]
+
+    def config(self, config: JsonMapping) -> JsonObject:
+        """adapter_config.json with both names, out of one with the former ones."""
+        named = ("target_modules", "target_parameters", "modules_to_save")
+        return {**config, **{key: sorted(self.all(config[key])) for key in named if config[key]}}
 
 
 @dataclass(frozen=True)
@@ -155,14 +189,16 @@ def _above(name: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
-def choose(available: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str]) -> list[Target]:
-    """Those of `there` that a recipe's `lora.targets` mean; `everywhere`: the modules of all ranks' candidates.
+def choose(
+    available: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str], renames: Renames = Renames()
+) -> list[Target]:
+    """Those of `available` that a recipe's `lora.targets` mean; `everywhere`: the modules of all ranks' candidates.
 
     A target is ALL, a name or the end of one (`q_proj`, `self_attn.q_proj`), or a regular expression of a whole name.
     Experts are meant by `experts.gate_up_proj` and `experts.down_proj` alone. UserError where a target means nothing.
     """
     for target in wanted:
-        if not any(means(target, name) for name in everywhere):
+        if not any(means(target, name) for name in renames.all(everywhere)):
             last = {".".join(name.split(".")[-1 - ("experts" in name) :]) for name in everywhere}
             near = get_close_matches(target, sorted(last), n=3) or sorted(last)
             raise UserError(
@@ -170,7 +206,12 @@ def choose(available: Iterable[Target], wanted: Sequence[str], everywhere: Seque
                 f"({ALL}: all of them but experts)"
             )
     targets = [
-        replace(target, chosen=tuple(any(means(each, name) for each in wanted) for name in target.modules))
+        replace(
+            target,
+            chosen=tuple(
+                any(means(each, name) for each in wanted for name in renames.both(module)) for module in target.modules
+            ),
+        )
         for target in available
     ]
     return [target for target in targets if any(target.chosen)]

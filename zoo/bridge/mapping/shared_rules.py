@@ -172,5 +172,21 @@ def whole_config(kind: str, speaking: str, silent: str) -> Callable[[JsonObject,
 
 
 def module_names(thinker: str) -> Callable[[JsonMapping], Mapping[str, str]]:
-    """A bridge's `module_names`: a thinker by itself, of model_type `thinker`, has no name."""
-    return lambda config: {"thinker.": ""} if config.get("model_type") == thinker else {}
+    """A bridge's `module_names`: a thinker by itself, of model_type `thinker` or of such a class, has no name."""
+    return lambda config: {"thinker.": ""} if _is_thinker(config, thinker) else {}
+
+
+def _is_thinker(config: JsonMapping, thinker: str) -> bool:
+    """Whether transformers builds a thinker alone, as it does of a whole model's folder without a talker (`whole_config`)."""
+    return config.get("model_type") == thinker or "Thinker" in str(config.get("architectures"))
+
+
+def renamed_modules(thinker: str) -> Callable[[JsonMapping], Mapping[str, str]]:
+    """A bridge's `renamed_modules`: transformers 5.21 put a thinker's decoder and towers into one module; see `module_names`."""
+    moved = {"model.": "model.language_model."} | {part: f"model.{part}" for part in ("visual.", "audio_tower.")}
+
+    def renamed(config: JsonMapping) -> Mapping[str, str]:
+        root = "" if _is_thinker(config, thinker) else "thinker."
+        return {f"{root}{former}": f"{root}{later}" for former, later in moved.items()}
+
+    return renamed

@@ -123,6 +123,8 @@ class Bridge:
     """The same before it, for a model that did not begin with a folder's weights: what its config may say without them."""
     module_names: Callable[[JsonMapping], Mapping[str, str]] = lambda config: {}
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
+    renamed_modules: Callable[[JsonMapping], Mapping[str, str]] = lambda config: {}
+    """config.json of a checkpoint -> prefixes of modules in later transformers, by those they had before, where it renamed some."""
     fp8: PublishedFP8 | None = None  # of families that are published in it
     stacked_adapters: bool = False
     """Whether vLLM loads adapters of the family's experts as stacks (`is_3d_moe_weight` of its class), not one by one."""
