@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, error="Repository not found")
         elif "auth-check" in parts:
             self._answer(200, {}) if repo.split("/")[0] == owner else self._answer(403, error="Forbidden")
-        elif hub.broken:
+        elif hub.broken and self.command != "GET":
             self._answer(403, error="storage limit reached")
         elif "preupload" in parts:
             files = [
