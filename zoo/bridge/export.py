@@ -158,12 +158,13 @@ def export_tensors(
         writer.begin()
         copied = [tensor for job in plan.copies for tensor in job.planned]
         check_room(writer, sum(tensor.nbytes for tensor in (*planned, *copied)))
-        counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
+        counted = progress(sum(tensor.nbytes for tensor in (*planned, *copied))) if progress else None
+        wrote = counted or (lambda count: None)
         with ShardWriter(writer.partial, planned, shard_bytes=shard_bytes) as shards:
-            run([job for _, job in jobs], shards, counted or (lambda count: None))
+            run([job for _, job in jobs], shards, wrote)
+        written = [*shards.shards, *_write_copies(plan, writer.partial, shard_bytes, wrote)]
         if counted:
             counted.close()
-        written = [*shards.shards, *_write_copies(plan, writer.partial, shard_bytes)]
         _commit(writer, written, plan, processor, ends, card)
     return writer.target
 
@@ -274,11 +275,13 @@ def _outputs(name: str, parameter: Tensor, width: int, plan: Plan, dims: Dims, s
     return [tensor for tensor in planned if tensor.dtype.itemsize == width]
 
 
-def _write_copies(plan: Plan, folder: Path, shard_bytes: int) -> list[Shard]:
-    """On rank 0: what comes from the source."""
+def _write_copies(
+    plan: Plan, folder: Path, shard_bytes: int, wrote: Callable[[int], None] = lambda count: None
+) -> list[Shard]:
+    """On rank 0: what comes from the source; `wrote` hears of the bytes of each piece."""
     planned = [tensor for job in plan.copies for tensor in job.planned]
     with ShardWriter(folder, planned, shard_bytes=shard_bytes, label="source") as shards:
-        run(plan.copies, shards)
+        run(plan.copies, shards, wrote)
     return shards.shards
 
 

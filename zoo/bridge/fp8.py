@@ -10,9 +10,12 @@ Matrices go through in strips of 128 rows, which stay in a core's cache.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,7 @@ KIND = f"FP8 (e4m3) in blocks of {BLOCK} x {BLOCK}, all else in bf16"  # for mod
 LARGEST = 448.0  # of e4m3
 _INFINITY = 0x7F80  # bits of bf16
 _SHOWN = 5  # matrices that an error names
+_MOST_THREADS = 8  # more than a disk keeps up with
 
 
 def in_fp8(jobs: Iterable[Job], published: PublishedFP8) -> list[Job]:
@@ -49,7 +53,10 @@ def in_fp8(jobs: Iterable[Job], published: PublishedFP8) -> list[Job]:
             f"dtype=fp8: {named}{more}: readers take blocks of {BLOCK} x {BLOCK}, and wanted are rows and columns in multiples of "
             f"{BLOCK}; write dtype=bf16, and let the server quantise"
         )
-    return [_quantised(job, published) if any(published.has(t.name) for t in job.planned) else job for job in jobs]
+    cores = _Cores()
+    return [
+        _quantised(job, published, cores) if any(published.has(t.name) for t in job.planned) else job for job in jobs
+    ]
 
 
 def cast(job: Job, dtype: torch.dtype) -> Job:
@@ -93,7 +100,24 @@ def _fits(tensor: Planned, published: PublishedFP8) -> bool:
     return whole and math.prod(tensor.shape) % published.scale.itemsize == 0
 
 
-def _quantised(job: Job, published: PublishedFP8) -> Job:
+class _Cores:
+    """Threads that quantise strips beside one another, each on one core; they end with the jobs that use them."""
+
+    def __init__(self) -> None:
+        self.count = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads: ThreadPoolExecutor | None = None
+
+    def quantise(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Codes of rows in bf16, and scales of each 128 of them."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.count, "zoo-fp8", torch.set_num_threads, (1,))
+        codes = torch.empty(rows.shape, dtype=DTYPE)
+        share = -(-len(rows) // (BLOCK * self.count)) * BLOCK
+        scales = self._threads.map(partial(_quantise, dtype=dtype), rows.split(share), codes.split(share))
+        return codes, torch.cat(list(scales))
+
+
+def _quantised(job: Job, published: PublishedFP8, cores: _Cores) -> Job:
     planned: list[Planned] = []
     shapes = {tensor.name: tensor.shape for tensor in job.planned}
     for tensor in job.planned:
@@ -104,11 +128,21 @@ def _quantised(job: Job, published: PublishedFP8) -> Job:
         else:
             planned.append(replace(tensor, neighbours=published.scale))
 
+    def codes(name: str, pieces: Iterable[Tensor], scales: list[Tensor]) -> Iterator[Tensor]:
+        for rows in _strips(pieces, shapes[name]):
+            piece, factors = cores.quantise(rows, published.scale)
+            if not factors.isfinite().all():
+                raise UserError(
+                    f"dtype=fp8: {name} has values that are no numbers, or infinite; convert another checkpoint"
+                )
+            scales.append(factors)
+            yield piece
+
     def make() -> Made:
         for name, pieces in job.make():
             if published.has(name):
                 scales: list[Tensor] = []
-                yield name, _codes(name, shapes[name], pieces, scales, published.scale)
+                yield name, codes(name, pieces, scales)
                 yield f"{name}{SCALE}", [torch.cat(scales)]
             else:
                 yield name, pieces
@@ -116,34 +150,12 @@ def _quantised(job: Job, published: PublishedFP8) -> Job:
     return Job(tuple(planned), make)
 
 
-def _codes(
-    name: str, shape: tuple[int, ...], pieces: Iterable[Tensor], scales: list[Tensor], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """The codes of a matrix whose rows these pieces are, or of experts; `scales` takes a row of scales, of that dtype, for each 128 rows."""
-    if len(shape) == 2:
-        strips = _whole_strips(pieces)
-    else:
-        experts = (expert for piece in pieces for expert in piece.reshape(-1, *shape[-2:]))
-        strips = (rows for expert in experts for rows in _whole_strips([expert]))
-    for rows in strips:
-        codes = torch.empty(rows.shape, dtype=DTYPE)
-        buffers: tuple[Tensor, Tensor] | None = None
-        for strip, target in zip(rows.split(BLOCK), codes.split(BLOCK), strict=True):
-            if buffers is None or len(buffers[0]) != len(strip):
-                buffers = (
-                    strip.new_empty(strip.shape, dtype=torch.float32),
-                    strip.new_empty(strip.shape, dtype=torch.int16),
-                )
-            scales.append(_quantise(strip, target, *buffers, dtype))
-            if not scales[-1].isfinite().all():
-                raise UserError(
-                    f"dtype=fp8: {name} has values that are no numbers, or infinite; convert another checkpoint"
-                )
-        yield codes
-
-
-def _whole_strips(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The rows in bf16, in pieces of a multiple of 128 of them but for the last."""
+def _strips(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """The rows of a matrix, or of one expert after the other, in bf16 and in pieces of a multiple of 128 but for a matrix's last."""
+    if len(shape) > 2:
+        for expert in (expert for piece in pieces for expert in piece.reshape(-1, *shape[-2:])):
+            yield expert.to("cpu", OTHERS).contiguous()
+        return
     left: Tensor | None = None
     for piece in pieces:
         piece = piece.to("cpu", OTHERS).contiguous()
@@ -156,13 +168,22 @@ def _whole_strips(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         yield left
 
 
-def _quantise(strip: Tensor, codes: Tensor, values: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Write the codes of a strip (up to 128, C) in bf16, and return its scales (1, ceil(C / 128)); the buffers are of the strip's shape."""
-    columns = strip.shape[1]
-    torch.bitwise_and(strip.view(torch.int16), 0x7FFF, out=bits)  # without signs, bf16 is in the order of its bits
-    largest = F.pad(bits.amax(dim=0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(dim=1)
-    scales = (largest.view(OTHERS).float() / LARGEST).to(dtype)
-    scales = scales.where(scales > 0, torch.ones_like(scales)).where(largest < _INFINITY, torch.inf)
-    of_column = scales.float().repeat_interleave(BLOCK)[:columns]
-    codes.copy_(values.copy_(strip).div_(of_column).clamp_(-LARGEST, LARGEST))
-    return scales[None]
+def _quantise(rows: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write the codes of rows (n, C) in bf16; returns their scales (ceil(n / 128), ceil(C / 128))."""
+    columns, scales = rows.shape[1], []
+    values, bits = (
+        rows.new_empty(BLOCK, columns, dtype=torch.float32),
+        rows.new_empty(BLOCK, columns, dtype=torch.int16),
+    )
+    for strip, target in zip(rows.split(BLOCK), codes.split(BLOCK), strict=True):
+        part = slice(len(strip))
+        torch.bitwise_and(
+            strip.view(torch.int16), 0x7FFF, out=bits[part]
+        )  # without signs, bf16 is in the order of its bits
+        largest = F.pad(bits[part].amax(dim=0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(dim=1)
+        scale = (largest.view(OTHERS).float() / LARGEST).to(dtype)
+        scale = scale.where(scale > 0, torch.ones_like(scale)).where(largest < _INFINITY, torch.inf)
+        of_column = scale.float().repeat_interleave(BLOCK)[:columns]
+        target.copy_(values[part].copy_(strip).div_(of_column).clamp_(-LARGEST, LARGEST))
+        scales.append(scale)
+    return torch.stack(scales)
