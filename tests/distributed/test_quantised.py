@@ -111,3 +111,20 @@ def test_a_run_starts_from_it_and_exports_plain_weights(rank: int, pool: Pool, t
     if rank:
         config = json.loads((run / "export" / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(made.absolute())
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "adapters"])
+def test_a_run_in_fp8_is_its_bf16_in_fp8(rank: int, call: Call, pool: Pool, tmp_path: Path) -> None:
+    source, run = write_tiny_qwen3_vl(tmp_path / "source", moe=True, tied=True), tmp_path / "run"
+    overrides = [
+        f"model.init={source}", "train.steps=1", "train.global_batch=2", "train.eval_rows=2", "packing.budget=512",
+        "data.lookahead=4", "data.augment=0", "train.lr=1e-2", f"run.dir={run}", f"lora.rank={rank}",
+    ]  # fmt: skip
+    pool.run(1, rank_tasks.train, overrides, "qwen3_vl_moe_sft", "tiny-moe", timeout=300.0)
+    call("convert", run, tmp_path / "fp8", quiet=True, dtype="fp8")
+    call("convert", run, tmp_path / "bf16", quiet=True, dtype="bf16")
+    call("convert", tmp_path / "bf16", tmp_path / "again", quiet=True, dtype="fp8")
+    found, wanted = ({k: v.float() for k, v in tensors(tmp_path / name).items()} for name in ("fp8", "again"))
+    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in wanted)
+    same(found, wanted)
+    assert "FP8 (e4m3)" in (tmp_path / "fp8" / "README.md").read_text()

@@ -79,7 +79,8 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
         with suppress(UserError):
             trained = load_recipe(run.folder / "config.yaml")
         started = step_of(run.folder), loading.started_from(run)
-        about = partial(model_card.trained, trained, *started, ends=assembly.processor.ends)
+        kind = fp8.KIND if options.get("dtype") == fp8.DTYPE else ""
+        about = partial(model_card.trained, trained, *started, ends=assembly.processor.ends, quantised=kind)
         with _held(run, assembly, recipe, world) as held:
             if held is not None:
                 progress = None if quiet else partial(Progress, f"writing {target.name}")

@@ -63,11 +63,12 @@ def name_of(source: Place, path: str) -> str:
 
 def trained(
     recipe: Recipe | None, steps: int, source: Place | None, arch: JsonMapping,
-    *, adapter: bool = False, ends: Mapping[str, int] = NO_ENDS, servers: str = "",
+    *, adapter: bool = False, ends: Mapping[str, int] = NO_ENDS, servers: str = "", quantised: str = "",
 ) -> str:  # fmt: skip
     """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json.
 
-    `ends` are the tokens that training taught as ends of answers, text -> id; `servers`: how adapters are served, where not as they are.
+    `ends` are the tokens that training taught as ends of answers, text -> id; `servers`: how adapters are served, where not as they are;
+    `quantised`: how the weights are.
     """
     rows = {"steps": str(steps), **({} if recipe is None else _of_recipe(recipe))}
     if recipe is not None and recipe.lora.rank:
@@ -79,6 +80,7 @@ def trained(
         rows["to serve it"] = servers
     if ends and not (recipe is not None and recipe.train.scores):
         rows["answers end at"] = ", ".join(f"{text} ({number})" for text, number in ends.items())
+    rows["quantised"] = quantised
     summary = "adapters that were trained" if adapter else "a model that was trained"
     if recipe is not None and recipe.train.scores:
         arch = {**arch, "architectures": [OF_TOKENS.sub(_CLASSIFIER, str(_class(arch)))]}
