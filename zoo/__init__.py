@@ -111,8 +111,10 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     module, attribute = _WHERE[name]
+    from zoo.packages import check_versions
     from zoo.parallel.process_state import preserve_process_state
 
+    check_versions()
     with preserve_process_state():  # what libraries have to say on import is left out
         return getattr(importlib.import_module(module), attribute)
 

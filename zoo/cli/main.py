@@ -127,8 +127,10 @@ def _run(arguments: list[str]) -> int:
         near = [alike] if alike else get_close_matches(subcommand, SUBCOMMANDS, n=1) or list(SUBCOMMANDS)
         raise UserError(f"{subcommand}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
     if subcommand != "completion":  # which is asked at each Tab, and imports nothing that could speak
+        from zoo.packages import check_versions
         from zoo.parallel.process_state import quiet
 
+        check_versions()
         quiet()
     module = importlib.import_module(SUBCOMMANDS[subcommand][0])
     if any(argument in ("-h", "--help") for argument in rest):
