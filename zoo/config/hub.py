@@ -45,6 +45,9 @@ def asking_the_hub() -> Iterator[str | None]:
     finally:
         for module, value in zip(modules, before, strict=True):
             module.HF_HUB_OFFLINE = value
+        late = sys.modules.get("datasets.config")  # it copies the setting as it is imported
+        if late is not None and late not in modules and "HF_DATASETS_OFFLINE" not in os.environ:
+            vars(late)["HF_HUB_OFFLINE"] = False
 
 
 def _unreachable(endpoint: str) -> str | None:

@@ -1,6 +1,8 @@
 """A hub out of reach is one sentence at once: nothing is tried again, and the process is left as it was."""
 
 import socket
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +41,19 @@ WORDS = r"the hub is out of reach \(no connection to 127.0.0.1: Connection refus
 
 def asked(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> str:
     return "".join([*capfd.readouterr(), caplog.text])
+
+
+def test_data_sets_imported_meanwhile_are_not_offline_afterwards(
+    out_of_reach: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.delitem(sys.modules, "datasets.config")
+    with asking_the_hub() as unreachable:
+        assert unreachable
+        late = ModuleType("datasets.config")
+        vars(late)["HF_HUB_OFFLINE"] = constants.HF_HUB_OFFLINE
+        monkeypatch.setitem(sys.modules, "datasets.config", late)
+    assert vars(late)["HF_HUB_OFFLINE"] is constants.HF_HUB_OFFLINE is False
 
 
 def test_a_model(out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from datasets import config
 from huggingface_hub import constants
 from support import hub_server
 from support.hub_server import STRANGER, TOKEN, Hub
@@ -24,7 +25,8 @@ from zoo.tools.convert import convert
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server.serve() as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for module in (constants, config):  # tests run with HF_HUB_OFFLINE set
+            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # whose chunks this hub does not take
         monkeypatch.setattr(hub, "getproxies", dict)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
