@@ -134,11 +134,11 @@ def test_every_number_of_a_bench_has_bounds(options_type: Any) -> None:
 def test_a_tolerance_is_a_number_that_decides() -> None:
     for text in ("nan", "inf", "-1", "x", "1e9"):
         with pytest.raises(UserError, match=r"^tolerance=.*: wanted a number from 0"):
-            verify("nowhere", "nowhere", tolerance=_number(text))
-    assert _number("1e-3") == 1e-3
+            verify("nowhere", "nowhere", tolerance=_number("tolerance", text))
+    assert _number("tolerance", "1e-3") == 1e-3
 
 
 def test_a_shard_is_not_of_endless_size() -> None:
     with pytest.raises(UserError, match="wanted a number of bytes, or a size such as 5GB"):
-        size_in_bytes("9" * 400 + "GB")
-    assert size_in_bytes("200 MB") == 200 * 10**6
+        size_in_bytes("9" * 400 + "GB", "max_shard_size")
+    assert size_in_bytes("200 MB", "max_shard_size") == 200 * 10**6

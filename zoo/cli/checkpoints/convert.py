@@ -13,7 +13,7 @@ Face folder that from_pretrained loads.
   overwrite=true     replace a TARGET that is there, if zoo wrote it and nothing was put into it since
   push_to=ORG/NAME   upload the Hugging Face folder to that repository of the hub
   private=false      make that repository public, where it isn't there yet
-  adapter_format=    write a run's adapters alone: vllm, as vLLM loads them, or peft; default: merge them into the weights
+  adapter_format=vllm  write a run's adapters alone: vllm, as vLLM loads them, or peft; default: merge them into the weights
 """
 
 from __future__ import annotations
