@@ -57,6 +57,11 @@ class InternVLProcessor(Processor):
         """Ids of the placeholder and of the tokens around it."""
         return frozenset(self.hf.image_token_ids)
 
+    @cached_property
+    def placeholders_of_servers(self) -> dict[int, int]:
+        """vLLM has the placeholder of videos in frames, where transformers' processor has that of images."""
+        return {self.tokenizer.convert_tokens_to_ids(self.hf.video_token): self.hf.image_token_id}
+
     def call_options(self, row: Row, media: LoadedMedia) -> JsonObject:
         """Frames are taken as they are."""
         return {"videos_kwargs": {"do_sample_frames": False}} if row.videos else {}

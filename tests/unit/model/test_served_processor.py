@@ -198,3 +198,10 @@ def test_a_stranger_s_folder_opens_nothing_here(tmp_path: Path) -> None:
     settings = {"data.urls": True, "data.root": "/", "data.outside_root": True, "train.lr": 1, "data.labels": "all"}
     (tmp_path / FILE).write_text(json.dumps({"settings": settings, "rows": {}}))
     assert settings_of(Place("hf", tmp_path, tmp_path)).values == {"data.labels": "all"}
+
+
+def test_a_server_may_have_another_placeholder_in_the_frames_of_internvl() -> None:
+    processor, _ = made("internvl_sft")
+    image, video = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    assert processor.placeholders_of_servers == {video: image} and image != video
+    assert made("qwen3_vl_sft")[0].placeholders_of_servers == {}, "its positions depend on the placeholder"

@@ -337,6 +337,11 @@ class Processor:
         """Ids of the placeholder tokens and of the tokens around them: text is never cut before one of these."""
         return frozenset()
 
+    @cached_property
+    def placeholders_of_servers(self) -> Mapping[int, int]:
+        """Id of a placeholder that servers write -> the one in samples, where the model reads both alike."""
+        return {}
+
     # ---------------------------------------------------------------- inside
 
     def sketch_length(self, sketch: Sketch) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from zoo.data.sources.rows import Row
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from zoo.data.processors.processor import Processor
 
 MOST_NEW = 32  # tokens of a greedy answer
+NO_PLACEHOLDERS: Mapping[int, int] = MappingProxyType({})
 
 
 def compare_prompt(client: Client, processor: Processor, row: Row, score: JsonObject) -> JsonObject:
@@ -23,7 +25,7 @@ def compare_prompt(client: Client, processor: Processor, row: Row, score: JsonOb
     else:
         prompt = client.chat_prompt(chat_request(row, thoughts=processor.wants_thoughts))
     labels = sum(label != -100 for label in score["labels"])
-    position = first_difference(score["token_ids"], prompt.token_ids)
+    position = first_difference(score["token_ids"], prompt.token_ids, processor.placeholders_of_servers)
     if position is None:
         return {"labels": labels, **_differences(score, prompt, processor)}
     sides = (score["token_ids"], prompt.token_ids)
@@ -60,12 +62,16 @@ def _lengths(zoo: int, server: int) -> JsonObject:
     return {"zoo_length": zoo, "server_length": server}
 
 
-def first_difference(ids: Sequence[int], served: Sequence[int]) -> int | None:
+def first_difference(
+    ids: Sequence[int], served: Sequence[int], placeholders: Mapping[int, int] = NO_PLACEHOLDERS
+) -> int | None:
     """The first position at which a server's ids are others than zoo's; None where they are the same.
+
+    `placeholders`: see `Processor.placeholders_of_servers`.
 
     zoo's may end with one token more: the end of the last turn or text, where the chat template writes none.
     """
-    same = [x == y for x, y in zip(ids, served, strict=False)]
+    same = [x == y or placeholders.get(y) == x for x, y in zip(ids, served, strict=False)]
     if not all(same):
         return same.index(False)
     return None if len(ids) - len(served) in (0, 1) else len(same)

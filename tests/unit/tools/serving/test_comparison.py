@@ -242,3 +242,5 @@ def test_where_ids_differ_first() -> None:
     assert first_difference([1, 2], [1, 2, 3]) == 2
     assert first_difference([1, 2, 3], [1, 3, 3]) == 1
     assert first_difference([1, 2], []) == 0
+    assert first_difference([1, 9, 9], [1, 8, 8], {8: 9}) is None, "another placeholder, which the model reads alike"
+    assert first_difference([1, 8], [1, 9], {8: 9}) == 1, "the other way round it is text"
