@@ -10,23 +10,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.commands import Zoo, write_rows
-from support.tiny_qwen3 import write_tiny_qwen3
-from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.tiny_qwen35 import write_tiny_qwen35
 
 pytestmark = pytest.mark.slow(minutes=15)
 SCRIPT = Path(__file__).parents[1] / "support" / "vllm_adapters.py"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-MODELS: dict[str, tuple[Any, dict[str, bool], str, list[str]]] = {
-    "qwen3_vl": (write_tiny_qwen3_vl, {}, "qwen3_vl_lora", []),
-    "qwen3_vl experts": (write_tiny_qwen3_vl, {"moe": True}, "qwen3_vl_moe_lora", EXPERTS),
-    "qwen35_vl experts": (write_tiny_qwen35, {"moe": True}, "qwen35_vl_moe_lora", EXPERTS),
-    "qwen3 experts": (write_tiny_qwen3, {"moe": True}, "qwen3_moe_lora", EXPERTS),
-    "qwen3 experts, down alone": (write_tiny_qwen3, {"moe": True}, "qwen3_moe_lora", EXPERTS[1:]),
+MODELS = {
+    "qwen3_vl": ("qwen3_vl_lora", "tiny", []),
+    "qwen3_vl experts": ("qwen3_vl_moe_lora", "tiny-moe", EXPERTS),
+    "qwen35_vl experts": ("qwen35_vl_moe_lora", "tiny-moe", EXPERTS),
+    "qwen3_omni experts": ("qwen3_omni_lora", "tiny", EXPERTS),
+    "qwen3 experts": ("qwen3_moe_lora", "tiny-moe", EXPERTS),
+    "qwen3 experts, down alone": ("qwen3_moe_lora", "tiny-moe", EXPERTS[1:]),
 }
 IDS = [5, 9, 20, 31, 44, 12, 7, 3]
 
@@ -42,19 +39,19 @@ def python_with_vllm() -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_vllm_adds_what_merging_adds(name: str, zoo: Zoo, tmp_path: Path) -> None:
     python = python_with_vllm()
-    write, options, recipe, experts = MODELS[name]
-    weights, run = write(tmp_path / "base", **options), tmp_path / "run"
+    recipe, size, experts = MODELS[name]
+    run = tmp_path / "run"
     rows = [{"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]}] * 4
     done = zoo(
-        "train", f"recipe={recipe}", f"model.init={weights}", "nproc=1", f"run.dir={run}", "train.steps=6", "train.warmup_steps=0",
-        f"data.train={write_rows(tmp_path / 'rows.jsonl', rows)}", "train.global_batch=2", "packing.budget=64", "engine.precision=fp32",
+        "train", f"recipe={recipe}", f"size={size}", "model.init=random", "nproc=1", f"run.dir={run}", "train.steps=6", "train.warmup_steps=0",
+        f"data.train={write_rows(tmp_path / 'rows.jsonl', rows)}", "train.global_batch=2", "packing.budget=128", "engine.precision=fp32",
         "train.lr=3e-2", "lora.rank=4", "lora.alpha=6", "lora.dropout=0", f"lora.targets={json.dumps(['all-linear', *experts])}",
     )  # fmt: skip
     assert done.code == 0, done
     served, merged = tmp_path / "served", tmp_path / "merged"
     assert zoo("convert", str(run), str(served), "adapter_format=vllm").code == 0
     assert zoo("convert", str(run), str(merged)).code == 0
-    command = [python, str(SCRIPT), str(weights), str(merged), str(served)]
+    command = [python, str(SCRIPT), str(run / "base"), str(merged), str(served)]
     dense = not experts
     if dense:  # there are no kernels for adapters of experts on a CPU
         command.append(",".join(map(str, IDS)))
