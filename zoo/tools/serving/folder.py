@@ -11,6 +11,7 @@ from typing import Any
 from zoo.config.locate import is_hub_id, locate, look, quantisation, read_arch
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
+from zoo.model.meta_model import family_of
 from zoo.types import JsonObject
 
 NAME = "served"  # what the model is called in requests
@@ -96,6 +97,7 @@ def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, ar
     command = [program, "serve", folder.weights, "--host", "127.0.0.1", "--port", str(port), "--dtype", folder.dtype]
     command += ["--max-model-len", str(length), "--served-model-name", NAME if folder.adapter is None else "base"]
     if folder.adapter is not None:
+        _refuse_stacks(folder.adapter, folder.arch)
         command += [
             "--enable-lora",
             "--max-lora-rank",
@@ -104,6 +106,19 @@ def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, ar
             f"{NAME}={folder.adapter}",
         ]
     return [*command, *arguments]
+
+
+def _refuse_stacks(adapter: Path, arch: JsonObject) -> None:
+    """UserError for adapters of experts in PEFT's format where vLLM's model takes another."""
+    parameters = read_object(adapter / ADAPTER).get("target_parameters")
+    stacks = [name for name in parameters if ".experts." in str(name)] if isinstance(parameters, list) else []
+    modules = {str(name).rpartition(".")[0] for name in stacks}
+    if not stacks or not arch or (len(stacks) == 2 * len(modules) and family_of(arch).load("bridge").stacked_adapters):
+        return
+    raise UserError(
+        f"{adapter}: vLLM takes these experts in another format; write it: zoo convert RUN OUT adapter_format=vllm, then "
+        "zoo verify RUN OUT served=vllm"
+    )
 
 
 def transformers_command(program: str, folder: ServedFolder, port: int, arguments: Sequence[str]) -> list[str]:

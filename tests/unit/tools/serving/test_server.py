@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.tiny_qwen3 import write_tiny_qwen3
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 from zoo.errors import UserError
 from zoo.tools.serving.client import is_ready
@@ -132,6 +133,34 @@ def test_adapters_are_served_beside_their_base(tmp_path: Path) -> None:
     assert f"--enable-lora --max-lora-rank 32 --lora-modules served={adapter}" in text and "--dtype float32" in text
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 1000}))
     with pytest.raises(UserError, match="adapters of rank 1000, and vLLM takes 512 at most"):
+        vllm_command("vllm", folder, 8001, 100, [])
+
+
+@pytest.mark.parametrize(
+    ("write", "stacks", "passes"),
+    [
+        (write_tiny_qwen3, ["gate_up_proj", "down_proj"], False),
+        (write_tiny_qwen3_vl, ["gate_up_proj", "down_proj"], True),
+        (write_tiny_qwen3_vl, ["down_proj"], False),
+        (write_tiny_qwen3, [], True),
+    ],
+)
+def test_experts_in_a_format_that_vllm_does_not_take(
+    write: Callable[..., Path], stacks: list[str], passes: bool, tmp_path: Path
+) -> None:
+    base, adapter = write(tmp_path / "base", moe=True), tmp_path / "adapter"
+    adapter.mkdir()
+    names = [f"model.layers.{layer}.mlp.experts.{stack}" for layer in range(2) for stack in stacks]
+    names.append("model.layers.0.mlp.shared_experts.up_proj.weight")
+    config = {"base_model_name_or_path": str(base), "r": 8, "target_parameters": names}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    folder = ServedFolder.from_path(str(adapter))
+    if passes:
+        assert "--enable-lora" in vllm_command("vllm", folder, 8001, 100, [])
+        return
+    with pytest.raises(
+        UserError, match=r"these experts in another format; write it: zoo convert RUN OUT adapter_format=vllm"
+    ):
         vllm_command("vllm", folder, 8001, 100, [])
 
 
