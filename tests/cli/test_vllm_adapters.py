@@ -21,7 +21,6 @@ MODELS = {
     "qwen3_vl": ("qwen3_vl_lora", "tiny", []),
     "qwen3_vl experts": ("qwen3_vl_moe_lora", "tiny-moe", EXPERTS),
     "qwen35_vl experts": ("qwen35_vl_moe_lora", "tiny-moe", EXPERTS),
-    "qwen3_omni experts": ("qwen3_omni_lora", "tiny", EXPERTS),
     "qwen3 experts": ("qwen3_moe_lora", "tiny-moe", EXPERTS),
     "qwen3 experts, down alone": ("qwen3_moe_lora", "tiny-moe", EXPERTS[1:]),
 }
