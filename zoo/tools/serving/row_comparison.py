@@ -39,6 +39,8 @@ def compare_reward(client: Client, processor: Processor, row: Row, score: JsonOb
     """The number of a reward model, which stands at the last token; servers tell how many tokens they read, but not which."""
     if row.text is not None:
         raise UnsendableRowError("a plain text is no conversation, which a reward model reads")
+    if row.tools:
+        raise UnsendableRowError("vLLM's /classify, which asks a reward model, takes no tools")
     value, tokens = client.reward(chat_request(row, thoughts=processor.wants_thoughts))
     length = len(score["token_ids"])
     if tokens != length:
