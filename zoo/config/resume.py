@@ -28,6 +28,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
     "saving, evaluation and export": (
         "train.eval_every", "train.eval_rows", "train.save", "train.save_every", "train.save_minutes", "train.keep", "train.keep_best", "export",
+        "max_shard_size", "hub.repo", "hub.private",
     ),
     "logging": (
         "train.log_every", "log.tensorboard", "log.wandb", "log.mlflow", "log.trackio", "log.slow_step", "log.predictions",

@@ -170,6 +170,9 @@ def test_the_backend_is_told_before_anything_is_imported(
 )
 def test_what_transformers_calls_later_is_imported_then(package: str, code: str) -> None:
     pytest.importorskip(package)
+    module, _, function = code.partition("(")[0].rpartition(".")
+    if not hasattr(importlib.import_module(module), function):
+        pytest.skip(f"{module} imports {package} where it calls it (transformers >= 5.21)")
     out = run(
         "from zoo.parallel.megatron.core_import import import_core\n"
         "import_core(); import transformers\n"
