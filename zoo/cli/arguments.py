@@ -181,10 +181,27 @@ def split_values(
 
 
 def split_own_keys(arguments: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of a subcommand's own keys (`key=value`, `--key=value`), and the other arguments."""
+    """The values of a subcommand's own keys (`key=value`, `--key=value`), and the other arguments.
+
+    Raises:
+        UserError: a key that is no recipe's, and looks like one of these.
+    """
     pairs = [(argument, *argument.removeprefix("--").partition("=")[::2]) for argument in arguments]
     own = {key: value for _, key, value in pairs if key in keys}
-    return own, [argument for argument, key, _ in pairs if key not in keys]
+    others = [argument for argument, key, _ in pairs if key not in keys]
+    for argument in others:
+        key, equals, _ = argument.removeprefix("--").partition("=")
+        near = get_close_matches(key, keys, n=1, cutoff=0.75) if equals else []
+        if near and not _is_of_recipe(key):
+            raise UserError(f"{key}: no such key; nearest: {near[0]}")
+    return own, others
+
+
+def _is_of_recipe(key: str) -> bool:
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
+
+    return any(name == key or name.startswith(f"{key}.") for name in keys(Recipe))
 
 
 def split_places(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:

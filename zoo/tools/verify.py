@@ -117,12 +117,17 @@ def verify(
         quiet: no progress on stderr.
 
     Raises:
-        UserError: a checkpoint does not exist, a tolerance that is no number from 0, or the two belong to different families.
+        UserError: a checkpoint does not exist, a tolerance that is no number from 0, overrides without rows, or the two belong to
+            different families.
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= MOST:
         raise UserError(f"tolerance={tolerance!r}: wanted a number from 0 to {MOST}, such as 1e-3")
     if rows is not None:
         locate_rows(str(rows), "rows")
+    elif overrides:
+        raise UserError(
+            f"{next(iter(overrides))}: keys of the recipe count for rows alone; leave it out, or give rows=FILE"
+        )
     places = [locate(run_of(path)) for path in (a, b)]
     with _side(places[0]) as left, _side(places[1]) as right:
         if left.family != right.family:

@@ -96,6 +96,12 @@ def test_every_recipe_has_a_model_of_transformers() -> None:
         assert issubclass(model, transformers.GenerationMixin) and model.config_class.model_type == kind
 
 
+def test_keys_of_a_recipe_are_refused_where_no_rows_are_computed(tmp_path: Path) -> None:
+    for overrides in (["packing.mode=none"], {"packing.mode": "none"}):
+        with pytest.raises(UserError, match=r"^packing.mode.*: keys of the recipe count for rows alone"):
+            zoo.verify(tmp_path, tmp_path, overrides=overrides)
+
+
 @pytest.mark.parametrize("tolerance", [math.nan, math.inf, -1.0, 1001, True, "0.1", None])
 def test_a_tolerance_is_a_number_from_zero(tolerance: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^tolerance=.*: wanted a number from 0 to 1000"):

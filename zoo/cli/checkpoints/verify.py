@@ -58,6 +58,11 @@ def run(arguments: Sequence[str]) -> int:
     options = [argument.removeprefix("--") for argument in rest if argument not in places]
     settings, overrides = split_own_keys(options, ("rows", "tolerance"))
 
+    if "tolerance" in settings and "rows" not in settings:
+        raise UserError(
+            "tolerance= goes with rows=, whose log-probabilities it bounds; leave it out, or give rows=FILE"
+        )
+
     from zoo.tools.verify import LOGPROBS, verify
 
     a, b = places
