@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the package `support`
+
 import bridge_fakes as fakes
 import torch
 import torch.distributed as dist
