@@ -59,8 +59,8 @@ def main(folder: Path, family: str) -> dict[str, Any]:
     with single_process_world() as world:
         model = table.zoo(folder, world)
         examples = table.examples(model.assembly.processor)
-        seen = [name for name in examples if not name.startswith("text")]
-        samples = [examples[name].sample for name in (*seen[-1:], "text-short")]
+        mixture = next((name for name in examples if "+" in name), next(iter(examples)))  # of all media of the family
+        samples = [examples[name].sample for name in (mixture, "text-short")]
         batches, labels = [packed_batch(samples)], sum(int((s.labels != -100).sum()) for s in samples)
         loss, wanted = model.gradients(batches, labels)
         assert not ran
