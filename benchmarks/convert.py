@@ -150,7 +150,7 @@ def measure_conversion() -> None:
 
     source, target, shard_mb = sys.argv[1:]
     start, began = _peak(), time.monotonic()
-    convert(source, target, shard_size=int(shard_mb) * 10**6, quiet=True)
+    convert(source, target, max_shard_size=int(shard_mb) * 10**6, quiet=True)
     print(json.dumps({"seconds": time.monotonic() - began, "peak": _peak(), "start": start}))
 
 

@@ -50,8 +50,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
     "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
-    "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify",
-    "verify_served",
+    "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify", "verify_served",
 ]  # fmt: skip
 
 # models/ lies beside zoo/ in a clone; an install makes it zoo.models.
@@ -74,19 +73,8 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 _SECTIONS = (
-    "Data",
-    "Distill",
-    "Engine",
-    "Hub",
-    "Log",
-    "Lora",
-    "Machine",
-    "Model",
-    "Packing",
-    "Parallel",
-    "Run",
-    "Train",
-)
+    "Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train",
+)  # fmt: skip
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Engine": ("zoo.rl.engine", "Engine"),

@@ -171,15 +171,12 @@ def _strips(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor
 def _quantise(rows: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Write the codes of rows (n, C) in bf16; returns their scales (ceil(n / 128), ceil(C / 128))."""
     columns, scales = rows.shape[1], []
-    values, bits = (
-        rows.new_empty(BLOCK, columns, dtype=torch.float32),
-        rows.new_empty(BLOCK, columns, dtype=torch.int16),
-    )
+    values = rows.new_empty(BLOCK, columns, dtype=torch.float32)
+    bits = rows.new_empty(BLOCK, columns, dtype=torch.int16)
     for strip, target in zip(rows.split(BLOCK), codes.split(BLOCK), strict=True):
         part = slice(len(strip))
-        torch.bitwise_and(
-            strip.view(torch.int16), 0x7FFF, out=bits[part]
-        )  # without signs, bf16 is in the order of its bits
+        # Without signs, values in bf16 are in the order of their bits.
+        torch.bitwise_and(strip.view(torch.int16), 0x7FFF, out=bits[part])
         largest = F.pad(bits[part].amax(dim=0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(dim=1)
         scale = (largest.view(OTHERS).float() / LARGEST).to(dtype)
         scale = scale.where(scale > 0, torch.ones_like(scale)).where(largest < _INFINITY, torch.inf)

@@ -48,7 +48,7 @@ def preserve_process_state() -> Iterator[None]:
 def quiet() -> None:
     """Suppress warnings about packages that zoo does not need, and about how megatron-core calls torch."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    # Of a file that Python compiles, the module is the path.
+    # Python names the file in the place of a module in warnings about code that it compiles.
     warnings.filterwarnings("ignore", module=r".*[/.]megatron/", category=SyntaxWarning)
     # FlashAttention 4's compiler's, of an argument that isn't given.
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -89,7 +88,6 @@ def convert(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = DEFAULT_SHARD_BYTES,
-    shard_size: int | str | None = None,
     allow: Sequence[str] | str = (),
     revision: str | None = None,
     overwrite: bool | str = False,
@@ -110,7 +108,6 @@ def convert(
         dtype: dtype of the tensors that zoo trains, torch's or a name (bf16, fp16, fp32, fp8); None keeps the source's. Tensors that zoo does
             not train keep their bytes.
         max_shard_size: largest size of a weights file, in bytes or as "5GB"; a larger tensor has a file of its own.
-        shard_size: the former name of `max_shard_size`.
         allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra, in a list or with commas between them; recorded
             in the output.
         revision: branch, tag or commit of a hub id.
@@ -128,9 +125,6 @@ def convert(
         CheckpointError: the source is damaged; there is no target.
         UserError: `source` does not exist, `target` exists already, the disk has no room, or a value is none of its kind.
     """
-    if shard_size is not None:
-        print("zoo: shard_size is called max_shard_size now; the old name goes with the next release", file=sys.stderr)
-        max_shard_size = shard_size
     dtype, shard_bytes = float_dtype(dtype), size_in_bytes(max_shard_size, "max_shard_size")
     overwrite, private = _flag("overwrite", overwrite), _flag("private", private)
     allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow

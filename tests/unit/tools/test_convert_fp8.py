@@ -121,23 +121,25 @@ def test_what_is_written_is_what_transformers_reads(kind: str, tmp_path: Path) -
     assert 0 < float((logits - wanted).std() / wanted.std()) < 0.3  # where rounding turns the choice of an expert, too
 
 
-def test_sizes_that_readers_would_take_for_others_are_refused(tmp_path: Path) -> None:
-    source = write_tiny_qwen3(tmp_path / "source", intermediate_size=192)
-    with pytest.raises(UserError, match=r"mlp\.gate_proj\.weight \[192, 44\].* multiples of 128.*dtype=bf16"):
-        convert(source, tmp_path / "fp8", dtype="fp8", quiet=True)
-    assert not (tmp_path / "fp8").exists()
-
-
-def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    source = write_tiny_qwen3(tmp_path / "source")
-    name = "model.layers.1.mlp.up_proj.weight"
+@pytest.mark.parametrize(
+    ("sizes", "value", "message"),
+    [
+        ({"intermediate_size": 192}, 0.0, r"mlp\.gate_proj\.weight \[192, 44\].* multiples of 128.*dtype=bf16"),
+        ({}, torch.nan, r"model\.layers\.1\.mlp\.up_proj\.weight has values that are no numbers"),
+        ({}, -torch.inf, r"model\.layers\.1\.mlp\.up_proj\.weight has values that are no numbers"),
+    ],
+)
+def test_what_readers_would_take_for_something_else_is_refused(
+    sizes: dict[str, int], value: float, message: str, tmp_path: Path
+) -> None:
+    source = write_tiny_qwen3(tmp_path / "source", **sizes)
 
     def spoil(saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        saved[name][3, 5] = torch.nan
+        saved["model.layers.1.mlp.up_proj.weight"][3, 5] = value
         return saved
 
     rewrite(source, spoil)
-    with pytest.raises(UserError, match=f"{name} has values that are no numbers"):
+    with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "fp8", dtype="fp8", quiet=True)
     assert not (tmp_path / "fp8").exists()
 

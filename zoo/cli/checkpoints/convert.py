@@ -23,9 +23,7 @@ from collections.abc import Sequence
 from zoo.cli.arguments import split_flags, split_values
 from zoo.types import JsonObject
 
-KEYS = (
-    "dtype", "max_shard_size", "shard_size", "allow", "revision", "overwrite", "push_to", "private", "adapter_format",
-)  # fmt: skip
+KEYS = ("dtype", "max_shard_size", "allow", "revision", "overwrite", "push_to", "private", "adapter_format")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -199,7 +199,7 @@ class OmniProcessor(vision.PatchProcessor):
         return own
 
     def _heard_in(self, text: str) -> list[int | None]:
-        """Of each sound of a text whose videos are all heard, in its order: the number of its video, None of a clip."""
+        """The number of its video for each sound of a text, None for a clip, in the order of the text; all videos are heard."""
         tokens, videos = self.hf.tokenizer, itertools.count()
         marks = re.findall(f"{re.escape(tokens.video_token)}|{re.escape(tokens.audio_token)}", text)
         return [next(videos) if mark == tokens.video_token else None for mark in marks]
