@@ -29,8 +29,10 @@ if TYPE_CHECKING:
         PackingConfig,
         ParallelConfig,
         Recipe,
+        RlConfig,
         RunConfig,
         TrainConfig,
+        VllmConfig,
     )  # fmt: skip
     from zoo.launch.launcher import launch as train
     from zoo.logging.callbacks.event import Event
@@ -49,8 +51,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
-    "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RunConfig", "TrainConfig", "TrainResult", "__version__", "convert", "evaluate",
-    "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify", "verify_served",
+    "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RlConfig", "RunConfig", "TrainConfig", "TrainResult", "VllmConfig", "__version__",
+    "convert", "evaluate", "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify", "verify_served",
 ]  # fmt: skip
 
 # models/ lies beside zoo/ in a clone; an install makes it zoo.models.
@@ -73,7 +75,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 _SECTIONS = (
-    "Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train",
+    "Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Rl", "Run", "Train", "Vllm",
 )  # fmt: skip
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},

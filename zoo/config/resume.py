@@ -42,7 +42,8 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
     "hardware": (
         "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "machine.host_memory_gb", "data.cache_mb", "data.workers",
-        "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb",
+        "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb", "rl.batch", "rl.reward_seconds", "rl.reward_processes",
+        "rl.vllm.memory", "rl.vllm.tensor_parallel", "rl.vllm.sleep",
     ),
     "layout": (
         "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.stage_layers", "parallel.cp", "parallel.cp_split", "parallel.ep", "parallel.etp", "parallel.sp",
@@ -65,6 +66,10 @@ FIXED: tuple[str, ...] = (
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.keep_dropout", "lora.targets",
     "lora.parts", "lora.whole_parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
+    "rl.algorithm", "rl.samples", "rl.updates", "rl.temperature", "rl.top_p", "rl.max_new_tokens", "rl.clip_low", "rl.clip_high",
+    "rl.length_norm", "rl.std_norm", "rl.kl", "rl.reference", "rl.dynamic_sampling", "rl.overlong_buffer", "rl.mask_truncated", "rl.entropy",
+    "rl.importance", "rl.importance_cap", "rl.rewards", "rl.reward_model", "rl.on_reward_error", "rl.rollout", "rl.vllm.max_model_len", "rl.vllm.options",
+    "rl.router_replay", "rl.ahead",
 )  # fmt: skip
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).

@@ -65,6 +65,10 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "FP8": (["engine.fp8=true"], []),
     "NO_GRAPHS": ([], ["engine.cuda_graphs=true"]),
     "OPEN_RANKS": ([], ["nproc=1"]),
+    "RL": (["task=grpo"], []),
+    "IMPORTANCE": ([], ["rl.importance=none"]),
+    "VLLM": (["rl.rollout=vllm"], []),
+    "ZOO_ROLLOUT": ([], ["rl.rollout=vllm"]),
 }  # fmt: skip
 
 # Values that no type tells.
@@ -73,6 +77,8 @@ VALUES: dict[str, str] = {
     "lora.targets": "[q_proj]", "lora.whole_parts": "[merger]", "parallel.stage_layers": "[1, 1]", "train.lr_scale": "{vision: 0.5}", "size": "tiny", "hardware": "cpu",
     "parallel.plan": "[tp]", "data.template": "{a: 1}", "train.keep_best": "exact_match", "data.encode_in_workers": "true",
     "parallel.overlap_param_gather": "true", "max_shard_size": "2GB", "hub.repo": "me/mine",
+    "rl.std_norm": "true", "rl.rewards": "{anls: 1}", "rl.vllm.options": "{a: 1}", "rl.router_replay": "true",
+    "rl.ahead": "1",
 }  # fmt: skip
 
 CASES = [key for key in keys(Recipe).values() if key.key != "recipe"]

@@ -1,6 +1,7 @@
 """What a resumed run may have otherwise: every key is in one list, and what is refused names keys, values and a way."""
 
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -35,6 +36,9 @@ OTHER: dict[str, Any] = {
     "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5}, "data.template": {"add_vision_id": True},
     "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536, "data.special_tokens": ["<point>"],
+    "rl.algorithm": "grpo", "rl.clip_low": 0.1, "rl.clip_high": 0.1, "rl.length_norm": "token", "rl.std_norm": False, "rl.reference": "base",
+    "rl.dynamic_sampling": 3, "rl.overlong_buffer": 3, "rl.importance": "none", "rl.rewards": {"anls": 1.0}, "rl.reward_model": "scorer",
+    "rl.on_reward_error": "zero", "rl.rollout": "vllm", "rl.vllm.max_model_len": 99, "rl.vllm.options": {"seed": 1}, "rl.router_replay": True,
 }  # fmt: skip
 
 
@@ -42,8 +46,8 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("key", [key for key in FIXED if key != "model.arch"])
 def test_every_fixed_key_is_compared(key: str) -> None:
     before = recipe().replace({"engine.fp8": True} if key == "engine.fp8_recipe" else {})
-    section, _, name = key.rpartition(".")
-    old = getattr(getattr(before, section), name)
+    section = key.rpartition(".")[0]
+    old = attrgetter(key)(before)
     new = OTHER[key] if key in OTHER else old + 1 if isinstance(old, int) else old / 2 or 0.5
     after = before.replace({key: new})
     wrong = changes(asdict(before), after)

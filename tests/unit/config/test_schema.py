@@ -36,8 +36,9 @@ def test_choices_are_literals_and_help_says_each_field() -> None:
     assert choices == Literal["cosine", "constant", "linear", "wsd"]
     assert keys(Recipe)["train.schedule"].choices == get_args(choices)
     for key in keys(Recipe).values():
-        section = key.key.rpartition(".")[0]
-        cls = get_type_hints(Recipe)[section] if section else Recipe
+        cls = Recipe
+        for section in key.key.split(".")[:-1]:
+            cls = get_type_hints(cls)[section]
         assert key.doc in " ".join((cls.__doc__ or "").split())
     assert "log (LogConfig): Where metrics go, besides train.jsonl." in (Recipe.__doc__ or "")
 

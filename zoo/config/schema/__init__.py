@@ -7,6 +7,7 @@ only; composition is in :mod:`zoo.config.compose`, checks that involve more than
 
 from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
 from zoo.config.schema.recipe import Recipe
+from zoo.config.schema.rl import RlConfig, VllmConfig
 from zoo.config.schema.run import (
     EngineConfig,
     HubConfig,
@@ -19,5 +20,5 @@ from zoo.config.schema.run import (
 
 __all__ = [
     "DataConfig", "DistillConfig", "EngineConfig", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",
-    "ParallelConfig", "Recipe", "RunConfig", "TrainConfig",
+    "ParallelConfig", "Recipe", "RlConfig", "RunConfig", "TrainConfig", "VllmConfig",
 ]  # fmt: skip

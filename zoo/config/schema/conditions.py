@@ -144,6 +144,11 @@ DROPOUT = _above_zero("lora.dropout", "without dropout")
 TEACHER = _stated("distill.teacher", "without a teacher", "set distill.teacher")
 NO_TEACHER = _left_out("distill.teacher", "beside a teacher")
 
+RL = _stated("rl.algorithm", "without reinforcement learning", "take a recipe <family>_grpo")
+IMPORTANCE = _one_of("rl.importance", "truncated", lacks="without importance weights")
+VLLM = _one_of("rl.rollout", "vllm", lacks="without vLLM")
+ZOO_ROLLOUT = _one_of("rl.rollout", "zoo", lacks="where vLLM generates")
+
 MUON = _one_of("train.optimizer", "muon", lacks="under another optimizer")
 FALLING_RATE = _one_of("train.schedule", "cosine", "linear", "wsd", lacks="under a constant rate")
 WSD = _one_of("train.schedule", "wsd", lacks="under another schedule")

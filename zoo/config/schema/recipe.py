@@ -22,6 +22,7 @@ from zoo.config.layers.layer import reading_objects
 from zoo.config.layers.tree import replaced
 from zoo.config.schema import conditions
 from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
+from zoo.config.schema.rl import RlConfig
 from zoo.config.schema.run import (
     EngineConfig,
     HubConfig,
@@ -61,6 +62,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -100,7 +102,7 @@ class Recipe:
         for item in fields(self):
             value = getattr(self, item.name)
             if is_dataclass(value) and not isinstance(value, type):
-                yield from (f"{item.name}.{name}" for name in given_names(value))
+                yield from _given_in(value, f"{item.name}.")
             elif item.name in names or value != item.default:
                 yield item.name
 
@@ -145,6 +147,13 @@ class Recipe:
 
 
 # fmt: on
+def _given_in(section: Any, prefix: str) -> Iterator[str]:
+    """Dotted keys that a program has given of a section, and of the sections in it."""
+    for name in given_names(section):
+        value = getattr(section, name)
+        yield from _given_in(value, f"{prefix}{name}.") if is_dataclass(value) else (f"{prefix}{name}",)
+
+
 def _section(name: str, kind: Any, value: object) -> Any:
     """A section of a mapping of its keys."""
     if not isinstance(value, Mapping):
