@@ -244,6 +244,15 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
     return adapters.renames.config(_config_of(adapters, assembly, recipe))
 
 
+def as_vllm(
+    tensors: Mapping[str, Tensor], adapters: Adapters, assembly: build.Assembly, recipe: Recipe
+) -> tuple[dict[str, Tensor], JsonObject]:
+    """Tensors by the names of `gathered` as vLLM loads them, and their adapter_config.json."""
+    stacked, names = assembly.family.load("bridge").stacked_adapters, (adapters.published, adapters.stacks)
+    made = to_vllm(tensors, *names, adapters.dims.experts, stacked=stacked)
+    return made, vllm_config(_config_of(adapters, assembly, recipe), *names, stacked=stacked)
+
+
 def _config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> JsonObject:
     """The same under the former names of modules alone."""
     assert assembly.source is not None
@@ -276,14 +285,11 @@ def _commit(
         with safe_open(part, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     assert tensors.keys() == _names(adapters), sorted(tensors.keys() ^ _names(adapters))
-    config = _config_of(adapters, assembly, recipe)
     if form == "vllm":
-        stacked, names = assembly.family.load("bridge").stacked_adapters, (adapters.published, adapters.stacks)
-        tensors = to_vllm(tensors, *names, adapters.dims.experts, stacked=stacked)
-        config = vllm_config(config, *names, stacked=stacked)
+        tensors, config = as_vllm(tensors, adapters, assembly, recipe)
     else:
         tensors = {each: tensor for name, tensor in tensors.items() for each in adapters.renames.both(name)}
-        config = adapters.renames.config(config)
+        config = peft_config_of(adapters, assembly, recipe)
     (file,) = _write(tensors, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
         file.rename(writer.partial / WEIGHTS)

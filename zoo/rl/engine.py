@@ -12,12 +12,12 @@ from zoo.bridge.weight_stream import BUCKET
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 from zoo.generation.sampling import Sampling
+from zoo.optim.device_memory import KINDS
 from zoo.parallel.determinism import plain_fp32
 from zoo.parallel.world import settings
 from zoo.rl.batch import PaddedRows
 from zoo.rl.generation import Generated, generate
 from zoo.rl.lifecycle import OpenModel
-from zoo.rl.memory import KINDS
 from zoo.rl.passes import LossFunction
 from zoo.rl.training import StepOutcome
 from zoo.types import JsonMapping, JsonObject

@@ -22,6 +22,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError
 from zoo.launch.slurm import join_slurm
+from zoo.optim.device_memory import KINDS, Kind, Memory, Moved
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.object_group import refuse_different
 from zoo.parallel.process_state import preserve_process_state
@@ -29,11 +30,10 @@ from zoo.parallel.world import World, groups, settings
 from zoo.planner.plan_process import planned
 from zoo.rl.batch import Sparse
 from zoo.rl.checkpoints import Checkpoints, Counts
-from zoo.rl.memory import KINDS, Kind, Memory, Moved
 from zoo.rl.parts import EngineParts, build_parts
 from zoo.rl.passes import Passes
 from zoo.rl.training import Training
-from zoo.rl.weights import Weights
+from zoo.rollouts.published_weights import PublishedWeights
 
 
 @dataclass
@@ -57,7 +57,8 @@ class OpenModel:
         self._ranks, self._world, self._parts, self._stack = ranks, world, parts, stack
         budget, align = recipe.packing.budget, recipe.packing.align or 1
         self._passes: Passes | None = Passes(parts.step, parts.chunks, world, budget, align)
-        self._memory, self._weights = Memory(parts), Weights(parts, world)
+        self._memory = Memory(parts.chunks, parts.optimizer)
+        self._weights = PublishedWeights(parts.assembly, parts.chunks, parts.adapters, world)
         self._checkpoints = Checkpoints(recipe, world, parts)
         config = parts.chunks[0].config
         self._sparse: Sparse | None = None

@@ -1,18 +1,20 @@
-"""Memory of an engine's device, given back while another program uses it, and taken again."""
+"""Memory of a rank's device, given back while another program uses it, and taken again."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.optim.adamw import forget, optimizers
-from zoo.rl.parts import EngineParts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 type Kind = Literal["model", "optimizer", "gradients"]
 KINDS: tuple[Kind, ...] = ("model", "optimizer", "gradients")
@@ -20,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("model", "optimizer", "gradients")
 
 @dataclass(frozen=True)
 class Moved:
-    """What one `zoo.Engine.to` did on this rank.
+    """What one `Memory.move` did on this rank.
 
     Attributes:
         model, optimizer, gradients: bytes of the device that were given back, or taken again. Gradients are not copied: they are
@@ -42,7 +44,8 @@ class Memory:
     optimizer's parts of these) is good again once it has its size back.
     """
 
-    parts: EngineParts
+    chunks: Sequence[MegatronModule]  # under megatron-core's DDP where they are trained
+    optimizer: Any = None  # None where nothing is trained
     away: dict[Kind, list[tuple[torch.UntypedStorage, Tensor | None, int]]] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -88,25 +91,25 @@ class Memory:
             else:
                 whole.copy_(copy, non_blocking=True)
             total += size
-        if self.parts.optimizer is not None:
-            forget(self.parts.optimizer)
+        if self.optimizer is not None:
+            forget(self.optimizer)
         return total
 
     def _storages(self, kind: Kind) -> list[torch.UntypedStorage]:
         """The storages of a kind that have any bytes, once each, and without the model's for the other kinds."""
-        model: list[Tensor] = [parameter for chunk in self.parts.chunks for parameter in chunk.parameters()]
+        model: list[Tensor] = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         tensors = model
         if kind == "optimizer":
             tensors = list(self._of_optimizer())
         elif kind == "gradients":
-            chunks = self.parts.chunks if self.parts.optimizer is not None else ()
+            chunks = self.chunks if self.optimizer is not None else ()
             tensors = [b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         storages = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
         of_model = set() if kind == "model" else {parameter.untyped_storage()._cdata for parameter in model}
         return [storage for key, storage in storages.items() if key not in of_model and storage.nbytes()]
 
     def _of_optimizer(self) -> Iterator[Tensor]:
-        for optimizer in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
+        for optimizer in optimizers(self.optimizer) if self.optimizer is not None else ():
             for parameter, state in optimizer.state.items():
                 if optimizer.on_host(parameter):
                     continue

@@ -1,10 +1,11 @@
-"""An engine's weights for others: published tensors, adapters merged or by themselves."""
+"""A model's weights for others while it is trained: published tensors, adapters merged or by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,20 +20,28 @@ from zoo.errors import UserError
 from zoo.model import build, lora
 from zoo.nn.decoder import frozen_fp8
 from zoo.parallel.world import World
-from zoo.rl.parts import EngineParts
 from zoo.types import JsonObject
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
-class Weights:
-    """Streams of an engine's weights; their plan is made at the first one of each dtype and bucket."""
 
-    def __init__(self, parts: EngineParts, world: World) -> None:
-        self.parts, self.world = parts, world
+class PublishedWeights:
+    """Streams of a model's weights as they are now; their plan is made at the first one of each dtype and bucket."""
+
+    def __init__(
+        self, assembly: build.Assembly, chunks: Sequence[MegatronModule], adapters: lora.Adapters | None, world: World
+    ) -> None:
+        self.assembly, self.chunks, self.world = assembly, chunks, world
+        self._adapters = adapters
         self._plans: dict[tuple[torch.dtype | None, int], WeightStream] = {}
 
-    def published(self, dtype: torch.dtype | None, bucket: int) -> Iterator[tuple[str, Tensor]]:
-        """(published name, whole tensor), adapters merged."""
-        return self._stream(dtype, bucket).tensors(self._merged)
+    def published(
+        self, dtype: torch.dtype | None = None, bucket: int = BUCKET, *, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(published name, whole tensor), adapters `merged` or left out."""
+        stream = self._stream(dtype, bucket)
+        return stream.tensors(self._merged) if merged else stream.tensors()
 
     def shards(self, dtype: torch.dtype | None) -> Iterator[WeightShard]:
         """This rank's blocks of the same tensors."""
@@ -60,22 +69,27 @@ class Weights:
                 adapter.lowrank = lowrank
 
     def _held(self) -> lora.Adapters:
-        if self.parts.adapters is None:
+        if self._adapters is None:
             raise UserError("the model has no adapters: the recipe's lora.rank is 0; call hf_weights() for its weights")
-        return self.parts.adapters
+        return self._adapters
 
     def peft_config(self, recipe: Recipe) -> JsonObject:
         """PEFT's adapter_config.json."""
-        return lora_files.peft_config_of(self._held(), self.parts.assembly, recipe)
+        return lora_files.peft_config_of(self._held(), self.assembly, recipe)
+
+    def for_vllm(self, recipe: Recipe) -> tuple[dict[str, Tensor], JsonObject]:
+        """The adapters alone as vLLM loads them, whole on every rank, and their adapter_config.json."""
+        adapters = self._held()
+        return lora_files.as_vllm(dict(lora_files.gathered(adapters)), adapters, self.assembly, recipe)
 
     def _stream(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
         """The plan for the model's own parameters, without those of adapters."""
         if (dtype, bucket) in self._plans:
             return self._plans[dtype, bucket]
-        assembly, source = self.parts.assembly, self.parts.assembly.source
-        adapters = self.parts.adapters.held if self.parts.adapters is not None else ()
+        assembly, source = self.assembly, self.assembly.source
+        adapters = self._adapters.held if self._adapters is not None else ()
         adapter_ids = {id(parameter) for entry in adapters for parameter in entry.adapter.parameters()}
-        parameters = [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in adapter_ids]
+        parameters = [(name, p) for name, p in model_parameters(self.chunks) if id(p) not in adapter_ids]
         if any(parameter.dtype == frozen_fp8.DTYPE for _, parameter in parameters):
             raise UserError(
                 "the model's frozen weights are held in FP8 (lora.base_dtype=fp8), so they can't be published; call "
@@ -90,7 +104,7 @@ class Weights:
 
     def _merged(self, name: str, parameter: Tensor) -> Tensor:
         """The parameter with its adapter added, as `Adapters.merge` adds it; itself where it has none."""
-        for entry in self.parts.adapters.held if self.parts.adapters is not None else ():
+        for entry in self._adapters.held if self._adapters is not None else ():
             if entry.target.zoo == name:
                 return entry.merged()
         return parameter
