@@ -1,14 +1,20 @@
-"""Runs under other launchers: tasks of SLURM, a script without `if __name__ == "__main__":`, cells of a notebook."""
+"""Runs under other launchers: tasks of SLURM, pods of Kubernetes, a script without `if __name__ == "__main__":`, cells of a notebook."""
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.commands import Zoo, environment, metrics, python, summary
+
+from zoo.config.compose import load_recipe
+from zoo.launch.rank_group import free_port
+from zoo.launch.templates.job import PORT, Job
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +36,32 @@ def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
     assert said[1][0] == ""  # one rank speaks
     assert zoo.train(tmp_path / "here", "nproc=2").code == 0
     assert metrics(tmp_path / "slurm") == metrics(tmp_path / "here")
+
+
+def test_pods_are_nodes_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
+    """The script of Kubernetes and SkyPilot, once for each of two nodes; SIGTERM to one pod saves the run and gives 75."""
+    arguments = [
+        one for one in zoo.train_arguments(tmp_path / "pods") if not one.startswith(("nproc=", "train.steps="))
+    ]
+    arguments.append("train.steps=10000")
+    job = Job(
+        load_recipe("demo"), "pods", shlex.join([sys.executable, "-m", "zoo", *arguments]), nodes=2, ranks_of_node=1
+    )
+    script = job.script("$NODE", "localhost").replace(str(PORT), str(free_port()))
+    pipe = subprocess.PIPE
+    pods = [
+        subprocess.Popen(["bash", "-c", script], env=environment(NODE=str(node)), stdout=pipe, stderr=pipe, text=True)
+        for node in range(2)
+    ]
+    log, deadline = tmp_path / "pods" / "train.jsonl", time.monotonic() + 240
+    while not (log.is_file() and '"loss"' in log.read_text()):
+        assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods), [pod.poll() for pod in pods]
+        time.sleep(0.1)
+    pods[1].terminate()
+    said = [pod.communicate(timeout=240) for pod in pods]
+    assert [pod.returncode for pod in pods] == [75, 75], said
+    assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[1] and said[1][0] == ""
+    assert summary(tmp_path / "pods")["preempted"] and (tmp_path / "pods" / "checkpoints").is_dir()
 
 
 def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:

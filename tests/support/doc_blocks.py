@@ -31,7 +31,7 @@ NOT_RUN = {
     r"zoo doctor .*size=2b": "measures a GPU",
     r"python -m benchmarks|zoo bench (train|saves)": "measures for minutes to hours; tests/unit/bench runs it small",
     r"zoo bench data ": "encodes rows for minutes; tests/unit/bench has it small",
-    r"zoo train .*--slurm-template|torchrun --nnodes": "needs SLURM and 16 GPUs; test_launchers.py has it",
+    r"zoo train .*-template|torchrun --nnodes": "needs a cluster and 16 GPUs; test_launchers.py has it",
     r"zoo new-family ": "writes into the clone itself; tests/cli/test_new_family.py runs it elsewhere",
     r"zoo inspect runs/mine step=": "needs a bad step; tests/cli/test_bad_steps.py has them",
     r"zoo train their\.yaml": "a file of another trainer, which is refused; tests/unit/config/test_foreign_files.py has them",

@@ -32,6 +32,7 @@ from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe
 from zoo.data.sources.formats.row_keys import ROW_KEYS
 from zoo.data.sources.rows import MEDIA, PLACEHOLDER
+from zoo.launch.templates import TEMPLATES
 from zoo.registry import families
 from zoo.tools.fit_table import find_kind, sizes_of
 
@@ -42,7 +43,7 @@ FLAGS = {
     "verify": ("--json",),
     "plan": ("--json", "--table"),
     "inspect": ("--json",),
-    "train": ("--slurm-template",),
+    "train": tuple(TEMPLATES),
     "doctor": ("--json", "--known-wrong"),
     "new-family": ("--package", "--vision"),
 }

@@ -136,7 +136,8 @@ def _run(arguments: list[str]) -> int:
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())
         return 0
-    if subcommand in _RANKED and "--slurm-template" not in rest and "SLURM_PROCID" in os.environ:
+    templates = any(argument.endswith("-template") for argument in rest)
+    if subcommand in _RANKED and not templates and "SLURM_PROCID" in os.environ:
         from zoo.launch.slurm import join_slurm
 
         join_slurm()  # for the whole command: what is said after the ranks have ended is said by rank 0 alone

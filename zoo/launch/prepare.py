@@ -87,7 +87,7 @@ def _check_machine(recipe: Recipe) -> None:
     if recipe.machine.nodes > 1:
         raise ConfigError(
             f"hardware={recipe.hardware}: its {recipe.machine.nodes} nodes need a launcher: `zoo train --slurm-template` "
-            f"writes a batch script for SLURM, or start torchrun on each (docs/launch.md)"
+            f"writes a batch script for SLURM (others: docs/launch.md), or start torchrun on each"
         )
     if recipe.hardware != "auto" and gpus_here < min(named, recipe.nproc or named):
         raise ConfigError(

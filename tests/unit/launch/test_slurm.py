@@ -1,14 +1,11 @@
-"""SLURM's variables read as torchrun's, and the batch script that is written for it."""
-
-from pathlib import Path
+"""SLURM's variables read as torchrun's."""
 
 import pytest
 
 from zoo.config.compose import load_recipe
-from zoo.config.validate import validate
-from zoo.errors import ConfigError, UserError
+from zoo.errors import ConfigError
 from zoo.launch import prepare
-from zoo.launch.slurm import first_host, join_slurm, write_template
+from zoo.launch.slurm import first_host, join_slurm
 
 
 @pytest.mark.parametrize(
@@ -58,26 +55,6 @@ def test_a_batch_step_says_that_it_waits(capsys: pytest.CaptureFixture[str]) -> 
     del environ["SLURM_STEP_ID"]
     assert join_slurm(environ)
     assert "waiting for the others, which srun starts" in capsys.readouterr().err
-
-
-def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ["recipe=qwen3_vl_sft", "size=4b", "hardware=2x8xh100", "data.train=[a b.jsonl]"]
-    recipe = load_recipe(arguments[0].partition("=")[2], [*arguments[1:], "train.global_batch=16"])
-    path = write_template(validate(recipe, 16), arguments, 16)
-    assert path == Path("qwen3_vl_sft-4b.sbatch")
-    lines = path.read_text().splitlines()
-    assert lines[0] == "#!/bin/bash"
-    for wanted in ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8"):
-        assert f"#SBATCH --{wanted}" in lines
-    assert "#SBATCH --signal=B:USR1@120" in lines and "#SBATCH --requeue" in lines
-    assert not any("OMP_NUM_THREADS" in line for line in lines), "ranks beside GPUs take one thread"
-    assert (
-        "srun --kill-on-bad-exit=0 --wait=60 zoo train "
-        "recipe=qwen3_vl_sft size=4b hardware=2x8xh100 'data.train=[a b.jsonl]' &"
-    ) in lines
-    with pytest.raises(UserError, match="is there already"):
-        write_template(validate(recipe, 16), arguments, 16)
 
 
 @pytest.mark.parametrize(

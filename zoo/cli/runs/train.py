@@ -1,5 +1,5 @@
 """
-usage: zoo train recipe=NAME [key=value ...] [--slurm-template]
+usage: zoo train recipe=NAME [key=value ...] [--slurm-template | --kubernetes-template | --jobset-template | --skypilot-template]
 
 Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml). `zoo train my.yaml`
 and `zoo train recipe=my.yaml` are the same.
@@ -21,7 +21,8 @@ computed tokens that is padding, the share of time spent waiting for data, and t
 answers that are exactly right, by kind of row.
 
 Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a
-rank. --slurm-template trains nothing: it writes a batch script for these arguments, to be submitted by sbatch.
+rank. A template trains nothing: it writes a file for these arguments, to be submitted to SLURM (sbatch), Kubernetes (a TrainJob of
+Kubeflow Trainer, or a plain JobSet) or SkyPilot, which start the command again after exit codes 75, 76 and 137.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    flags, rest = split_flags(arguments, ("--slurm-template",))
+    from zoo.launch.templates import TEMPLATES
+
+    flags, rest = split_flags(arguments, tuple(TEMPLATES))
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
@@ -61,8 +64,10 @@ def _run(arguments: Sequence[str]) -> int:
 
     note_command()
     resolved = resolve(name, overrides)
-    if "--slurm-template" in flags:
-        return _template(resolved.recipe, rest)
+    if flags:
+        for flag in sorted(flags):
+            _write_template(flag, resolved.recipe, rest)
+        return 0
     set_status("planning" if resolved.recipe.parallel.plan else "checking the recipe and its data")
 
     def announce(recipe: Recipe, ranks: int) -> None:
@@ -82,18 +87,18 @@ def _run(arguments: Sequence[str]) -> int:
     return result.code
 
 
-def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
+def _write_template(flag: str, recipe: Recipe, arguments: Sequence[str]) -> None:
+    """Write a batch file, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
     from zoo.config.validate import validate
-    from zoo.launch.slurm import write_template
+    from zoo.launch.templates import TEMPLATES, Job
     from zoo.planner.plan import planned_ranks
     from zoo.planner.plan_process import planned
 
     ranks = planned_ranks(recipe)
-    recipe = validate(planned(recipe, ranks), ranks)
-    path = write_template(recipe, arguments, ranks)
-    print(f"wrote {path}: {recipe.machine.nodes} x {ranks // recipe.machine.nodes} ranks; sbatch {path}")
-    return 0
+    job = Job.from_recipe(validate(planned(recipe, ranks), ranks), arguments, ranks)
+    write, submit = TEMPLATES[flag]
+    path = write(job)
+    print(f"wrote {path}: {job.nodes} x {job.ranks_of_node} ranks; {submit} {path}")
 
 
 def _planned(before: Recipe, after: Recipe) -> str:
