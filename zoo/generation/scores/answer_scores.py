@@ -1,18 +1,17 @@
-"""Scores of one answer: exact match, accuracy, ANLS, word and character error rate.
+"""Scores of one answer: exact match, accuracy, ANLS, numbers, word and character error rate.
 
 Each takes a prediction and the answers that are accepted, and gives a `Score`: a sum and what it is divided by, so that rows add up.
-Exact match, accuracy and ANLS are shares (1 is best); error rates are 0 at best and may exceed 1.
+All but the error rates are shares (1 is best); those are 0 at best and may exceed 1.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 ANLS_THRESHOLD = 0.5  # tau of Biten et al. 2019
 ANNOTATORS = 10  # answers of one question of VQA, at which several people have to agree
@@ -21,6 +20,9 @@ NUMBERS = {
     "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
     "nine": "9", "ten": "10",
 }  # fmt: skip
+
+NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+MARKS = re.compile(f"[{re.escape(string.punctuation.replace('.', ''))}]")
 
 
 class Score(NamedTuple):
@@ -60,13 +62,35 @@ def anls(prediction: str, answers: Sequence[str]) -> Score:
     1 - distance / length of the longer text, and 0 where the distance is half of it or more (Biten et al. 2019, "Scene Text Visual
     Question Answering", equation 1, with tau = 0.5). Case and runs of spaces do not count, as in the benchmarks' own code.
     """
-    predicted = _folded(prediction)
-    distances = []
+    predicted, best = _folded(prediction), 0.0
     for answer in map(_folded, answers):
+        if predicted == answer:
+            return Score(1.0)
         longest = max(len(predicted), len(answer))
-        distances.append(edit_distance(predicted, answer) / longest if longest else 0.0)
-    nearest = min(distances)
-    return Score(1.0 - nearest if nearest < ANLS_THRESHOLD else 0.0)
+        if abs(len(predicted) - len(answer)) < ANLS_THRESHOLD * longest:  # else the distance is over the threshold, too
+            distance = edit_distance(predicted, answer) / longest
+            best = max(best, 1.0 - distance if distance < ANLS_THRESHOLD else 0.0)
+    return Score(best)
+
+
+def number(prediction: str, answers: Sequence[str], tolerance: float = 1e-6) -> Score:
+    """1 where the prediction's last number is the last number of one of the answers, up to a share of that.
+
+    Commas between digits are left out, and what stands after the number (%, kg) does not count. 0.05 is ChartQA's relaxed accuracy
+    (Masry et al. 2022).
+    """
+    predicted = last_number(prediction)
+    wanted = [value for answer in answers if (value := last_number(answer)) is not None]
+    return Score(
+        float(predicted is not None and any(abs(predicted - value) <= tolerance * abs(value) for value in wanted))
+    )
+
+
+def last_number(text: str) -> float | None:
+    """The last finite number in a text; None where it has none."""
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    value = float(found[-1].replace(",", "")) if found else math.inf
+    return value if math.isfinite(value) else None
 
 
 def wer(prediction: str, answers: Sequence[str]) -> Score:
@@ -92,17 +116,25 @@ def _errors(predicted: Sequence[str], wanted: Sequence[Sequence[str]]) -> Score:
 def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
     """Levenshtein distance of two texts, or of two lists of words: substitutions, deletions and insertions, each 1.
 
-    Takes len(a) passes over len(b) numbers.
+    Hyyrö's bit-parallel form of Myers' algorithm (2003, "A bit-vector algorithm for computing Levenshtein and Damerau edit distances"):
+    a column of the table lies in the bits of two integers. Takes max(len(a), len(b)) steps on integers of min(len(a), len(b)) bits.
     """
-    known: dict[str, int] = {}
-    left, right = (np.array([known.setdefault(item, len(known)) for item in text], np.int64) for text in (a, b))
-    places = np.arange(len(right) + 1)
-    row = places.copy()
-    for count, item in enumerate(left, start=1):
-        best = np.minimum(row[1:] + 1, row[:-1] + (right != item))
-        above = np.concatenate(([count], best))
-        row = np.minimum.accumulate(above - places) + places  # insertions
-    return int(row[-1])
+    shorter, longer = sorted((a, b), key=len)
+    if not shorter:
+        return len(longer)
+    places: dict[str, int] = {}  # of each item in the shorter one, as bits
+    for place, item in enumerate(shorter):
+        places[item] = places.get(item, 0) | 1 << place
+    every, last = (1 << len(shorter)) - 1, 1 << (len(shorter) - 1)
+    up, down, distance = every, 0, len(shorter)  # where the column rises and falls by 1, and its last entry
+    for item in longer:
+        same = places.get(item, 0)
+        diagonal = ((((same | down) & up) + up) ^ up) | same | down
+        right, left = down | ~(diagonal | up) & every, diagonal & up
+        distance += bool(right & last) - bool(left & last)
+        right, left = right << 1 | 1, left << 1
+        up, down = (left | ~(diagonal | right)) & every, right & diagonal & every
+    return distance
 
 
 def _folded(text: str) -> str:
@@ -112,8 +144,19 @@ def _folded(text: str) -> str:
 def plain_words(text: str) -> list[str]:
     """Words for error rates: lower case, compatible forms of characters joined (NFKC), no punctuation but apostrophes within words."""
     text = unicodedata.normalize("NFKC", text).lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
-    kept = "".join(" " if unicodedata.category(letter)[0] in "PS" and letter != "'" else letter for letter in text)
-    return [word for part in kept.split() if (word := part.strip("'"))]
+    return [word for part in text.translate(_WORDS).split() if (word := part.strip("'"))]
+
+
+class _Words(dict[int, str]):
+    """Letters for `str.translate`: a space for punctuation and symbols but apostrophes."""
+
+    def __missing__(self, code: int) -> str:
+        letter = chr(code)
+        self[code] = " " if unicodedata.category(letter)[0] in "PS" and letter != "'" else letter
+        return self[code]
+
+
+_WORDS = _Words()
 
 
 def plain_answer(text: str) -> str:
@@ -124,7 +167,6 @@ def plain_answer(text: str) -> str:
     """
     text = re.sub(r"(?<=\d),(?=\d)", "", text.lower().replace("'", "").replace("\N{RIGHT SINGLE QUOTATION MARK}", ""))
     text = re.sub(r"\.(?!\d)", "", text)
-    marks = re.escape(string.punctuation.replace(".", ""))
-    text = re.sub(rf"[{marks}]", " ", text)
+    text = MARKS.sub(" ", text)
     words = [NUMBERS.get(word, word) for word in text.split()]
     return " ".join(word for word in words if word not in ARTICLES)

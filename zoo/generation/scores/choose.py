@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from zoo.errors import UserError, printable
-from zoo.generation.scores.answer_scores import Score, accuracy, anls, cer, exact_match, wer
+from zoo.generation.scores.answer_scores import Score, accuracy, anls, cer, exact_match, number, wer
+from zoo.generation.scores.boxes import iou
 from zoo.registry import imported
 from zoo.user_code import calling
 
@@ -17,7 +18,7 @@ GROUP = "zoo.scores"  # entry points: name -> module:function
 type Scorer = Callable[[str, Sequence[str]], Score]
 
 OWN: dict[str, Scorer] = {
-    "exact_match": exact_match, "accuracy": accuracy, "anls": anls, "wer": wer, "cer": cer,
+    "exact_match": exact_match, "accuracy": accuracy, "anls": anls, "number": number, "iou": iou, "wer": wer, "cer": cer,
 }  # fmt: skip
 ALWAYS = "exact_match"
 BY_TASK = {

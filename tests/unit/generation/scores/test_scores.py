@@ -15,6 +15,8 @@ from zoo.generation.scores.answer_scores import (
     cer,
     edit_distance,
     exact_match,
+    last_number,
+    number,
     plain_answer,
     plain_words,
     wer,
@@ -42,6 +44,31 @@ def test_edit_distance_is_levenshteins() -> None:
     for _ in range(200):
         a, b = ("".join(draw.choices("abc", k=draw.randrange(8))) for _ in "ab")
         assert edit_distance(a, b) == plain_distance(a, b), (a, b)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("12, then 1,234.5 kg.", 1234.5),
+        ("x = -7", -7.0),
+        ("5-3", 3.0),
+        ("\N{MINUS SIGN}2", -2.0),
+        ("1.5e3 %", 1500.0),
+        (".5", 0.5),
+        ("12,34", 34.0),
+        ("none", None),
+        ("9" * 400, None),
+    ],
+)
+def test_last_number_of_a_text(text: str, wanted: float | None) -> None:
+    assert last_number(text) == wanted
+
+
+def test_numbers_are_compared_up_to_a_share() -> None:
+    assert number("so 0.333", ["1/3", "0.3333"], 0.01).value == 1.0
+    assert number("0.333", ["0.3333"]).value == 0.0
+    assert number("0", ["-0.0"]).value == 1.0 and number("0.1", ["0"], 0.5).value == 0.0
+    assert number("no idea", ["none"]).value == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Rewards of sampled answers: zoo's own by name, functions of users in processes of their own, and a reward model's scores."""
