@@ -129,10 +129,10 @@ class PolicyLoss:
         if self.algorithm != "gspo":
             return _exp(logprobs - old)
         now, segments = logprobs.detach(), inputs.segments
-        sums = now.new_zeros(2, inputs.num_segments).index_add(
+        by_segment = now.new_zeros(2, inputs.num_segments).index_add(
             1, segments, torch.stack([now - old, torch.ones_like(now)])
         )
-        total, labels = sum_over_context(sums, cp_group)
+        total, labels = sum_over_context(by_segment, cp_group)
         return _exp(total / labels.clamp(min=1))[segments] * (logprobs - now).exp()
 
     def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:

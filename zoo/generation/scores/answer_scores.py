@@ -88,8 +88,8 @@ def number(prediction: str, answers: Sequence[str], tolerance: float = 1e-6) -> 
 
 def last_number(text: str) -> float | None:
     """The last finite number in a text; None where it has none."""
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    value = float(found[-1].replace(",", "")) if found else math.inf
+    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    value = float(numbers[-1].replace(",", "")) if numbers else math.inf
     return value if math.isfinite(value) else None
 
 
@@ -122,13 +122,13 @@ def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
     shorter, longer = sorted((a, b), key=len)
     if not shorter:
         return len(longer)
-    places: dict[str, int] = {}  # of each item in the shorter one, as bits
-    for place, item in enumerate(shorter):
-        places[item] = places.get(item, 0) | 1 << place
+    bits: dict[str, int] = {}  # where each item stands in the shorter one
+    for index, item in enumerate(shorter):
+        bits[item] = bits.get(item, 0) | 1 << index
     every, last = (1 << len(shorter)) - 1, 1 << (len(shorter) - 1)
     up, down, distance = every, 0, len(shorter)  # where the column rises and falls by 1, and its last entry
     for item in longer:
-        same = places.get(item, 0)
+        same = bits.get(item, 0)
         diagonal = ((((same | down) & up) + up) ^ up) | same | down
         right, left = down | ~(diagonal | up) & every, diagonal & up
         distance += bool(right & last) - bool(left & last)

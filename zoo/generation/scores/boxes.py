@@ -28,7 +28,7 @@ def iou(prediction: str, answers: Sequence[str]) -> Score:
 def boxes_of(text: str) -> list[Box]:
     """The boxes in a text: lists `[x1, y1, x2, y2]`, within JSON or not, and corners `(x1,y1),(x2,y2)`."""
     numbers = (match.groups() for match in BOX.finditer(text))
-    boxes = (found[:4] if found[0] is not None else found[4:] for found in numbers)
+    boxes = (groups[:4] if groups[0] is not None else groups[4:] for groups in numbers)
     return [(float(x1), float(y1), float(x2), float(y2)) for x1, y1, x2, y2 in boxes]
 
 

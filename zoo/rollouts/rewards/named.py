@@ -36,10 +36,10 @@ def find_reward(name: str) -> Reward:
     Raises:
         UserError: no such reward or function, or a tolerance or regular expression that is none.
     """
-    plain, given, argument = name.partition("=")
+    plain, equals, argument = name.partition("=")
     if plain == FORMAT:
-        return _matches(argument) if given else _thinks
-    if plain == "number" and given:
+        return _matches(argument) if equals else _thinks
+    if plain == "number" and equals:
         return _scored(_tolerant(argument))
     if name in OWN:
         return _scored(OWN[name], error_rate=name in ERROR_RATES)

@@ -62,7 +62,7 @@ class RewardProcesses:
                     self._busy.append(process)
                     process.send(rows, calls, queue.popleft())
                 soonest = min(process.deadline for process in self._busy) - time.monotonic()
-                channels = [process.channel for process in self._busy]
+                channels = [process.channel.fileno() for process in self._busy]
                 ready = wait(channels, max(0.0, min(soonest, LOOK_SECONDS)))
                 self.tick()
                 for process, channel in zip([*self._busy], channels, strict=True):
@@ -89,7 +89,7 @@ class RewardProcesses:
             process = _Process(self.names, self.seconds)
             self._idle.append(process)
             while not process.ready:
-                process.reply(bool(wait([process.channel], LOOK_SECONDS)))
+                process.reply(bool(wait([process.channel.fileno()], LOOK_SECONDS)))
                 self.tick()
 
     def close(self) -> None:

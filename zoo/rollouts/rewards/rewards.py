@@ -78,16 +78,16 @@ class Rewards:
             UserError: a row has no reference that a reward compares with, or, without `zero_failures`, a function has failed.
         """
         self.failures.clear()
-        places: dict[int, int] = {}  # number of a prompt -> that of its row
+        row_of: dict[int, int] = {}  # number of a prompt -> index of its row
         rows: list[JsonObject] = []
         calls = []
         for rollout in rollouts:
             prompt = rollout.prompt
-            if prompt.number not in places:
-                places[prompt.number] = len(rows)
+            if prompt.number not in row_of:
+                row_of[prompt.number] = len(rows)
                 rows.append(self._checked(prompt.row))
-            place = places[prompt.number]
-            calls.append(Call(0, rollout.text, tuple(rows[place]["answers"]), place))
+            index = row_of[prompt.number]
+            calls.append(Call(0, rollout.text, tuple(rows[index]["answers"]), index))
         values: dict[str, list[float]] = {}
         for name, reward in self._own.items():
             values[name] = []
@@ -106,8 +106,8 @@ class Rewards:
                 call = every[number]
                 self._fail(isolated[call.reward], call, rows[call.row], reason)
 
-            found = self._processes.call([pickle.dumps(row) for row in rows], every, fail)
-            values |= {name: found[at * len(calls) : (at + 1) * len(calls)] for at, name in enumerate(isolated)}
+            flat = self._processes.call([pickle.dumps(row) for row in rows], every, fail)
+            values |= {name: flat[at * len(calls) : (at + 1) * len(calls)] for at, name in enumerate(isolated)}
         columns = [values[name] if calls else [] for name in self.weights]
         return torch.tensor(columns, dtype=torch.float64).T.nan_to_num(nan=0.0)
 
