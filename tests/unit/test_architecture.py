@@ -37,7 +37,7 @@ ROOMS = {
     "planner": "model parallel packing nn data bridge registry subprocesses",
     "watchdog": "planner parallel logging subprocesses",
     "generation": "checkpoint model parallel logging packing nn data registry",
-    "rollouts": "generation checkpoint optim model parallel logging packing steps nn data bridge subprocesses",
+    "rollouts": "generation checkpoint optim model parallel logging packing steps nn data bridge registry subprocesses",
     "training": "rollouts generation checkpoint watchdog planner optim model parallel logging doctor steps nn data subprocesses",
     "launch": "training watchdog planner checkpoint parallel logging data registry subprocesses",
     "rl": "launch training rollouts planner generation checkpoint optim model parallel packing steps nn data bridge",
