@@ -21,10 +21,12 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import IGNORE, MicroBatch, Sample
 from zoo.generation.prompts import most_positions
+from zoo.generation.routing import RoutingNotes
 from zoo.generation.sampling import Answers, Sampling
 from zoo.model import build
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
+from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.inputs import ModelInputs
 from zoo.packing import PackedLayout
 from zoo.parallel.world import World
@@ -69,30 +71,46 @@ class Decoding:
         """Whether data-parallel ranks must take each pass together: for experts, or to exchange tokens."""
         return self.world.dp_size > 1 and (self.recipe.parallel.ep > 1 or not self.keeps_cache)
 
-    @torch.no_grad()
     def answer(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
-        """Tokens of each prompt's answer, its end token included.
+        """Tokens of each prompt's answer, its end token included; arguments as `answers` has them."""
+        return self.answers(samples, rows).tokens
+
+    @torch.no_grad()
+    def answers(
+        self, samples: Sequence[Sample], rows: Sequence[int], copies: int = 1, routing: RoutingNotes | None = None
+    ) -> Answers:
+        """`copies` answers to each prompt, side by side.
 
         Args:
-            samples: prompts.
-            rows: the number of each, for draws at random.
+            samples: prompts, which are read once with a cache.
+            rows: the number of each answer, for draws at random.
+            copies: answers to a prompt.
+            routing: notes the experts of all tokens; with a cache alone.
         """
         most = most_positions(self.assembly.config)
-        limits = [min(self.sampling.max_new_tokens, most - sample.length) for sample in samples]
-        answers = Answers(limits, self.ends)
+        each = [sample for sample in samples for _ in range(copies)]
+        answers = Answers([min(self.sampling.max_new_tokens, most - sample.length) for sample in each], self.ends)
         if self.keeps_cache:
-            self._with_cache(samples, rows, answers)
+            self._with_cache(samples, rows, answers, copies, routing)
         else:
-            self._recompute(samples, rows, answers)
-        return answers.tokens
+            self._recompute(each, rows, answers)
+        return answers
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set, here or on any rank that takes passes together with this one."""
         return self.world.sum([float(flag)])[0] > 0 if self.together else flag
 
-    def _with_cache(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
+    def _with_cache(
+        self,
+        samples: Sequence[Sample],
+        rows: Sequence[int],
+        answers: Answers,
+        copies: int,
+        routing: RoutingNotes | None,
+    ) -> None:
         """Read the prompts, then a token of each answer a pass."""
-        inputs, _ = self.step.prepare(self._batch(samples), logits="last")
+        experts = None if routing is None else "noted"
+        inputs, _ = self.step.prepare(self._batch(samples), logits="last", experts=experts)
         params = inputs.seq_params
         assert isinstance(params, SeqParams) and params.layout is not None
         further = self.sampling.max_new_tokens if self.together else max(answers.limits)
@@ -101,15 +119,25 @@ class Decoding:
         logits = self.step.forward(self.chunks[0], inputs)
         cache.prompts_read(params.layout, logits.device)
         position = next_positions(inputs.positions, params.layout)
+        if routing is not None:
+            routing.prompts(inputs.routing, params.layout, copies)
+        if copies > 1:
+            cache.repeat(copies)
+            logits, position = logits.repeat_interleave(copies, dim=0), position.repeat_interleave(copies, dim=1)
         for count in itertools.count():
-            picks = self.sampling.choose(logits, rows, count)
-            for number, token in enumerate(picks):
-                answers.add(number, token)
+            picks = self.sampling.pick(logits, rows, count)
+            for number, pick in enumerate(zip(*picks, strict=True)):
+                answers.add(number, *pick)
             if not self.any(bool(answers.growing)):
                 return
-            logits = self.step.forward(self.chunks[0], self._next_inputs(picks, position, cache))
+            inputs = self._next_inputs(picks.tokens, position, cache)
+            if routing is not None:
+                inputs = replace(inputs, routing=Routing())
+            logits = self.step.forward(self.chunks[0], inputs)
             cache.token_read()
             position = position + 1
+            if routing is not None:
+                routing.token(inputs.routing)
 
     def _next_inputs(self, tokens: Sequence[int], position: Tensor, cache: DecodeCache) -> ModelInputs:
         """One token of each sequence, padded to a multiple of `align`."""
@@ -133,17 +161,17 @@ class Decoding:
             numbers = growing or [0]
             grown = [_grown(samples[number], answers.tokens[number]) for number in numbers]
             logits = self._last_logits(grown)
-            picks: dict[int, int] = {}
+            picks: dict[int, tuple[int, float]] = {}
             if logits:
                 table = torch.stack(list(logits.values()))
-                chosen = self.sampling.choose(table, [rows[numbers[segment]] for segment in logits], count)
-                picks = dict(zip(logits, chosen, strict=True))
+                chosen = self.sampling.pick(table, [rows[numbers[segment]] for segment in logits], count)
+                picks = dict(zip(logits, zip(*chosen, strict=True), strict=True))
             if self.world.size > 1:  # of ranks with the same samples, some have the logits
-                everyone: list[tuple[int, dict[int, int]]] = [(0, {})] * self.world.size
+                everyone: list[tuple[int, dict[int, tuple[int, float]]]] = [(0, {})] * self.world.size
                 dist.all_gather_object(everyone, (self.world.dp_rank, picks))
                 picks = {s: t for rank, tokens in everyone if rank == self.world.dp_rank for s, t in tokens.items()}
-            for segment, token in picks.items():
-                answers.add(numbers[segment], token)
+            for segment, pick in picks.items():
+                answers.add(numbers[segment], *pick)
 
     def _last_logits(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
         """Segment -> logits (vocab,) behind its last token, where this rank has them; one pass through all stages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ from zoo.errors import ConfigError, UserError
 from zoo.files import read_object
 
 GENERATION = "generation_config.json"
+
+
+class Picks(NamedTuple):
+    """The next tokens of some sequences."""
+
+    tokens: list[int]
+    logprobs: list[float]  # at the temperature, before top_p; 0 where the most likely token was taken
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,11 @@ class Sampling:
                 raise UserError(f"{name}={getattr(self, name)}: wanted {wanted}")
 
     def choose(self, logits: Tensor, rows: Sequence[int], step: int) -> list[int]:
-        """The next token of each sequence.
+        """The next token of each sequence; arguments as `pick` has them."""
+        return self.pick(logits, rows, step).tokens
+
+    def pick(self, logits: Tensor, rows: Sequence[int], step: int) -> Picks:
+        """The next token of each sequence, and its log-probability.
 
         Args:
             logits: (S, vocab).
@@ -52,10 +64,10 @@ class Sampling:
             step: tokens that the answers have so far.
         """
         if self.temperature == 0.0:
-            tokens: list[int] = logits.argmax(-1).tolist()
-            return tokens
+            return Picks(logits.argmax(-1).tolist(), [0.0] * len(logits))
         shares = torch.softmax(logits.float().cpu() / self.temperature, -1)
-        return [self._draw(share, row, step) for share, row in zip(shares, rows, strict=True)]
+        tokens = [self._draw(share, row, step) for share, row in zip(shares, rows, strict=True)]
+        return Picks(tokens, shares[torch.arange(len(tokens)), tokens].log().tolist())
 
     def _draw(self, share: Tensor, row: int, step: int) -> int:
         """A token by its probabilities (vocab,), from a generator of its own."""
@@ -74,6 +86,7 @@ class Answers:
 
     def __post_init__(self) -> None:
         self.tokens: list[list[int]] = [[] for _ in self.limits]
+        self.logprobs: list[list[float]] = [[] for _ in self.limits]  # of each token
 
     @property
     def growing(self) -> list[int]:
@@ -85,10 +98,11 @@ class Answers:
         tokens = self.tokens[number]
         return len(tokens) >= self.limits[number] or bool(tokens and tokens[-1] in self.ends)
 
-    def add(self, number: int, token: int) -> None:
+    def add(self, number: int, token: int, logprob: float = 0.0) -> None:
         """Add a token to an answer that is not at its end."""
         if not self.ended(number):
             self.tokens[number].append(token)
+            self.logprobs[number].append(logprob)
 
 
 def end_tokens(files: Path | None, processor: Processor) -> frozenset[int]:

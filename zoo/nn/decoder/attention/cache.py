@@ -52,6 +52,14 @@ class DecodeCache:
         """Note the lengths of the prompts, after the pass that read them."""
         self.lengths, self.longest = torch.tensor(layout.lengths, device=device), max(layout.lengths)
 
+    def repeat(self, copies: int) -> None:
+        """Go on with `copies` sequences of each prompt, side by side."""
+        assert self.lengths is not None
+        self.sequences, self.lengths = self.sequences * copies, self.lengths.repeat_interleave(copies)
+        for store in (self._keys, self._values, self._inputs, self._states):
+            for layer in store:  # one after the other, so that a single layer is held twice
+                store[layer] = store[layer].repeat_interleave(copies, dim=0)
+
     def token_read(self) -> None:
         """Note that every sequence has got one token more."""
         assert self.lengths is not None
