@@ -247,6 +247,23 @@ def _plan(packer: BinPacker[int], lengths: Iterable[int], costs: Iterable[int | 
     yield from packer.flush()
 
 
+type Bin = tuple[int, ...]
+"""Rows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
+
+
+def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
+    """The same rows in `count` micro-batches or more: the fullest are halved, then some without a row are added."""
+    spread_bins = list(bins)
+    while len(spread_bins) < count:
+        fullest = max(range(len(spread_bins)), key=lambda i: len(spread_bins[i]), default=0)
+        rows = spread_bins[fullest] if spread_bins else ()
+        if len(rows) < 2:
+            spread_bins.append(())
+        else:
+            spread_bins[fullest : fullest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return spread_bins
+
+
 def deal_bins(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Deal the bins of a step to data-parallel ranks: as many to each, and as much work.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.processors.processor import Processor
-from zoo.packing.binning import plan_bins
+from zoo.packing.binning import Bin, plan_bins
 from zoo.packing.lengths import rows_from_mask
 from zoo.steps.batch import HostBatch
 from zoo.steps.shard import IGNORE
@@ -129,10 +129,6 @@ class PaddedRows:
         return parts
 
 
-type Bin = tuple[int, ...]
-"""Rows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
-
-
 def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
     """Rows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
 
@@ -146,19 +142,6 @@ def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
                 "give a larger packing.budget"
             )
     return [tuple(rows) for rows in plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))]
-
-
-def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
-    """The same rows in `count` micro-batches or more: the fullest are halved, then some without a row are added."""
-    spread_bins = list(bins)
-    while len(spread_bins) < count:
-        fullest = max(range(len(spread_bins)), key=lambda i: len(spread_bins[i]), default=0)
-        rows = spread_bins[fullest] if spread_bins else ()
-        if len(rows) < 2:
-            spread_bins.append(())
-        else:
-            spread_bins[fullest : fullest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    return spread_bins
 
 
 def _same_shape(value: object, name: str, ids: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
+from zoo.packing.binning import Bin, spread
 from zoo.parallel.world import World
-from zoo.rl.batch import Bin, PaddedRows, Sparse, bins_of, spread
+from zoo.rl.batch import PaddedRows, Sparse, bins_of
 from zoo.steps.packed_step import PackedStep
 from zoo.types import JsonMapping, JsonObject
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.rl.batch import PaddedRows, Sparse, bins_of, spread
+from zoo.packing.binning import spread
+from zoo.rl.batch import PaddedRows, Sparse, bins_of
 
 PROCESSOR = SimpleNamespace(media_tensors=lambda features: {"patches": features["pixel_values"]})
 
