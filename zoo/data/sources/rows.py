@@ -10,7 +10,7 @@ loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,6 +168,7 @@ def make_row(item: JsonMapping, source: str, access: Access, form: Form | str | 
 
 def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     item, form_name, boxes, skipped = to_own(item, form)
+    item = _with_answer(item)
     rejected = item.pop("rejected", None) if form_name == PREFERENCE else None
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access, skipped)
@@ -238,6 +239,16 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     if max(row.answer_weights) > MAX_WEIGHT:
         raise bad_row(f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
     return row
+
+
+def _with_answer(item: JsonObject) -> JsonObject:
+    """The row with the first of its `answers` as its last turn, where it ends with a question."""
+    turns, answers = item.get("messages"), item.get("answers")
+    if not (isinstance(turns, list) and turns and isinstance(answers, list) and answers):
+        return item
+    if not (isinstance(turns[-1], Mapping) and turns[-1].get("role") == "user"):
+        return item
+    return {**item, "messages": [*turns, {"role": "assistant", "content": answers[0]}]}
 
 
 def _text_row(item: JsonObject, source: str, access: Access, skipped: tuple[str, ...]) -> Row:
