@@ -31,6 +31,21 @@ class TeacherLogits(NamedTuple):
     places: Tensor | None = None
 
 
+class PolicyTokens(NamedTuple):
+    """What reinforcement learning knows of the labels of a micro-batch, in the shape of its labels.
+
+    advantages, and natural log-probabilities under the rollout's temperature: rollout, by the engine that drew the answers; old, by
+    the trainer before the rollout's first update, None where this is it; reference, by the reference model. All float32.
+    experts: (B, T0, L, k) int64 that the rollout's tokens took, -1 where that is not known; None: routers choose.
+    """
+
+    advantages: Tensor
+    rollout: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    experts: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Sample:
     """One encoded row.
@@ -121,6 +136,7 @@ class MicroBatch:
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.DistillationInputs`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: a teacher's logits of all labels, from disk, on the CPU.
+        policy: of sampled answers, what reinforcement learning knows of the labels.
         filler: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
     """
 
@@ -142,6 +158,7 @@ class MicroBatch:
     drift: Tensor | None = None
     teaching: Any = None
     taught: TeacherLogits | None = None
+    policy: PolicyTokens | None = None
     step_weight: float | None = None
     most_tokens: int | None = None
     filler: bool = False

@@ -35,6 +35,7 @@ from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
 from zoo.steps import Objective, StepRank
 from zoo.steps.losses import DistillationLoss
+from zoo.steps.policy import PolicyLoss
 from zoo.steps.preference import AnswerLoss, KTOLoss, PreferenceLoss
 
 if TYPE_CHECKING:
@@ -245,7 +246,9 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
         encodes_media=world.pp_rank == 0,
     )
-    objective = Objective(preference_loss(recipe), distillation_loss(recipe), mtp_layers, recipe.train.mtp_loss)
+    losses = preference_loss(recipe), distillation_loss(recipe)
+    policy = policy_loss(recipe), recipe.rl.temperature
+    objective = Objective(*losses, mtp_layers, recipe.train.mtp_loss, *policy)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
     )
@@ -269,6 +272,16 @@ def distillation_loss(recipe: Recipe) -> DistillationLoss | None:
     """The loss of a recipe with a teacher."""
     settings = recipe.distill
     return None if settings.teacher is None else DistillationLoss(settings.weight, settings.temperature)
+
+
+def policy_loss(recipe: Recipe) -> PolicyLoss | None:
+    """The loss of sampled answers that a recipe of reinforcement learning trains with."""
+    rl = recipe.rl
+    if rl.algorithm is None:
+        return None
+    assert rl.clip_low is not None and rl.clip_high is not None  # derived by validate
+    cap = rl.importance_cap if rl.importance == "truncated" else None
+    return PolicyLoss(rl.algorithm, rl.clip_low, rl.clip_high, rl.kl, rl.entropy, cap, rl.reference != "none")
 
 
 def preference_loss(recipe: Recipe) -> AnswerLoss | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -85,7 +85,8 @@ class ModelInputs:
     count_correct: bool = False  # also say whether each target was the most likely token
     # The logits of targets are divided by it before anything else: a number, or (N,) on the device.
     temperature: float | Tensor = 1.0
-    entropy: bool = False  # also the entropy of what predicts each target
+    # Also the entropy of what predicts each target; "measured": without gradient, for which no copy of the logits is kept.
+    entropy: bool | Literal["measured"] = False
     distillation: DistillationInputs | None = None  # of the targets: also the divergence from the teacher
     top: TopK | None = None  # the most likely tokens where targets stand, instead of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks

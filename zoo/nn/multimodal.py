@@ -354,7 +354,8 @@ class MultimodalModel(LanguageModule):
             if inputs.count_correct:
                 second = most_likely(logits, self.tp_group) == targets
             elif inputs.entropy:
-                second = entropy(logits, self.tp_group)
+                measured = inputs.entropy == "measured"
+                second = entropy(logits.detach() if measured else logits, self.tp_group)
             elif inputs.distillation is not None and count:
                 second = divergence(logits, inputs.distillation, self.tp_group)
         loss = cross_entropy(logits, targets, self.tp_group)

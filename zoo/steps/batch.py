@@ -22,7 +22,7 @@ class MicroBatchLike(Protocol):
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels; `reference`, (S,)
     float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.preference`); `desirable`, (S,) bool, with
     `kl`, () float32, for one of labelled answers; for distillation `teaching` of this rank's labels in order, or `taught` of all
-    labels (`zoo.data.sample.TeacherLogits`); `most_tokens` and `filler` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
+    labels (`zoo.data.sample.TeacherLogits`); for reinforcement learning `policy`; `most_tokens` and `filler` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
     of its mask, as in `PackedLayout.from_mask`. Fields that say the same twice (lengths next to a mask, `cu_seqlens`, `layout`,
     `position_ids`) must agree.
     """
@@ -56,8 +56,23 @@ class TaughtLike(Protocol):
     def places(self) -> Tensor | None: ...  # (N,) int64, ascending, of the labels in the flattened batch
 
 
+class PolicyLike(Protocol):
+    """What reinforcement learning knows of a batch's labels; `zoo.data.sample.PolicyTokens` is one and says what it holds."""
+
+    @property
+    def advantages(self) -> Tensor: ...
+    @property
+    def rollout(self) -> Tensor: ...
+    @property
+    def old(self) -> Tensor | None: ...
+    @property
+    def reference(self) -> Tensor | None: ...
+    @property
+    def experts(self) -> Tensor | None: ...
+
+
 # Fields that a batch may have, which `HostBatch` takes over unchanged.
-OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens", "filler")
+OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "policy", "most_tokens", "filler")
 
 
 @dataclass
@@ -76,6 +91,7 @@ class HostBatch:
     kl: Tensor | None = None
     teaching: DistillationInputs | None = None
     taught: TaughtLike | None = None
+    policy: PolicyLike | None = None
     most_tokens: int | None = None
     filler: bool | None = None
 

@@ -16,6 +16,8 @@ from zoo.steps.preference import AnswerLoss
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from zoo.steps.policy import PolicyInputs
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -34,6 +36,7 @@ class LossInputs:
     reference: Tensor | None = None
     desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
     kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
+    policy: PolicyInputs | None = None  # of sampled answers
     filler: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 
 

@@ -35,6 +35,7 @@ from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.batch_validation import check_ids, check_layout, check_media, check_positions
 from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
 from zoo.steps.media import MediaStream, RankShare, rank_share
+from zoo.steps.policy import PolicyLoss, policy_inputs, policy_loss
 from zoo.steps.preference import AnswerLoss
 from zoo.steps.sample_level_cp import SampleLevelSplit, split_by_samples
 from zoo.steps.shard import IGNORE, ContextShard, Parts, padded_rows
@@ -70,14 +71,16 @@ class StepRank:
 class Objective:
     """The loss of training batches.
 
-    It is that of each label, unless `preference` (samples are pairs or labelled answers) or `distillation` (batches bring
-    a teacher's tokens) is given. `mtp_weight` is what the mean loss of `mtp_depths` depths of multi-token prediction counts.
+    It is that of each label, unless `preference` (samples are pairs or labelled answers), `distillation` (batches bring
+    a teacher's tokens) or `policy` (batches bring sampled answers, drawn at `temperature`) is given. `mtp_weight` is what the mean loss of `mtp_depths` depths of multi-token prediction counts.
     """
 
     preference: AnswerLoss | None = None
     distillation: DistillationLoss | None = None
     mtp_depths: int = 0
     mtp_weight: float = 0.0
+    policy: PolicyLoss | None = None
+    temperature: float = 1.0
 
 
 class PackedStep:
@@ -117,6 +120,7 @@ class PackedStep:
         self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
         self.mtp_depths, self.mtp_weight = objective.mtp_depths, objective.mtp_weight
         self.preference, self.distillation = objective.preference, objective.distillation
+        self.policy, self.temperature = objective.policy, objective.temperature
         # Whether the model gives a score of each sample's last state.
         self.scores = self.preference is not None and self.preference.scores
 
@@ -146,7 +150,7 @@ class PackedStep:
         evaluate: bool = False,
         logits: bool | Literal["last"] = False,
         logprobs: bool = False,
-        entropy: bool = False,
+        entropy: bool | Literal["measured"] = False,
         temperature: float | Tensor = 1.0,
         experts: Tensor | Literal["noted"] | None = None,
     ) -> tuple[ModelInputs, LossInputs]:
@@ -163,6 +167,9 @@ class PackedStep:
             batch = replace(batch, labels=batch.input_ids)
         parts = self.pack(batch, layout)
         training = not (evaluate or logits or logprobs)
+        if self.policy is not None and batch.policy is not None:  # of all its passes
+            temperature, experts = self.temperature, batch.policy.experts
+            entropy = entropy or (training and (self.policy.entropy > 0 or "measured"))
         inputs, loss_inputs = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[loss_inputs.label_segments])
@@ -188,6 +195,8 @@ class PackedStep:
             flat, sources = batch.weights.float().flatten(), (loss_inputs.label_source, loss_inputs.ahead_source)
             of_labels, of_ahead = (self._move(flat[source]) for source in sources)
             loss_inputs = replace(loss_inputs, label_weights=of_labels, ahead_weights=of_ahead)
+        if training and batch.policy is not None:
+            loss_inputs = replace(loss_inputs, policy=policy_inputs(batch.policy, loss_inputs, self._move))
         return inputs, replace(
             loss_inputs,
             caller_shape=tuple(batch.input_ids.shape),
@@ -372,12 +381,15 @@ class PackedStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over what this rank trains on, labels or answers, times `loss_scale`, and metrics for the log.
 
-        `zoo.steps.losses` has the three kinds of it, and says what their metrics are.
+        `zoo.steps.losses` and `zoo.steps.policy` have the kinds of it, and say what their metrics are.
         """
         if self.preference is not None and not evaluate:
             values = -output if self.scores else output
             group = self.cp_group if self.cp_size > 1 else None
             total, metrics = answer_loss(values, loss_inputs, self.preference, group, counts=self.cp_rank == 0)
+        elif self.policy is not None and not evaluate:
+            group = self.cp_group if self.cp_size > 1 else None
+            total, metrics = policy_loss(output, loss_inputs, self.policy, group)
         elif self.distillation is not None and not evaluate:
             total, metrics = distillation_loss(output, loss_inputs, self.distillation)
         else:

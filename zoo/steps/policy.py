@@ -14,7 +14,7 @@ A masked answer has no loss and need not be packed. The group's answers count in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,6 +25,9 @@ from zoo.steps.losses import sum_over_context
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from zoo.steps.batch import PolicyLike
+    from zoo.steps.losses import LossInputs
 
 FARTHEST = 20.0  # log-ratio beyond which exp() is held, as an infinite one would make gradients of clipped labels NaN
 
@@ -141,6 +144,39 @@ class PolicyLoss:
         optional = {"kl": self.referenced, "capped": self.importance_cap is not None}
         shown = (name for name in self.names[1:] if optional.get(name, True))
         return {LOGGED.get(name, name): totals[name] / tokens for name in shown}
+
+
+def policy_inputs(batch: PolicyLike, loss_inputs: LossInputs, move: Callable[[Tensor], Tensor]) -> PolicyInputs:
+    """What this rank's labels have of what a batch knows; `move` brings a tensor to the device."""
+    weights = loss_inputs.label_weights
+    source, segments = loss_inputs.label_source, move(loss_inputs.label_segments)
+    tensors: dict[str, Tensor | None] = {}
+    for name in ("advantages", "rollout", "old", "reference"):
+        tensor: Tensor | None = getattr(batch, name)
+        if tensor is not None:
+            flat = tensor.flatten()
+            tensor = move(flat[source]) if flat.device == source.device else flat[move(source)]
+        tensors[name] = tensor
+    advantages = tensors.pop("advantages")
+    assert advantages is not None
+    ones = torch.ones_like(advantages) if weights is None else weights
+    return PolicyInputs(advantages, ones, segments, loss_inputs.num_segments, **tensors)
+
+
+def policy_loss(
+    output: Tensor, loss_inputs: LossInputs, policy: PolicyLoss, cp_group: ProcessGroup | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over this rank's labels of negative log likelihoods and entropies (2, N); (0,) where it has no label.
+
+    Metrics are sums over this rank, but for the loss's `maxima`: `nll` is that of the losses, `weight` that of the labels' weights.
+    """
+    assert loss_inputs.policy is not None
+    values = output if output.ndim == 2 else torch.stack((output, output))
+    losses, metrics = policy(-values[0], values[1], loss_inputs.policy, cp_group)
+    total = losses.sum()
+    metrics["nll"], metrics["labels"] = total.detach().float(), total.new_full((), float(len(losses)))
+    metrics["weight"] = loss_inputs.policy.weights.sum()
+    return total, metrics
 
 
 LOGGED = {
