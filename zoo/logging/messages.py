@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from zoo.config.derived import random_base
 from zoo.config.entries import parse_entry
 from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
-from zoo.data.loading.loader import BatchLoader
 from zoo.types import JsonObject
 
 WITHOUT_MOMENTS = "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
@@ -59,7 +59,19 @@ def at_start(
     return f"{size} | trains on {trains} of {_names(recipe.data.train)}, {evaluates} | {steps}{below}"
 
 
-def steps_of(train: TrainConfig, total_steps: int, loader: BatchLoader) -> str:
+class StepSource(Protocol):
+    """What a run's loader knows of its steps; `zoo.data.loading.loader.BatchLoader` is one."""
+
+    bins_per_step: int
+    short_step: int | None
+
+    @property
+    def total_steps(self) -> int | None: ...
+    @property
+    def exact(self) -> bool: ...
+
+
+def steps_of(train: TrainConfig, total_steps: int, loader: StepSource) -> str:
     """The number of steps of a run, and what its loader knows of it."""
     text = f"{total_steps} steps"
     if loader.total_steps is not None and not loader.exact:
@@ -85,6 +97,19 @@ def at_shrinking(rows: int, budget: int) -> str:
     return (
         f"data.overlong=shrink: images or videos of {rows} of the rows read so far are made smaller to fit packing.budget "
         f'{budget}; train.jsonl counts such rows ("rows_shrunk")'
+    )
+
+
+def at_step_without_labels(step: int, why: str) -> str:
+    """That a step is not applied as it has nothing to learn, said once."""
+    return f'step {step} is not applied: {why}; summary.json counts such steps (skipped_steps, "labels")'
+
+
+def at_new_level(step: int, level: float, train: TrainConfig) -> str:
+    """That spikes in a row are the loss's new level."""
+    return (
+        f"{train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level of the loss from here on "
+        "(train.on_new_level=take)"
     )
 
 

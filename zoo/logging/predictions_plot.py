@@ -39,6 +39,7 @@ class Prediction:
     answer: str
     prediction: str
     right: bool
+    reward: float | None = None  # where there are rewards
 
     @property
     def prompt(self) -> str:
@@ -50,7 +51,8 @@ class Prediction:
         """A line of predictions.jsonl, but for its step."""
         row = self.row
         values = {"source": row.source, "kind": row.kind, "prompt": self.prompt, "answer": self.answer}
-        return {**values, "prediction": self.prediction, "right": self.right}
+        reward = {} if self.reward is None else {"reward": self.reward}
+        return {**values, "prediction": self.prediction, "right": self.right, **reward}
 
 
 def block(step: int, predictions: Sequence[Prediction]) -> str:

@@ -35,6 +35,7 @@ class StepLine:
         parts = [
             (f"step {step}/{self.total}", 0),
             (f"loss {metrics['loss']:.4f}", 0),
+            *([(f"reward {metrics['reward']:.3f}", 0)] if "reward" in metrics else []),
             *([(f"acc {metrics[ACCURACY]:.0%}", 0)] if ACCURACY in metrics else []),
             (f"lr {metrics['lr']:.2e}", 3),
             (f"{tokens:,.0f} {unit}", 1),

@@ -119,7 +119,8 @@ class RunLog:
         kinds = ", ".join(f"{k} {f[score]:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
         accuracy = f", accuracy of preferences {metrics[ACCURACY]:.1%}" if ACCURACY in metrics else ""
         match = f", exact match {metrics[score]:.1%}" if score != ACCURACY else ""
-        self.say(f"eval at step {step}: loss {metrics['loss']:.4f}{accuracy}{match} ({kinds})")
+        first = f"loss {metrics['loss']:.4f}" if "loss" in metrics else f"reward {metrics['reward']:.4f}"
+        self.say(f"eval at step {step}: {first}{accuracy}{match} ({kinds})")
 
     def predictions(self, step: int, predictions: Sequence[Prediction]) -> tuple[Path, str] | None:
         """Answers to some held-out rows: a block of lines, predictions.jsonl and the plot; returns plot and block."""

@@ -246,9 +246,8 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
         encodes_media=world.pp_rank == 0,
     )
-    losses = preference_loss(recipe), distillation_loss(recipe)
-    policy = policy_loss(recipe), recipe.rl.temperature
-    objective = Objective(*losses, mtp_layers, recipe.train.mtp_loss, *policy)
+    losses, policy = (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
+    objective = Objective(*losses, mtp_layers, recipe.train.mtp_loss, policy)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
     )
@@ -281,7 +280,8 @@ def policy_loss(recipe: Recipe) -> PolicyLoss | None:
         return None
     assert rl.clip_low is not None and rl.clip_high is not None  # derived by validate
     cap = rl.importance_cap if rl.importance == "truncated" else None
-    return PolicyLoss(rl.algorithm, rl.clip_low, rl.clip_high, rl.kl, rl.entropy, cap, rl.reference != "none")
+    referenced = rl.reference != "none"
+    return PolicyLoss(rl.algorithm, rl.clip_low, rl.clip_high, rl.kl, rl.entropy, cap, referenced, rl.temperature)
 
 
 def preference_loss(recipe: Recipe) -> AnswerLoss | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from zoo.nn.head import DistillationInputs
+from zoo.nn.head import DistillationInputs, TopTokens
 from zoo.packing import PackedLayout
 from zoo.packing.lengths import as_ints, padded_lengths
 
@@ -69,6 +70,20 @@ class PolicyLike(Protocol):
     def reference(self) -> Tensor | None: ...
     @property
     def experts(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What the labels of a micro-batch have, on this rank: (N,) fp32 on its device, in order."""
+
+    advantages: Tensor  # of each label's answer
+    weights: Tensor  # see `zoo.steps.policy.label_weight`
+    segments: Tensor  # (N,) int64, the segment of each label; an answer is one
+    num_segments: int
+    # The trainer's log-probabilities before the rollout's first update; None: this is the first.
+    old: Tensor | None = None
+    rollout: Tensor | None = None  # log-probabilities of the engine that drew the answers
+    reference: Tensor | None = None  # of the reference model
 
 
 # Fields that a batch may have, which `HostBatch` takes over unchanged.
@@ -154,6 +169,25 @@ def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLa
             "(1, T) with T one of the two is wanted"
         )
     return layout
+
+
+def distillation_inputs(
+    batch: HostBatch, label_source: Tensor, temperature: float, move: Callable[[Tensor], Tensor]
+) -> DistillationInputs | None:
+    """What a teacher says of this rank's labels, which from disk are among those of the batch.
+
+    Args:
+        label_source: (N,) places of this rank's labels in the flattened batch.
+        temperature: at which both distributions are compared.
+        move: brings a tensor to the device.
+    """
+    taught = batch.taught
+    if batch.teaching is not None or taught is None:
+        return batch.teaching
+    assert taught.places is not None
+    rows = torch.searchsorted(taught.places, label_source)
+    ids, values, rest = (move(x[rows]) for x in (taught.ids, taught.logprobs, taught.rest))
+    return DistillationInputs(TopTokens(ids.long(), values, rest), temperature)
 
 
 def short(values: tuple[int, ...] | list[int]) -> str:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from zoo.steps.batch import PolicyInputs
 from zoo.steps.preference import AnswerLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from zoo.steps.policy import PolicyInputs
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.head import DistillationInputs, TopTokens
 from zoo.nn.inputs import ModelInputs, MTPInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device
-from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
+from zoo.steps.batch import HostBatch, MicroBatchLike, distillation_inputs, layout_of
 from zoo.steps.batch_validation import check_ids, check_layout, check_media, check_positions
 from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
 from zoo.steps.media import MediaStream, RankShare, rank_share
@@ -71,8 +70,8 @@ class StepRank:
 class Objective:
     """The loss of training batches.
 
-    It is that of each label, unless `preference` (samples are pairs or labelled answers), `distillation` (batches bring
-    a teacher's tokens) or `policy` (batches bring sampled answers, drawn at `temperature`) is given. `mtp_weight` is what the mean loss of `mtp_depths` depths of multi-token prediction counts.
+    It is that of each label, unless `preference` (samples are pairs or labelled answers), `distillation` (batches bring a teacher's
+    tokens) or `policy` (sampled answers) is given. `mtp_weight` is what the mean loss of `mtp_depths` depths counts.
     """
 
     preference: AnswerLoss | None = None
@@ -80,7 +79,6 @@ class Objective:
     mtp_depths: int = 0
     mtp_weight: float = 0.0
     policy: PolicyLoss | None = None
-    temperature: float = 1.0
 
 
 class PackedStep:
@@ -119,10 +117,8 @@ class PackedStep:
         self.encodes_media, self.flops, self.vocabulary = rank.encodes_media, flops, vocabulary
         self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
         self.mtp_depths, self.mtp_weight = objective.mtp_depths, objective.mtp_weight
-        self.preference, self.distillation = objective.preference, objective.distillation
-        self.policy, self.temperature = objective.policy, objective.temperature
-        # Whether the model gives a score of each sample's last state.
-        self.scores = self.preference is not None and self.preference.scores
+        self.preference, self.distillation, self.policy = objective.preference, objective.distillation, objective.policy
+        self.scores = self.preference is not None and self.preference.scores  # of samples' last states
 
     def __call__(
         self,
@@ -168,22 +164,16 @@ class PackedStep:
         parts = self.pack(batch, layout)
         training = not (evaluate or logits or logprobs)
         if self.policy is not None and batch.policy is not None:  # of all its passes
-            temperature, experts = self.temperature, batch.policy.experts
+            temperature, experts = self.policy.temperature, batch.policy.experts
             entropy = entropy or (training and (self.policy.entropy > 0 or "measured"))
         inputs, loss_inputs = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[loss_inputs.label_segments])
         most = batch.most_tokens if self.cp_size == 1 else None  # whole samples make rows of other lengths
         inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most)
-        if training and batch.teaching is not None:
-            inputs = replace(inputs, distillation=batch.teaching)
-        elif training and batch.taught is not None:  # from disk: find this rank's labels among those of the batch
-            taught = batch.taught
-            assert self.distillation is not None and taught.places is not None
-            rows = torch.searchsorted(taught.places, loss_inputs.label_source)
-            ids, values, rest = (self._move(x[rows]) for x in (taught.ids, taught.logprobs, taught.rest))
-            teaching = DistillationInputs(TopTokens(ids.long(), values, rest), self.distillation.temperature)
-            inputs = replace(inputs, distillation=teaching)
+        if training and self.distillation is not None:
+            taught_at, source = self.distillation.temperature, loss_inputs.label_source
+            inputs = replace(inputs, distillation=distillation_inputs(batch, source, taught_at, self._move))
         token_source = chosen = None
         if experts is not None:
             token_source = self._context_shard(parts).take(parts.source).T.reshape(-1)
@@ -195,8 +185,6 @@ class PackedStep:
             flat, sources = batch.weights.float().flatten(), (loss_inputs.label_source, loss_inputs.ahead_source)
             of_labels, of_ahead = (self._move(flat[source]) for source in sources)
             loss_inputs = replace(loss_inputs, label_weights=of_labels, ahead_weights=of_ahead)
-        if training and batch.policy is not None:
-            loss_inputs = replace(loss_inputs, policy=policy_inputs(batch.policy, loss_inputs, self._move))
         return inputs, replace(
             loss_inputs,
             caller_shape=tuple(batch.input_ids.shape),
@@ -205,6 +193,7 @@ class PackedStep:
             reference=None if batch.reference is None else self._move(batch.reference.float()),
             desirable=None if batch.desirable is None else self._move(batch.desirable),
             kl=None if batch.kl is None else self._move(batch.kl),
+            policy=policy_inputs(batch.policy, loss_inputs, self._move) if training else None,
         )
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
@@ -383,12 +372,11 @@ class PackedStep:
 
         `zoo.steps.losses` and `zoo.steps.policy` have the kinds of it, and say what their metrics are.
         """
+        group = self.cp_group if self.cp_size > 1 else None
         if self.preference is not None and not evaluate:
             values = -output if self.scores else output
-            group = self.cp_group if self.cp_size > 1 else None
             total, metrics = answer_loss(values, loss_inputs, self.preference, group, counts=self.cp_rank == 0)
         elif self.policy is not None and not evaluate:
-            group = self.cp_group if self.cp_size > 1 else None
             total, metrics = policy_loss(output, loss_inputs, self.policy, group)
         elif self.distillation is not None and not evaluate:
             total, metrics = distillation_loss(output, loss_inputs, self.distillation)

@@ -21,30 +21,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from zoo.steps.losses import sum_over_context
+from zoo.steps.batch import PolicyInputs, PolicyLike
+from zoo.steps.losses import LossInputs, sum_over_context
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from zoo.steps.batch import PolicyLike
-    from zoo.steps.losses import LossInputs
-
 FARTHEST = 20.0  # log-ratio beyond which exp() is held, as an infinite one would make gradients of clipped labels NaN
-
-
-@dataclass(frozen=True)
-class PolicyInputs:
-    """What the labels of a micro-batch have, on this rank: (N,) fp32 on its device, in order."""
-
-    advantages: Tensor  # of each label's answer
-    weights: Tensor  # see `label_weight`
-    segments: Tensor  # (N,) int64, the segment of each label; an answer is one
-    num_segments: int
-    old: Tensor | None = (
-        None  # the trainer's log-probabilities before the rollout's first update; None: this is the first
-    )
-    rollout: Tensor | None = None  # log-probabilities of the engine that drew the answers
-    reference: Tensor | None = None  # of the reference model
 
 
 @dataclass(frozen=True)
@@ -62,6 +45,7 @@ class PolicyLoss:
         importance_cap: a label's policy loss is weighted by the trainer's probability over the rollout's, at most this (truncated
             importance sampling, as IMPALA's, arXiv 1802.01561, section 4.1); None: it is not.
         referenced: whether labels come with the reference's log-probabilities.
+        temperature: at which answers are drawn, and by which all logits are divided.
     """
 
     algorithm: str
@@ -71,6 +55,7 @@ class PolicyLoss:
     entropy: float = 0.0
     importance_cap: float | None = None
     referenced: bool = False
+    temperature: float = 1.0
     scores: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = (
         "tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "importance", "capped", "difference",
@@ -146,8 +131,12 @@ class PolicyLoss:
         return {LOGGED.get(name, name): totals[name] / tokens for name in shown}
 
 
-def policy_inputs(batch: PolicyLike, loss_inputs: LossInputs, move: Callable[[Tensor], Tensor]) -> PolicyInputs:
-    """What this rank's labels have of what a batch knows; `move` brings a tensor to the device."""
+def policy_inputs(
+    batch: PolicyLike | None, loss_inputs: LossInputs, move: Callable[[Tensor], Tensor]
+) -> PolicyInputs | None:
+    """What this rank's labels have of what a batch of sampled answers knows; `move` brings a tensor to the device."""
+    if batch is None:
+        return None
     weights = loss_inputs.label_weights
     source, segments = loss_inputs.label_source, move(loss_inputs.label_segments)
     tensors: dict[str, Tensor | None] = {}

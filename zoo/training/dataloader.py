@@ -26,11 +26,13 @@ from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
 from zoo.errors import ConfigError, UserError
+from zoo.generation.prompts import most_positions
 from zoo.logging import terminal
 from zoo.model.build import Assembly
 from zoo.parallel.object_group import agreed, object_group
 from zoo.parallel.world import World
 from zoo.planner.sample_costs import training_cost
+from zoo.rollouts.loader import RolloutLoader
 from zoo.training.distillation.token_files import TokenReader
 from zoo.training.evaluation import recipe_batches
 from zoo.types import JsonObject
@@ -57,7 +59,7 @@ class RunData:
     """A rank's samples and loader, and its held-out rows."""
 
     source: SampleSource
-    loader: BatchLoader
+    loader: BatchLoader | RolloutLoader
     held_out: SampleSource | None  # None: nothing is evaluated
     eval_set: EvalBatches | None
     decoder: Decoder
@@ -75,7 +77,7 @@ class RunData:
 
     def abandon(self) -> None:
         """Have the loader's thread leave off at the next row: a run that has failed need not wait until a step is prepared."""
-        self.source.abandon()
+        self.loader.abandon()
 
     def close(self) -> None:
         """End the threads and processes of loader and decoder."""
@@ -83,7 +85,7 @@ class RunData:
         self.decoder.close()
 
 
-def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter | None = None) -> int:
+def total_steps(train: TrainConfig, loader: BatchLoader | RolloutLoader, rows_read: RowCounter | None = None) -> int:
     """`train.steps`, or what `train.epochs` comes to from the loader's position.
 
     Sets `rows_read.expected` to the number of rows that this reads at most.
@@ -93,7 +95,7 @@ def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter |
     """
     steps = train.steps
     if steps is None:
-        if rows_read is not None:
+        if rows_read is not None and isinstance(loader, BatchLoader):
             measured = LENGTH_PROBES if len(loader.source) > EXACT_ROWS else len(loader.source)
             rows_read.expected = rows_read.read + measured // loader.lengths.group.size
         terminal.set_status("reading lengths")
@@ -180,7 +182,11 @@ def open_data(
             "read it as a table"
         )
     rank, size = world.dp_rank, world.dp_size
-    loader = BatchLoader(source, recipe, align=align, dp_rank=rank, dp_size=size, cost=cost, group=object_group())
+    loader: BatchLoader | RolloutLoader
+    if recipe.rl.algorithm is not None:
+        loader = RolloutLoader(source, recipe, world, object_group(), most=most_positions(assembly.config))
+    else:
+        loader = BatchLoader(source, recipe, align=align, dp_rank=rank, dp_size=size, cost=cost, group=object_group())
     if not settings.eval or recipe.train.eval_rows == 0:
         return RunData(source, loader, None, None, decoder, rows_read)
     options |= {"max_rows": recipe.train.eval_rows, "evaluation": True}

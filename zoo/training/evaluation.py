@@ -151,6 +151,21 @@ def compared_logprobs(
     return None if model_logprobs is None or other is None else torch.stack((model_logprobs, other), dim=1).flatten()
 
 
+@torch.no_grad()
+def token_logprobs(
+    step: PackedStep, chunks: Sequence[MegatronModule], batch: MicroBatch, world: World
+) -> torch.Tensor | None:
+    """Log-probability of each label as `PackedStep.logprobs` lays them out, on the device; None on earlier pipeline stages. Every rank calls it."""
+
+    def forward(data: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Callable[..., object]]:
+        inputs, loss_inputs = step.prepare(next(data), logprobs=True)
+        output = step.forward(model, inputs)
+        return output, lambda output: (output.new_zeros(()), {"logprobs": step.logprobs(output, loss_inputs)})
+
+    outputs = forward_only(forward, chunks, batch, world)
+    return outputs[0]["logprobs"] if outputs else None
+
+
 def _evaluated(
     step: PackedStep, chunks: Sequence[MegatronModule], batch: MicroBatch, world: World
 ) -> list[dict[str, torch.Tensor]]:

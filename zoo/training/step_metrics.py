@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from zoo.data.sample import MicroBatch
 from zoo.parallel.world import World
 from zoo.steps.packed_step import PackedStep
-from zoo.types import JsonObject
+from zoo.steps.policy import LOGGED
+from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,7 +56,7 @@ class TokenCounts:
 
     def loss_scale(self, world: World) -> torch.Tensor | float:
         """dp * micro-batches / N; where the loader doesn't know N it is a device tensor, so that the host doesn't wait."""
-        known = self.weight if world.dp_size == 1 else self.step_weight
+        known = self.weight if world.dp_size == 1 and self.step_weight is None else self.step_weight
         if known is not None:
             return world.dp_size * self.batches / (known or 1.0)
         total = torch.tensor(float(self.weight), device=world.device)
@@ -100,41 +102,51 @@ class StepTotals:
             parts: seconds of the step's parts (`zoo.logging.step_timer.PARTS`); called when the device has finished.
             flags: whatever else is to be summed over the ranks; called just before the exchange.
         """
-        mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation
+        mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation or step.policy
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
+        maxima = () if step.policy is None else step.policy.maxima
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *own_names)
         totals = [torch.zeros_like(squared_norm)] * len(names)
         if world.counts_loss and loss_sums:  # in fp64, so exact in any order
             totals = [torch.stack([by_name[name].double() for by_name in loss_sums]).sum() for name in names]
-        on_device: list[float] = torch.stack([squared_norm, *expert_shares.values(), *totals]).tolist()
+        largest = [torch.zeros_like(squared_norm)] * len(maxima)
+        if world.counts_loss and loss_sums:
+            largest = [torch.stack([by_name[name].double() for by_name in loss_sums]).max() for name in maxima]
+        on_device: list[float] = torch.stack([squared_norm, *expert_shares.values(), *totals, *largest]).tolist()
+        of_device, of_rank = on_device[: len(on_device) - len(maxima)], on_device[len(on_device) - len(maxima) :]
         tokens = [counts.real, counts.total] if world.counts_data else [0, 0]
         seconds = parts()
-        by_rank = [value * (rank == world.rank) for rank in range(world.size) for value in seconds]
-        values = [*on_device, *tokens, *by_rank, *flags()]
+        of_rank += seconds
+        by_rank = [value * (rank == world.rank) for rank in range(world.size) for value in of_rank]
+        values = [*of_device, *tokens, *by_rank, *flags()]
         summed = iter(world.sum(values) if world.size > 1 else values)
 
         grad_norm = math.sqrt(next(summed))
         experts = {name: next(summed) for name in expert_shares}
         loss = {name: next(summed) for name in names}
-        weight = loss["weight"] or math.nan
+        weight = (loss["weight"] if step.policy is None else counts.step_weight) or math.nan
         further: Mapping[str, float] = {}
         if loss_with_metrics is not None:
             further = loss_with_metrics.means({name: loss[name] for name in own_names}, weight)
+        real, total = next(summed), next(summed)
+        ranks = [[next(summed) for _ in of_rank] for _ in range(world.size)]
+        for number, name in enumerate(maxima):
+            further = {**further, LOGGED[name]: max(values[number] for values in ranks)}
         return cls(
-            real=next(summed),
-            total=next(summed),
+            real=real,
+            total=total,
             loss=loss["nll"] / weight,
             labels=loss["labels"],
             grad_norm=grad_norm,
             mtp_loss=loss["mtp_nll"] / weight if mtp and loss_with_metrics is None else None,
             further=further,
             experts=experts,
-            parts=[[next(summed) for _ in seconds] for _ in range(world.size)],
+            parts=[values[len(maxima) :] for values in ranks],
             flags=list(summed),
         )
 
-    def record(self, step: int, lr: float, seconds: float) -> JsonObject:
-        """A step's line of train.jsonl."""
+    def record(self, step: int, lr: float, seconds: float, of_loader: JsonMapping = MappingProxyType({})) -> JsonObject:
+        """A step's line of train.jsonl; `of_loader`: metrics of a loader's own, of a rollout."""
         waited = max(parts[0] for parts in self.parts)  # for data; the other ranks wait for that one
         return {
             "step": step,
@@ -150,6 +162,8 @@ class StepTotals:
             **self.further,
             **self.experts,
             **({} if self.mtp_loss is None else {"mtp_loss": self.mtp_loss}),
+            **of_loader,
+            **({"update_seconds": round(seconds - waited, 4)} if of_loader else {}),
         }
 
 

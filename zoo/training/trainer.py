@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -50,7 +51,7 @@ from zoo.parallel.world import World, on_all_cores, open_world
 from zoo.planner.plan import refuse_misfit
 from zoo.records import reading_back
 from zoo.steps.packed_step import PackedStep, Prepared
-from zoo.training import bad_step_records, optimization, resume
+from zoo.training import bad_step_records, optimization, reinforcement, resume
 from zoo.training.auxiliary_passes import auxiliary_passes
 from zoo.training.bad_step_detector import BadStep, BadStepDetector
 from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
@@ -66,7 +67,7 @@ from zoo.watchdog.run_lock import RunLock
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from zoo.types import JsonObject
+    from zoo.types import JsonMapping, JsonObject
 
 FLAGS = 5  # numbers at the beginning of `Trainer.flags`
 
@@ -116,6 +117,7 @@ class StepBatches:
     data_position: JsonObject  # the loader's state before them
     seconds: float  # that the loader was waited for
     total_steps: int | None  # steps of the run, by what the loader knew with this one; None: it does not say
+    metrics: JsonMapping  # of the loader's own
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,11 @@ class Trainer:
         self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None  # next to its computation
         self.flags: list[float] = []  # of the last step, summed over the ranks
         self.saved_at, self.time_is_up_at = time.monotonic(), math.inf
-        self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
-        self.interrupted = self.preempted = self.stopped = False  # stopped: by a callback
+        self.interrupted = self.preempted = self.stopped = self.save_due = False  # stopped: by a callback
         self.evaluated: tuple[int, JsonObject] = (-1, {})  # step and metrics of the last evaluation
-        self.row_counts = RowCounts(recipe.packing.budget)
+        self.row_counts, self.save_report = RowCounts(recipe.packing.budget), SaveReport(recipe)
         self.times, self.memory = StepTimes(world.device, recipe.log.slow_step), MemoryUse(world)
         self.startup.mark("data")
 
@@ -246,6 +247,7 @@ class Trainer:
             reference.give(self.data)
         self.loader.begin()
         self.auxiliary_passes = auxiliary_passes(recipe, assembly, self.adapters, self.step, self.chunks, world)
+        reinforcement.connect(self.data, recipe, assembly, self.trainable, self.step, world)
         self.startup.mark("optimizer")
 
     def train(self) -> TrainResult:
@@ -253,8 +255,8 @@ class Trainer:
         ended = self.done >= self.total_steps or self.callbacks.finished is not None
         if agreed(lambda: ended and was_completed(self.folder, self.done, self.recipe.export)):
             if self.world.is_main:
-                why = self.callbacks.finished
-                print(messages.at_finished(self.folder, self.done, self.total_steps, why, self.recipe.train))
+                why, train = self.callbacks.finished, self.recipe.train
+                print(messages.at_finished(self.folder, self.done, self.total_steps, why, train))
             return agreed(lambda: TrainResult.from_run_dir(self.folder))
         self.build()
         with self.stop.deferred(), self.saver:
@@ -292,6 +294,8 @@ class Trainer:
             self.saver.prepare(self.trainable)
             self._note_saved(self.saver.poll(self.flags), self.flags)
             self.save_report.expect(self.saver.expected_seconds, self.log)
+            if self.loader.within_rollout:  # nothing could be resumed from here
+                continue
             if self.should_stop(None if self.world.size == 1 or self.callbacks.follow_steps else self.flags):
                 break
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
@@ -324,7 +328,7 @@ class Trainer:
         counts = TokenCounts.from_micro_batches(batches.micro_batches)
         lora.seed_dropout(self.recipe, self.done, self.world)
         loss_sums = self.forward_backward(batches, counts.loss_scale(self.world))
-        if on_gpu and self.done + 1 < self.total_steps:
+        if on_gpu and self.done + 1 < self.total_steps and self.loader.ready_ahead:
             self.progress.enter("data")
             self.prefetched = self.fetch()  # while the GPU works
 
@@ -376,7 +380,7 @@ class Trainer:
         if self.auxiliary_passes is None and micro_batches:
             with torch.cuda.stream(self.copies):
                 prepared = Prepared(*self.step.prepare(micro_batches[0]))
-        return StepBatches(micro_batches, prepared, position, waited, self.loader.total_steps)
+        return StepBatches(micro_batches, prepared, position, waited, self.loader.total_steps, self.loader.metrics)
 
     def forward_backward(self, batches: StepBatches, scale: torch.Tensor | float) -> Sequence[LossSums]:
         """Gradients of all micro-batches, their losses multiplied by `scale`; on ranks with the loss, its sums.
@@ -412,9 +416,8 @@ class Trainer:
         """Write a step's metrics down."""
         totals, lr = result.totals, self.scheduler.get_lr({})  # {}: the first group may be a part's with its own rate
         self.losses.append(totals.loss)
-        record = totals.record(self.done, lr, result.seconds)
-        if result.bad is not None:
-            record["skipped"] = result.bad.cause
+        skipped = {} if result.bad is None else {"skipped": result.bad.cause}
+        record = totals.record(self.done, lr, result.seconds, result.batches.metrics) | skipped
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)
         self.progress.step = self.done
         self.callbacks.step(self.done, record)
@@ -429,8 +432,7 @@ class Trainer:
         if bad.cause == "labels":  # nothing to look into, and said once
             log.event("skip", step, cause=bad.cause, why=bad.why)
             if self.detector.counts[bad.cause] == 1:
-                text = 'summary.json counts such steps (skipped_steps, "labels")'
-                log.say(f"step {step} is not applied: {bad.why}; {text}")
+                log.say(messages.at_step_without_labels(step, bad.why))
             return
         numbers = {"step": step, "loss": totals.loss, "grad_norm": totals.grad_norm}
         rows, position = batches.micro_batches, batches.data_position
@@ -439,10 +441,7 @@ class Trainer:
         log.say(f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows")
         if (level := self.detector.new_level) is not None:
             log.event("new_level", step, loss=level)
-            log.say(
-                f"{self.recipe.train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level "
-                "of the loss from here on (train.on_new_level=take)"
-            )
+            log.say(messages.at_new_level(step, level, self.recipe.train))
         if self.detector.ends:
             self.save(wait=True)
             self._finish_saves()
@@ -479,22 +478,23 @@ class Trainer:
         self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
 
-        def until_interrupted() -> Iterator[MicroBatch | None]:
-            for batch in eval_set:
-                self.progress.tick()
-                if self._was_interrupted():
-                    return
-                yield batch
+        def proceed(_: object = None) -> bool:
+            self.progress.tick()
+            return not self._was_interrupted()
 
-        step, passes = self.step, self.auxiliary_passes
-        metrics = evaluate(step, self.chunks, until_interrupted(), self.world, eval_set.filler, passes)
+        if (answerer := self.loader.answerer) is not None:
+            metrics, answers = answerer(held_out, proceed)
+        else:
+            step, passes, batches = self.step, self.auxiliary_passes, takewhile(proceed, eval_set)
+            metrics = evaluate(step, self.chunks, batches, self.world, eval_set.filler, passes)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
         self.evaluated = (self.done, metrics)
         self.callbacks.evaluation(self.done, flat(metrics))
-        self.log.note("answering held-out rows ...")
-        answers = predict(self.recipe, self.assembly, self.world, held_out, self.chunks)
+        if answerer is None:
+            self.log.note("answering held-out rows ...")
+            answers = predict(self.recipe, self.assembly, self.world, held_out, self.chunks)
         self.callbacks.predictions(self.done, self.log.predictions(self.done, answers))
 
     def save(self, wait: bool = False) -> None:

@@ -39,6 +39,7 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
     trainer.saver, trainer.trainable, trainer.world = saver, "chunks", SimpleNamespace(size=1)
     trainer.done, trainer.total_steps, trainer.flags, trainer.save_due, trainer.log = 0, 3, [], False, None
     trainer.save_report = SimpleNamespace(expect=lambda *_: None)
+    trainer.loader = SimpleNamespace(within_rollout=False)
     at: list[int] = []
 
     def step() -> bool:

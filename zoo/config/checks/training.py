@@ -98,7 +98,7 @@ def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
 
 SMALLER, LARGER = (
     ("loss", "wer", "cer", "perplexity"),
-    ("exact_match", "accuracy", "anls", "vqa", "f1", "rewards/accuracies", "rewards/margins"),
+    ("exact_match", "accuracy", "anls", "vqa", "f1", "rewards/accuracies", "rewards/margins", "reward"),
 )
 
 

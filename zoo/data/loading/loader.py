@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from zoo.config.schema import Recipe
@@ -38,7 +39,7 @@ from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
 from zoo.packing import deal_bins
-from zoo.types import JsonObject
+from zoo.types import JsonMapping, JsonObject
 
 STEPS_AHEAD = 4  # steps whose rows are known before they are taken, where workers encode them
 
@@ -77,6 +78,11 @@ class BatchLoader:
     Raises:
         ConfigError: train.global_batch does not divide by micro_batch * dp_size.
     """
+
+    ready_ahead = True  # whether the next step may be fetched before this one's update
+    answerer = None  # gives metrics of held-out rows in the place of a forward pass
+    within_rollout = False  # whether a run can't be resumed from here
+    metrics: JsonMapping = MappingProxyType({})  # of the step handed out last, beside those of its loss
 
     def __init__(
         self,
@@ -224,6 +230,10 @@ class BatchLoader:
     def exact(self) -> bool:
         """Whether `total_steps` is counted, not estimated."""
         return self._length is not None and self._length.exact
+
+    def abandon(self) -> None:
+        """Have the thread leave off at the next row."""
+        self.source.abandon()
 
     def close(self) -> None:
         """Stop preparing ahead, and end the source's workers."""

@@ -1,0 +1,74 @@
+"""Runs of reinforcement learning on rows of the digits, on ranks of the pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.preference import MEDIA, digit_items
+
+SHORT = (
+    "rl.samples=4", "rl.max_new_tokens=6", "train.steps=2", "train.global_batch=4", "train.lr=1e-3", "train.schedule=constant",
+    "train.warmup_steps=0", "packing.align=8", "packing.budget=1024", "train.aux_loss=0",
+)  # fmt: skip
+
+
+class TokenRewards:
+    """A reward that a model with random weights meets now and then: the share of an answer's tokens with an odd id."""
+
+    weights = {"odd": 1.0}  # noqa: RUF012
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def score(self, rollouts: Sequence[Any]) -> Any:
+        import torch
+
+        shares = [[sum(token % 2 for token in one.token_ids) / len(one.token_ids)] for one in rollouts]
+        return torch.tensor(shares, dtype=torch.float64).view(-1, 1)
+
+    def close(self) -> None: ...
+
+
+def write_rows(file: Path, count: int, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Write rows as JSONL, the first ones with an answer, the others with a list of accepted ones; the overrides that train on them."""
+    from zoo.data.digits import ROOT
+
+    rows = []
+    for number, item in enumerate(digit_items(count, kinds)):
+        row = {"messages": item["messages"], **{key: item[key] for key in MEDIA if key in item}}
+        if number % 2:
+            row |= {"messages": row["messages"][:-1], "answers": [row["messages"][-1]["content"], "none"]}
+        rows.append(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    root = () if tuple(kinds) == ("text",) else (f"data.root={ROOT}",)  # which text alone has no use for
+    return (f"data.train=[{file}]", "data.eval=none", *root)
+
+
+def policy_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A run on this rank, by `TokenRewards`; the lines of its steps and evaluations, of the first rank's log."""
+    from support.recipes import load_effective
+    from zoo.training import reinforcement
+    from zoo.training.trainer import run_rank
+
+    reinforcement.open_rewards = TokenRewards  # type: ignore[assignment]
+    fixed = [
+        "task=grpo",
+        "hardware=cpu",
+        "engine.threads=1",
+        "export=false",
+        "log.tensorboard=false",
+        "log.predictions=0",
+    ]
+    made = load_effective(recipe, [*fixed, *overrides])
+    run_rank(made)
+    return records(Path(str(made.run.dir)))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Steps and evaluations of a run."""
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward" in line]

@@ -1,0 +1,122 @@
+"""Greedy answers to held-out rows, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from zoo.config.schema import Recipe
+from zoo.data.loading.lengths import RankGroup
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import spread
+from zoo.generation.decoding import Decoding
+from zoo.generation.generator import Generator
+from zoo.generation.sampling import Sampling, end_tokens
+from zoo.generation.scores.answer_scores import exact_match
+from zoo.logging.predictions_plot import Prediction
+from zoo.model.build import Assembly
+from zoo.parallel.world import World
+from zoo.rollouts.engine import Rollout, RolloutPrompt
+from zoo.rollouts.loader import Rewards, together
+from zoo.rollouts.prompts import asked
+from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
+type Scored = tuple[str | None, list[float]]
+"""The kind of a row, and of its answer: reward, each reward, exact match, tokens, and whether it was cut."""
+
+
+class HeldOutAnswers:
+    """Answers the rows of data.eval, most likely tokens alone, and scores them."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        assembly: Assembly,
+        world: World,
+        chunks: Sequence[MegatronModule],
+        rewards: Rewards,
+        group: RankGroup,
+    ) -> None:
+        """`chunks`: of the model in training; `group`: all ranks."""
+        self.recipe, self.world, self.chunks, self.rewards, self.group = recipe, world, chunks, rewards, group
+        ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
+        self.decoding = Decoding(assembly, chunks, recipe, world, Sampling(recipe.rl.max_new_tokens), ends)
+
+    def __call__(self, held_out: SampleSource, proceed: Callable[[], bool]) -> tuple[JsonObject, list[Prediction]]:
+        """Metrics over all rows, and log.predictions of the answers; every rank calls it, and gets the same.
+
+        Args:
+            held_out: the rows.
+            proceed: asked between two batches of answers, by all ranks together; once it says no, there is no result.
+        """
+        generator = Generator(self.decoding, self.recipe.rl.batch, held_out.bad_rows)
+        count = self.recipe.rl.batch * self.world.dp_size
+        results: dict[int, JsonObject] = {}
+        training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        for first in range(0, len(held_out), count):
+            if not proceed():
+                break
+            results |= generator.all(held_out.rows, range(first, min(first + count, len(held_out))))
+        else:
+            first = len(held_out)
+        for chunk, was_training in zip(self.chunks, training, strict=True):
+            chunk.train(was_training)
+        if first < len(held_out):
+            return {}, []
+        local = list(results)[self.world.dp_rank :: self.world.dp_size] if self.world.counts_data else []
+        rollouts = [self._rollout(generator, held_out, number, results[number]) for number in local]
+        scores = together(self.group, lambda: self.rewards.score(rollouts).tolist() if rollouts else [])
+        scored = {n: self._scored(r, s) for n, r, s in zip(local, rollouts, scores, strict=True)}
+        everyone = {n: row for of_rank in self.group.gather(scored) for n, row in of_rank.items()}
+        ordered = {number: everyone[number] for number in sorted(everyone)}
+        return self._metrics(ordered), self._predictions(held_out, results, ordered)
+
+    def _rollout(self, generator: Generator, held_out: SampleSource, number: int, result: JsonObject) -> Rollout:
+        prompt = generator.prompt(held_out.rows.row(SampleId(number)))
+        finished, tokens = result["finish"] == "stop", tuple(result["token_ids"])
+        asked_row = RolloutPrompt(number, asked(prompt.row), prompt.sample)
+        return Rollout(asked_row, 0, tokens, (0.0,) * len(tokens), finished, result["text"])
+
+    def _scored(self, rollout: Rollout, scores: list[float]) -> Scored:
+        total = sum(score * weight for score, weight in zip(scores, self.rewards.weights.values(), strict=True))
+        row, tokens = rollout.prompt.row, len(rollout.token_ids)
+        match = exact_match(rollout.text, row.answers).value
+        return row.kind, [total, *scores, match, float(tokens), float(not rollout.finished)]
+
+    def _metrics(self, scored: dict[int, Scored]) -> JsonObject:
+        names = ["reward", *(f"reward/{name}" for name in self.rewards.weights)]
+        names += ["exact_match", "answer_tokens", "answers_cut"]
+
+        def means(rows: list[list[float]]) -> JsonObject:
+            sums = map(sum, zip(*rows, strict=True)) if rows else [0.0] * len(names)
+            averages = {name: total / max(len(rows), 1) for name, total in zip(names, sums, strict=True)}
+            return {**averages, "rows": len(rows)}
+
+        kinds: dict[str, list[list[float]]] = {}
+        for kind, values in scored.values():
+            kinds.setdefault(kind or "row", []).append(values)
+        by_kind = {kind: means(rows) for kind, rows in sorted(kinds.items())}
+        return {**means([values for _, values in scored.values()]), "by_kind": by_kind}
+
+    def _predictions(
+        self, held_out: SampleSource, results: dict[int, JsonObject], scored: dict[int, Scored]
+    ) -> list[Prediction]:
+        kinds: dict[str | None, list[int]] = {}
+        for number, (kind, _) in scored.items():
+            kinds.setdefault(kind, []).append(number)
+        most, shown = self.recipe.log.predictions, list[Prediction]()
+        of_kinds = [[numbers[at] for at in spread(len(numbers), -(-most // len(kinds)))] for numbers in kinds.values()]
+        in_turn = [number for turn in zip_longest(*of_kinds) for number in turn if number is not None]
+        for number in sorted(in_turn[:most]):
+            row, (_, values) = held_out.rows.row(SampleId(number)), scored[number]
+            wanted = results[number]["reference"] or next(iter(row.answers), "")
+            right = bool(values[1 + len(self.rewards.weights)])
+            shown.append(Prediction(row, wanted, results[number]["text"], right, values[0]))
+        return shown
