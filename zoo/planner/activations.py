@@ -111,6 +111,14 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
     return Row(_pieces(total, min(SAMPLE, recipe.packing.budget)), round(total * labels), items)
 
 
+def rows_of_step(recipe: Recipe, row: Row) -> float:
+    """Rows that an optimizer step trains on: those of the batch, or in reinforcement learning as many as its answers fill."""
+    rl, train = recipe.rl, recipe.train
+    if rl.algorithm is None:
+        return train.global_batch / train.micro_batch
+    return max(1.0, train.global_batch * rl.samples / rl.updates / len(row.lengths))
+
+
 def _item(recipe: Recipe) -> int:
     """Tokens of an image: of the largest that data.max_pixels, or an entry's own, allows."""
     entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]

@@ -17,7 +17,7 @@ from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
-from zoo.planner.activations import Row
+from zoo.planner.activations import Row, rows_of_step
 from zoo.planner.memory import Model, host_bytes, least_bytes, memory
 from zoo.planner.speed import Speed
 from zoo.types import JsonObject
@@ -147,7 +147,7 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
                 for rate, changes in states:
                     train = replace(chosen.train, **changes)
                     updated = model.parameters.trained / ranks * train.optimizer_offload_fraction  # by the host
-                    on_host = updated / HOST_UPDATE / (train.global_batch / train.micro_batch)
+                    on_host = updated / HOST_UPDATE / rows_of_step(chosen, speed.row)
                     yield rate * (seconds + on_host), replace(chosen, train=train)
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import LayerKind, ModelCost
-from zoo.planner.activations import FP32, Row, SavedActivations
+from zoo.planner.activations import FP32, Row, SavedActivations, rows_of_step
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
+from zoo.planner.rollouts import has_frozen_copy, rollout_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +41,9 @@ class Model:
     kinds: Sequence[LayerKind]  # of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
     mtp: int = 0  # layers of multi-token prediction
-    teacher: ParameterStatistics | None = None  # of a model beside it, which is not trained
+    teacher: ParameterStatistics | None = (
+        None  # of a model beside it, which is not trained: a teacher or a reward model
+    )
 
     @cached_property
     def trained_parts(self) -> frozenset[str]:
@@ -50,7 +53,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank; `weights` are those of a teacher, too."""
+    """Bytes of one rank.
+
+    `weights` are those of a teacher, a reward model and a frozen copy, too; `activations` stand for the cache of answers that are sampled
+    where that is larger, as both are never in memory at once.
+    """
 
     weights: float
     grads: float
@@ -77,8 +84,9 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
         fused: with the kernels of a GPU.
     """
     apart = GRAPHS if fused and recipe.engine.cuda_graphs else 0.0
+    rollout = rollout_bytes(model.text, model.kinds, recipe, row, ranks)
     return [
-        _stage_memory(model, recipe, stage, ranks, activations + apart)
+        _stage_memory(model, recipe, stage, ranks, max(activations, rollout) + apart)
         for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
     ]
 
@@ -149,6 +157,8 @@ def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float,
     weights = (stage_share.dense + stage_share.experts) * size - stage_share.quantised * (size - FP8)
     if train.reference == "base":  # what is trained whole beside adapters, as it was at first
         weights += stage_share.trained_whole * size
+    if has_frozen_copy(recipe):
+        weights += (stage_share.dense + stage_share.experts) * size
     if model.teacher is not None:
         taught = share(model.teacher, replace(recipe, parallel=replace(recipe.parallel, stage_layers=[])), stage)
         weights += (taught.dense + taught.experts) * size - taught.quantised * (size - FP8)
@@ -162,10 +172,10 @@ def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float,
 
 def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> list[float]:
     """Bytes of activations at the widest moment, by stage."""
-    parallel, train = recipe.parallel, recipe.train
+    parallel = recipe.parallel
     kept = SavedActivations(recipe, model.text, model.traits, row, fused)
     ranks_of_row = parallel.tp * parallel.pp * parallel.cp
-    micro_batches = max(1, train.global_batch * ranks_of_row // (ranks * train.micro_batch))
+    micro_batches = max(1, int(rows_of_step(recipe, row) * ranks_of_row // ranks))
     by_stage = []
     for stage in range(parallel.pp):
         layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]

@@ -60,14 +60,20 @@ def model_of(recipe: Recipe) -> Model:
 
 
 def _teacher(recipe: Recipe) -> ParameterStatistics | None:
-    """The parameters of a teacher in the run; None without one, or where its architecture is not known here."""
+    """The parameters of a teacher or reward model in the run; None without one, or where its architecture is not known here."""
     from zoo.planner.parameter_statistics import parameter_statistics
 
-    folder = recipe.distill.teacher
+    key, folder = (
+        ("rl.reward_model", recipe.rl.reward_model)
+        if recipe.rl.algorithm
+        else ("distill.teacher", recipe.distill.teacher)
+    )
     if folder is None or teacher_on_disk(recipe):
         return None
-    arch = {} if is_hub_id(folder) else read_arch(locate(folder).files, f"distill.teacher={folder}")
-    changes = {"model.init": folder, "model.arch": arch, "distill.teacher": None, "train.mtp_loss": 0.0}
+    arch = {} if is_hub_id(folder) else read_arch(locate(folder).files, f"{key}={folder}")
+    changes = {"model.init": folder, "model.arch": arch, key: None, "train.mtp_loss": 0.0}
+    if recipe.rl.algorithm:
+        changes |= {"rl.algorithm": None, "rl.reference": None, "train.loss": "reward"}
     theirs = as_planned(recipe.replace({**changes, "lora.rank": 0, "lora.init": None, "lora.base_dtype": "model"}))
     return None if theirs is None else parameter_statistics(theirs)
 

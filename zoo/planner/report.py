@@ -9,9 +9,10 @@ from functools import cached_property, partial
 from zoo.config.derived import STAGED, data_parallel, saves_at_once
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
-from zoo.planner.activations import Row
+from zoo.planner.activations import Row, rows_of_step
 from zoo.planner.layouts import ACCURACY, RECOMPUTE, capacity, cpu_capacity
 from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory, remainder_bytes
+from zoo.planner.rollouts import answers_at_once, rollout_bytes
 from zoo.planner.speed import factor, forward_flops
 from zoo.types import JsonObject
 
@@ -80,6 +81,7 @@ class Plan:
     exported: int = 0  # bytes of the export at its end
     host: float = 0.0  # most bytes of CPU memory that a rank on a GPU uses
     teacher: int = 0  # parameters of a teacher in the run
+    rollout: float = 0.0  # bytes of a rank's cache and logits while answers are sampled, in place of activations
     matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
 
     @property
@@ -130,7 +132,8 @@ class Plan:
         """Plain values: counts, bytes and FLOPs."""
         recipe, parallel, engine = self.recipe, self.recipe.parallel, self.recipe.engine
         layout: JsonObject = {name: getattr(parallel, name) for name in (*_LAYOUT, "stage_layers")}
-        teacher = {"teacher": self.teacher} if self.teacher else {}
+        name = "teacher" if recipe.distill.teacher else "reward_model"
+        teacher = {name: self.teacher} if self.teacher else {}
         total = sum(self.parameters.values())
         return {
             "recipe": recipe.recipe,
@@ -147,6 +150,7 @@ class Plan:
             "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.capacity,
+            **({"rollout_bytes": self.rollout} if self.rollout else {}),
             "host_bytes": {"optimizer": max(stage.host for stage in self.stages), "total": self.host},
             "moments": [recipe.train.exp_avg_dtype, recipe.train.exp_avg_sq_dtype],
             "measures": [asdict(measure) for measure in self.measures],
@@ -162,7 +166,7 @@ class Plan:
                 "forward_of_a_row": self.forward,
                 "step": {**self.step, "total": sum(self.step.values())},
                 "seconds_of_a_step_at_peak": self.seconds,
-                "per_token": sum(self.step.values()) / (self.row.total * self.recipe.train.global_batch),
+                "per_token": sum(self.step.values()) / (self.row.total * rows_of_step(recipe, self.row)),
             },
         }
 
@@ -178,7 +182,7 @@ def make_plan(
     model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None, saves: bool = False
 ) -> Plan:
     """The plan of a validated recipe on so many ranks, `limit` bytes each; `saves`: with its checkpoints and export."""
-    forward, rows = forward_flops(model, row), recipe.train.global_batch / recipe.train.micro_batch
+    forward, rows = forward_flops(model, row), rows_of_step(recipe, row)
     step = {name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()}
     if recipe.train.optimizer == "muon":
         step["newton_schulz"] = model.parameters.newton_schulz(recipe.parallel.tp)
@@ -197,6 +201,7 @@ def make_plan(
         exported=export_bytes(model, recipe) if saves else 0,
         host=host_bytes(model, recipe, ranks) if recipe.machine.gpus else 0.0,
         teacher=0 if model.teacher is None else model.teacher.total,
+        rollout=rollout_bytes(model.text, model.kinds, recipe, row, ranks),
         matrices=model.parameters.trained_matrices,
     )
 
@@ -206,6 +211,7 @@ def table(plan: Plan) -> str:
     values = plan.as_dict()
     sizes = {name: size for name, size in values["parallel"].items() if name != "stage_layers"}
     layout = " ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, False))
+    other = "teacher" if plan.recipe.distill.teacher else "reward model"
     gpu, stage_layers = find_gpu(plan.recipe.machine.gpu or ""), plan.recipe.parallel.stage_layers
     stages = f"  layers {'+'.join(map(str, stage_layers))}" if stage_layers else ""
     unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
@@ -217,7 +223,7 @@ def table(plan: Plan) -> str:
         "",
         f"parameters      {_count(values['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
-        *([f"teacher         {_count(plan.teacher):>9}  its weights are among those of a rank"] * bool(plan.teacher)),
+        *([f"{other:<15} {_count(plan.teacher):>9}  its weights are among those of a rank"] * bool(plan.teacher)),
         f"optimizer       {', '.join(f'{_NAMES[name]} {_count(count)}' for name, count in plan.optimizer.items())}",
         "",
         f"{unit} a rank       weights    grads  optimizer  activations     total",
@@ -227,6 +233,12 @@ def table(plan: Plan) -> str:
         kinds = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
         cells = [f"{count / size:>{width}.2f}" for count, width in zip(kinds, (9, 9, 11, 13, 10), strict=True)]
         lines.append(f"{name:<14}{''.join(cells)}")
+    if plan.rollout:
+        answers, tokens = answers_at_once(plan.recipe, plan.row, plan.ranks)
+        lines.append(
+            f"  rollouts {plan.rollout / size:.2f}: {answers} answers at once, of {tokens} tokens with their prompts; not at the "
+            "time of activations, of which the larger is counted"
+        )
     if plan.capacity is not None:
         lines.append(f"  room {plan.capacity / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.capacity)}")
         for taken, text in ((True, "saves GB:"), (False, "would save GB:")):

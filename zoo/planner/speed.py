@@ -22,7 +22,7 @@ from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.packing.cost import train_factor
-from zoo.planner.activations import Row, rows_sent
+from zoo.planner.activations import Row, rows_of_step, rows_sent
 from zoo.planner.memory import Model
 from zoo.planner.parameters import share
 
@@ -58,7 +58,7 @@ class Speed:
         node = min(recipe.machine.gpus or ranks, ranks)
         gpu = find_gpu(recipe.machine.gpu or "")
         peak = gpu.tflops * 1e12 if gpu and gpu.tflops else PEAK
-        rows = recipe.train.global_batch / recipe.train.micro_batch
+        rows = rows_of_step(recipe, self.row)
         micro_batches = max(1.0, rows / replicas)
         narrow = WIDTH / self.model.text.hidden_size
         cuts = 1 + narrow * (TP * log2(parallel.tp) + CP * log2(parallel.cp))
