@@ -5,7 +5,7 @@ A thinking model's empty block before an answer belongs to the prompt, as it car
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,17 +46,7 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
         RowError: what `Processor.encode` raises, a plain text ("plain_text"), media in the answer ("media_in_answer") or
             more tokens than the model takes ("overlong").
     """
-    if row.text is not None:
-        raise RowError(row.source, "plain_text", "a plain text has no question to answer; wanted messages.")
-    check_modalities(row, processor.modalities)
-    asked, reference = row, None
-    if row.messages[-1].role == "assistant":
-        asked, reference = replace(row, messages=row.messages[:-1]), row.messages[-1].content
-        if PLACEHOLDER.search(reference):
-            raise RowError(row.source, "media_in_answer", "the last answer has media, which no model here can write.")
-    last = Message("assistant", STAND_IN if reference is None else reference)
-    calls = (*row.calls, "") if row.calls and reference is None else row.calls
-    whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
+    whole, reference = answered_row(row, processor.modalities)
     limits = row.limits or MediaLimits.from_data(data)
     video: JsonObject = {"video_fps": limits.video_fps, "max_frames": limits.max_frames}
     sample = processor.encode(whole, **video, pixels=limits.pixels, labels="last", decoder=decoder_for(data))
@@ -66,6 +56,21 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
         raise RowError(row.source, "overlong", text)
     kept = replace(sample, input_ids=sample.input_ids[:length], labels=sample.labels[:length], weights=None)
     return Prompt(row, kept, plain(reference) if answered and reference is not None else None)
+
+
+def answered_row(row: Row, modalities: Sequence[str]) -> tuple[Row, str | None]:
+    """The row with a stand-in where it has no last answer, and the answer that it has; errors as for `make_prompt`."""
+    if row.text is not None:
+        raise RowError(row.source, "plain_text", "a plain text has no question to answer; wanted messages.")
+    check_modalities(row, modalities)
+    asked, reference = row, None
+    if row.messages[-1].role == "assistant":
+        asked, reference = replace(row, messages=row.messages[:-1]), row.messages[-1].content
+        if PLACEHOLDER.search(reference):
+            raise RowError(row.source, "media_in_answer", "the last answer has media, which no model here can write.")
+    last = Message("assistant", STAND_IN if reference is None else reference)
+    calls = (*row.calls, "") if row.calls and reference is None else row.calls
+    return replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0), reference
 
 
 def most_positions(config: Any) -> int:

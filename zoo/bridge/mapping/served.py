@@ -25,10 +25,17 @@ from zoo.types import JsonMapping, JsonObject
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # parameters of a module of experts
 _PROJECTIONS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}  # what they are in one expert
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's max_lora_rank may be
+
 type AdapterFormat = Literal["peft", "vllm"]
 type Pair = tuple[Tensor, Tensor]
 """A (experts, rank, in) and B (experts, out, rank) of a stack."""
 type Shape = tuple[int, ...]
+
+
+def vllm_rank(rank: int) -> int | None:
+    """The least max_lora_rank of vLLM for adapters of a rank; None where it takes none of that."""
+    return next((size for size in RANKS if size >= rank), None)
 
 
 def to_vllm(

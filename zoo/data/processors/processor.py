@@ -180,6 +180,20 @@ class Processor:
         sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights, fit)
         return sample, self.model_inputs(row, dict(features))
 
+    def unexpanded(
+        self, row: Row, *, video_fps: float, max_frames: int, pixels: PixelLimits, decoder: Decoder | None = None
+    ) -> tuple[str, LoadedMedia]:
+        """What a program with a processor of its own is given for a conversation: its text with a placeholder for each medium, and the media.
+
+        Arguments and errors are those of `encode_both`.
+        """
+        try:
+            media = load_media(row, video_fps, max_frames, decoder)
+            files = [image.size[::-1] for image in media.arguments.get("images", ())]
+            return self._written(row, files, headers_of_media(media, row), pixels).text, media
+        except RowError as error:
+            raise error.at(row.source) from error
+
     def _plain_text(self, row: Row, text: str) -> tuple[Sample, CallArguments]:
         """A text as it is, with the end of sequence behind it: all of it is learnt."""
         ids = self.tokenizer(text)["input_ids"]

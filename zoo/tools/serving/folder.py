@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.bridge.mapping.served import RANKS, vllm_rank
 from zoo.config.locate import is_hub_id, locate, look, quantisation, read_arch
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
@@ -16,7 +17,6 @@ from zoo.types import JsonObject
 
 NAME = "served"  # what the model is called in requests
 ADAPTER = "adapter_config.json"
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
 _LENGTH = 8192  # tokens of a conversation that a server takes at least, where the model does
 
 
@@ -132,9 +132,9 @@ def transformers_command(program: str, folder: ServedFolder, port: int, argument
 def _rank(adapter: Path) -> int:
     config = read_object(adapter / ADAPTER)
     rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
-    fitting = [size for size in _RANKS if size >= rank]
-    if not fitting:
+    fitting = vllm_rank(rank)
+    if fitting is None:
         raise UserError(
-            f"{adapter}: adapters of rank {rank}, and vLLM takes {_RANKS[-1]} at most; serve them merged: zoo convert"
+            f"{adapter}: adapters of rank {rank}, and vLLM takes {RANKS[-1]} at most; serve them merged: zoo convert"
         )
-    return fitting[0]
+    return fitting
