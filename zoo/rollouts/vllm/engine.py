@@ -6,6 +6,7 @@ is and makes process groups of its own beside zoo's. What it changes in the proc
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from zoo.bridge.mapping.peft import CONFIG, WEIGHTS
+from zoo.checkpoint.sharded_state import Trainable
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 from zoo.generation.sampling import end_tokens
 from zoo.model import build
-from zoo.model.lora import Adapters
 from zoo.optim.device_memory import Memory
 from zoo.parallel.determinism import set_deterministic
 from zoo.parallel.megatron.replaced import replaced
@@ -51,38 +52,32 @@ class VllmEngine:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        assembly: build.Assembly,
-        weights: PublishedWeights,
-        memory: Memory,
-        adapters: Adapters | None = None,
-        *,
-        sparse: Sequence[int] = (),
+        self, recipe: Recipe, assembly: build.Assembly, trained: Trainable, world: World, *, replay: bool
     ) -> None:
         """Start vLLM with the weights of now, and let it sleep. Every rank makes one at the same time.
 
         Args:
-            weights: of the model in training.
-            memory: what of the trainer leaves the device.
-            adapters: the model's, where it has any.
-            sparse: numbers of the decoder's layers whose experts are wanted; () for none.
+            trained: the model in training.
+            replay: answers come with the experts of their tokens.
 
         Raises:
             UserError: vLLM is not installed, can't run the model, or not on so many ranks.
         """
         check_installed()
         self.recipe, self.world, self.processor = recipe, world, assembly.processor
-        self.weights, self.memory, self.sparse = weights, memory, sparse
+        self.weights = PublishedWeights(assembly, trained.chunks, trained.adapters, world)
+        self.memory = Memory(trained.chunks, trained.optimizer)
+        # Without a GPU vLLM does not tell the experts.
+        every = trained.chunks[0].config.moe_layer_freq if replay and world.device.type == "cuda" else ()
+        self.sparse = [layer for layer, has_experts in enumerate(every) if has_experts]
         self.ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
-        self.lora_rank = served_rank(adapters, recipe, world.device)
+        self.lora_rank = served_rank(trained.adapters, recipe, world.device)
         self.sharing = Sharing(world, recipe.rl.vllm.tensor_parallel)
         self.sleeps = recipe.rl.vllm.sleep and world.device.type == "cuda"
         self.asleep, self.weightless, self.cacheless = False, self.lora_rank is not None, False
         self._leave()
         self.folder = write_folder(assembly)
-        options = arguments(recipe, self.folder, world.device, self.lora_rank, routing=bool(sparse))
+        options = arguments(recipe, self.folder, world.device, self.lora_rank, routing=bool(self.sparse))
         try:
             self._llm: Any = self._started(options)
         except BaseException:
@@ -166,6 +161,8 @@ class VllmEngine:
         with self._as_vllm(), replaced(torch, set_num_threads=torch.set_num_threads):
             from vllm import LLM
 
+            if self.sparse and importlib.util.find_spec("vllm.config.aux_output") is not None:
+                os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # which alone tells the experts in such versions
             loading.register(lambda: self.weights.published(merged=self.lora_rank is None))
             try:
                 llm = LLM(**options)
