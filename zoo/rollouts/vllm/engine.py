@@ -161,8 +161,6 @@ class VllmEngine:
         with self._as_vllm(), replaced(torch, set_num_threads=torch.set_num_threads):
             from vllm import LLM
 
-            if self.sparse and importlib.util.find_spec("vllm.config.aux_output") is not None:
-                os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # which alone tells the experts in such versions
             loading.register(lambda: self.weights.published(merged=self.lora_rank is None))
             try:
                 llm = LLM(**options)
@@ -180,6 +178,10 @@ class VllmEngine:
         with preserve_process_state():
             for name, value in _ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
+            if self.sparse and importlib.util.find_spec("vllm.config.aux_output") is not None:
+                os.environ["VLLM_USE_V2_MODEL_RUNNER"] = (
+                    "1"  # which alone tells the experts, in versions that have such a file
+                )
             device = self.world.device
             local = 0 if device.index is None else device.index
             os.environ.update(RANK=str(self.world.rank), LOCAL_RANK=str(local), VLLM_ENABLE_V1_MULTIPROCESSING="0")
