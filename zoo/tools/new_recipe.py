@@ -115,14 +115,17 @@ def _look(entry: JsonObject) -> FoundData:
     """The first rows of an entry."""
     bad: list[RowError] = []
     every = sorted({kind for family in families().values() for kind in family.modalities})
-    rows = open_rows([DataEntry(**entry)], DataConfig(outside_root=True, urls=True), every, bad.append)
-    good: list[Row] = []
+    settings = DataConfig(outside_root=True, urls=True, on_error="skip")
+    rows = open_rows([DataEntry(**entry)], settings, every, bad.append)
+    total, good = len(rows) + len(bad), list[Row]()
     for number in spread_over_kinds(rows, LOOKED_AT):
         try:
-            good.append(rows.row(SampleId(number)))
+            row = rows.row(SampleId(number))
+            row.check_files()
+            good.append(row)
         except RowError as error:
             bad.append(error)
-    return FoundData(entry, good, len(rows) + len(bad), bad, is_bundled(entry.get("path", "")))
+    return FoundData(entry, good, total, bad, is_bundled(entry.get("path", "")))
 
 
 def look_at_model(name: str, data: FoundData) -> FoundModel:

@@ -69,7 +69,7 @@ def test_a_recipe_for_rows_and_random_weights(mixed: str, tmp_path: Path) -> Non
     recipe = written(text, tmp_path)
     assert recipe.data.train == [{"path": mixed, "held_out": 0.2}]
     assert (recipe.data.on_error, recipe.size, recipe.run.dir) == ("skip", "tiny", "runs/my")
-    assert "3 rows that were looked at can't be used" in text and "gone.png" in str(data.bad[0])
+    assert "3 rows that were looked at can't be used" in text and "gone.png" in str(data.bad)
 
 
 def test_rows_are_looked_at_all_over_the_file(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ SHARE = 8  # rows that each rank measures at a time: then they exchange, and no 
 HEADERS = 1024  # the same where only headers are read, before the first step
 DENSE = 2**28  # keys up to which there is a place for each
 LENGTH_PROBES = 512  # rows whose lengths stand for all in an estimate
-EXACT_ROWS = 2**20  # rows up to which all are measured before the first step
+EXACT_ROWS = 2**18  # rows up to which all are measured before the first step
 EXACT_SAMPLES = 2**22  # samples of all epochs up to which they are packed before the first step
 
 

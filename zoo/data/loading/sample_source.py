@@ -205,6 +205,8 @@ class SampleSource:
             return None
         row = self._read(sample_id)
         size = self.encoder.measure(row)
+        if size is None:  # perhaps because a file is missing
+            row.check_files()
         self.bad_rows.note_good()
         return self.limit.measured(size, row.source, row.limits)
 

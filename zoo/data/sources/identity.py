@@ -1,13 +1,13 @@
 """Digests of a source's rows, kept in checkpoints: a resumed run notices when the data have changed.
 
-Every row in memory (JSONL) counts, in at most DIGESTS blocks one after the other. DIGESTS rows of a table that is read row by
+Every row of a file of lines counts, in at most DIGESTS blocks one after the other. DIGESTS rows of a table that is read row by
 row (data sets, parquet, tars) count, spread over the table, as far as READ_MB of media reach. The first rows of a stream
 count, and the row where the checkpoint stands (`zoo.data.sources.streams`). Rows added behind the others change no digest.
 
 A row's digest covers its texts, weights and media: bytes that come with the row (tar, parquet, base64) in full, a file or
 URL by its name alone, so a broken picture may be replaced. Folders above a root don't count, so data may move.
 
-Costs: some 6 microseconds for a row in memory (reading it takes 75), a read of DIGESTS rows of a table.
+Costs: some 6 microseconds for a row of a file of lines, when it is first read; a read of DIGESTS rows of a table.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,6 +43,15 @@ DIGESTS = 1024  # of a source's part, at most
 READ_MB = 128  # MiB of media that are read for the digests of a table
 
 
+@runtime_checkable
+class Digested(Protocol):
+    """Rows whose digests are at hand."""
+
+    def digests(self) -> np.ndarray:
+        """(N, 16) uint8, `row_digest` of each row."""
+        ...
+
+
 @dataclass(frozen=True)
 class RowDigests:
     """The rows of one entry of data.train or data.eval.
@@ -51,12 +61,15 @@ class RowDigests:
         rows: how many; None for a stream, whose digests are kept with its place.
         spread: whether digests are of single rows spread over a table; else of blocks that make up all rows.
         digests: in the order of `_blocks`.
+        by_row: whether the digest of a block is that of its rows' digests, in which case a table may have kept these; else it is
+            that of their contents.
     """
 
     name: str
     rows: int | None
     spread: bool = False
     digests: tuple[str, ...] = ()
+    by_row: bool = False
 
     def as_dict(self) -> JsonObject:
         """Plain values for state.json."""
@@ -65,8 +78,9 @@ class RowDigests:
 
 def digests_of_rows(name: str, part: Sequence[Row]) -> RowDigests:
     """The digests of a part's rows."""
-    spread = not isinstance(part, list)
-    return RowDigests(name, len(part), spread, tuple(_digests(part, len(part), spread)))
+    by_row = isinstance(part, Digested)
+    spread = not by_row and not isinstance(part, list)
+    return RowDigests(name, len(part), spread, tuple(_digests(part, len(part), spread, by_row)), by_row)
 
 
 def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> str | None:
@@ -78,7 +92,7 @@ def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> s
         fewer: whether the part may have fewer rows.
     """
     assert known.rows is not None
-    digests = _digests(part, known.rows, known.spread)
+    digests = _digests(part, known.rows, known.spread, known.by_row)
     for (first, end), old, new in zip(_blocks(known.rows, known.spread), known.digests, digests, strict=False):
         if old != new and end == first + 1:
             return f"{_name(part, first)} is not the row that stood there"
@@ -89,14 +103,17 @@ def difference(known: RowDigests, part: Sequence[Row], fewer: bool = False) -> s
     return None
 
 
-def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
+def _digests(part: Sequence[Row], rows: int, spread: bool, by_row: bool) -> Iterator[str]:
     """Digests of the first `rows` rows, as far as the part has them and READ_MB allows."""
     left = READ_MB * 2**20
+    kept = part.digests() if by_row and isinstance(part, Digested) else None
     for first, end in _blocks(rows, spread):
         if left < 0 or end > len(part):
             return
         block = hashlib.blake2b(digest_size=6)
-        for index in range(first, end):
+        if kept is not None:
+            block.update(kept[first:end].tobytes())
+        for index in range(first, end) if kept is None else ():
             try:
                 row = part[index]
             except RowError as error:
@@ -104,7 +121,7 @@ def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
                 continue
             if spread:
                 left -= sum(len(file.data) for file in _files(row) if isinstance(file, Blob))
-            block.update(_content(row))
+            block.update(row_digest(row) if by_row else _content(row))
         yield block.hexdigest()
 
 
@@ -115,6 +132,11 @@ def _blocks(rows: int, spread: bool) -> list[tuple[int, int]]:
         return list(pairwise(edges))
     indices = np.linspace(0, rows - 1, DIGESTS).round().astype(int)
     return [(index, index + 1) for index in indices[np.random.default_rng(0).permutation(DIGESTS)].tolist()]
+
+
+def row_digest(row: Row) -> bytes:
+    """16 bytes that tell a row's content from all others."""
+    return hashlib.blake2b(_content(row), digest_size=16).digest()
 
 
 def digest_of(row: Row | RowError) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
 MAX_RATE = 10_000_000  # samples a second: more is no sound
+LONG_NAME = 250  # characters of a path above which the system may refuse it
 MAX_FRAMES = 100_000  # of a video that is a list of these
 SHOWN = 80  # characters of a reference that a message shows
 
@@ -162,9 +163,11 @@ def check_medium(value: object, kind: str, where: str, access: Access) -> Medium
         access: which media are allowed.
 
     Raises:
-        RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path out of the root ("outside_root"), no
-            such file ("missing_file").
+        RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path that by its name leads out of the root
+            ("outside_root"). Whether the file is there shows when it is opened, or by `check_file`.
     """
+    if type(value) is str and value[:5] not in ("", "data:", "http:", "https", "file:") and not access.closed:
+        return _path(value, where, access)  # most media
     if isinstance(value, Blob | AudioSamples | OpenImage | FrameList | MediumWithSettings):
         return value
     if isinstance(value, MediumWithKeys):
@@ -204,18 +207,36 @@ def check_medium(value: object, kind: str, where: str, access: Access) -> Medium
     if access.closed:
         text = f"{where} is {shown(value)}, a file out of the tar; its rows may name members of their own sample alone."
         raise bad_row(text, "outside_root")
-    file = access.root / value
+    return _path(value, where, access)
+
+
+def _path(value: str, where: str, access: Access) -> str:
+    """A path that does not lead out of the root by its name; links in it may still do."""
+    inside = ".." not in value and (value[0] != "/" or value.startswith(f"{access.root}/"))
+    if not (inside or access.outside) or len(value) > LONG_NAME or "\0" in value:
+        _check_inside(value, where, access.root, access.outside)
+    return value
+
+
+def _check_inside(value: str, where: str, root: Path, outside: bool) -> bool:
+    """Whether the file of a path is there; RowError where it is no path, or leads out of its root."""
+    file = root / value
     try:
         exists = file.is_file()
-        inside = access.outside or file.resolve().is_relative_to(access.root.resolve())
+        inside = outside or file.resolve().is_relative_to(root.resolve())
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null byte, a loop of links
         reason = getattr(error, "strerror", None) or why_no_file(file) or error
         raise bad_row(f"{where} is {shown(value)}, no path: {reason}.") from error
     if not inside:
-        raise bad_row(f"{where} is {outside_text(value, access.root)}", "outside_root")
-    if not exists:
-        raise bad_row(missing_text(file), "missing_file")
-    return value
+        raise bad_row(f"{where} is {outside_text(value, root)}", "outside_root")
+    return exists
+
+
+def check_file(medium: PlainMedium, root: Path, outside: bool) -> None:
+    """RowError where a medium is a path and its file is not there ("missing_file"), or not under its root ("outside_root")."""
+    is_path = isinstance(medium, str) and not medium.startswith(("data:", "http://", "https://"))
+    if is_path and not _check_inside(str(medium), "a medium", root, outside):
+        raise bad_row(missing_text(root / str(medium)), "missing_file")
 
 
 def _with_settings(value: object, keys: JsonMapping, kind: str, where: str, access: Access) -> Medium:

@@ -19,6 +19,7 @@ from zoo.config.entries import FORMS, MEDIA_KEYS, DataEntry, MediaLimits, is_bun
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError, raised
 from zoo.data.sources.formats.choose import PREFERENCE
+from zoo.data.sources.kept.checked import CheckedRows
 from zoo.data.sources.lines import locate, numbered_items
 from zoo.data.sources.mixture import Mixture, SampleId, SourceShare
 from zoo.data.sources.references import Access, shown
@@ -29,6 +30,7 @@ from zoo.errors import UserError
 from zoo.files import expanded
 
 _FIRST = 10  # rows that are looked at before ranks are started
+LOOKED_AT = 256  # rows whose files are looked for at the start
 _QUICK = 2**26  # bytes that are read for them
 MOST_NAMED = 20  # columns that a note lists
 ONE_SOUND = "one audio"  # of a model's media: a sound, but no second one in a row
@@ -57,6 +59,7 @@ class RowSet(Sequence[Row]):
             for part, share in zip(parts, shares or [SourceShare(None)] * len(parts), strict=True)
         ]
         self.limits = list(limits or [None] * len(self.parts))
+        self.opening: list[str] = []  # notes on how they were opened
         self._mixture = Mixture(self.shares, 0, False)  # numbers rows; orders come with the seed of `order`
 
     def __len__(self) -> int:
@@ -122,7 +125,7 @@ class RowSet(Sequence[Row]):
 
     def notes(self, *, pairs: bool = False) -> list[str]:
         """Notes for the user on how rows are read, by the rows in memory or the first one of each part; `pairs`: both answers are trained on."""
-        notes: list[str] = []
+        notes = list(self.opening)
         for part, name in zip(self.parts, self.names, strict=True):
             first = None
             with suppress(RowError, IndexError):
@@ -130,8 +133,11 @@ class RowSet(Sequence[Row]):
             if first is not None and first.form == PREFERENCE and not pairs:
                 learnt = "the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
                 notes.append(f"{name} has preference pairs: {learnt}")
-            rows = part if isinstance(part, list) else [first] if first is not None else []
-            skipped = sorted({column for columns in {row.skipped for row in rows} for column in columns})
+            if isinstance(part, CheckedRows):
+                skipped = sorted(part.skipped())
+            else:
+                rows = part if isinstance(part, list) else [first] if first is not None else []
+                skipped = sorted({column for row in rows for column in row.skipped})
             if skipped:
                 more = f" and {len(skipped) - MOST_NAMED} more" if len(skipped) > MOST_NAMED else ""
                 named = ", ".join(map(shown, skipped[:MOST_NAMED]))
@@ -187,12 +193,10 @@ def spread_over_kinds(rows: RowSet, most: int) -> list[int]:
     """`spread` of the rows of one part, and, where it is in memory, the first row of each further kind of media."""
     numbers = spread(len(rows), most)
     (part,) = rows.parts
-    if isinstance(part, list):
-        kinds = {frozenset(part[number].media) for number in numbers}
-        for number, row in enumerate(part):
-            if (kind := frozenset(row.media)) not in kinds:
-                kinds.add(kind)
-                numbers.append(number)
+    if isinstance(part, CheckedRows):
+        _, firsts = np.unique(part.media, return_index=True)
+        seen = set(part.media[numbers].tolist())
+        numbers += [first for first in firsts.tolist() if part.media[first] not in seen]
     return sorted(numbers)
 
 
@@ -221,6 +225,7 @@ def open_rows(
     """
     key = "data.eval" if evaluation else "data.train"
     parts: list[Sequence[Row] | RowStream] = []
+    notes: list[str] = []
     for entry in entries:
         entry = _with_literal_tags(entry, data, modalities)
         access = partial(_access, data, entry.root)
@@ -231,17 +236,11 @@ def open_rows(
         rows = open_table(entry, access, on_bad, evaluation=evaluation, key=key)
         if entry.kinds is not None:
             rows = _of_kinds(rows, entry, entry.kinds, key)
-        if isinstance(rows, list):  # read already, so that rows which can't be used are known
+        if isinstance(rows, CheckedRows):  # read already, so that rows which can't be used are known
             bundled = entry.path is not None and is_bundled(entry.path)
-            kept = []
-            for row in rows:
-                try:
-                    check_modalities(row, modalities)
-                    kept.append(row)
-                except RowError as error:
-                    if not bundled:
-                        on_bad(error)
-            rows = kept
+            rows = _of_modalities(rows, modalities, None if bundled else on_bad)
+            if not bundled:
+                notes += _looked_at(rows, data, on_bad)
         parts.append(rows)
     if max_rows is not None:
         left = max_rows
@@ -250,7 +249,7 @@ def open_rows(
             parts[number] = first = part if len(part) <= left else part[:left]
             left -= len(first)
     has_limits = [any(getattr(entry, name) is not None for name in MEDIA_KEYS) for entry in entries]
-    return RowSet(
+    row_set = RowSet(
         parts,
         list(map(str, entries)),
         [SourceShare(None, entry.weight, entry.epochs) for entry in entries],
@@ -259,6 +258,8 @@ def open_rows(
             for entry, has_own in zip(entries, has_limits, strict=True)
         ],
     )
+    row_set.opening = notes
+    return row_set
 
 
 def _with_literal_tags(entry: DataEntry, data: DataConfig, modalities: Sequence[str]) -> DataEntry:
@@ -273,17 +274,57 @@ def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
     return Access(folder if root is None else expanded(root), data.outside_root, data.urls)
 
 
-def _of_kinds(rows: Sequence[Row], entry: DataEntry, kinds: Sequence[str], key: str) -> list[Row]:
+def _of_kinds(rows: Sequence[Row], entry: DataEntry, kinds: Sequence[str], key: str) -> CheckedRows:
     """The rows of the entry's kinds."""
-    if not isinstance(rows, list):
+    if not isinstance(rows, CheckedRows):
         reason = "its rows are read when their turn comes; kinds is for JSONL, JSON, CSV and bundled sets."
         raise UserError(f"{key}: kinds of {entry}: {reason}")
-    known = {row.kind for row in rows}
+    of_rows = rows.kinds()
+    known = set(of_rows.tolist())
     missing = next((kind for kind in kinds if kind not in known), None)
     if missing is not None:
         listed = ", ".join(sorted({kind or "none" for kind in known}))
         raise UserError(f"{key}: {entry} has no rows of kind {missing}; their kinds: {listed}.")
-    return [row for row in rows if row.kind in kinds]
+    return rows.taken(np.isin(of_rows, list(kinds)))
+
+
+def _of_modalities(
+    rows: CheckedRows, modalities: Sequence[str], on_bad: Callable[[RowError], None] | None
+) -> CheckedRows:
+    """The rows whose media a model takes; the others are bad rows, where somebody is to know of them."""
+    refused: dict[int, RowError] = {}
+    for media, first in zip(*np.unique(rows.media, return_index=True), strict=True):
+        try:
+            check_modalities(rows[int(first)], modalities)
+        except RowError as error:
+            refused[int(media)] = error
+    bad = np.isin(rows.media, list(refused))
+    if on_bad is not None:
+        for index in np.flatnonzero(bad).tolist():
+            on_bad(refused[int(rows.media[index])].at(rows.source(index)))
+    return rows.taken(~bad) if refused else rows
+
+
+def _looked_at(rows: CheckedRows, data: DataConfig, on_bad: Callable[[RowError], None]) -> list[str]:
+    """Look for the files of some rows, spread over all; a note on what was looked at, where that is not all.
+
+    Under data.on_error=raise a missing one is told at once; else it is left out when it is opened, as all others are.
+    """
+    with_media = np.flatnonzero(rows.media)
+    missing = 0
+    for place in spread(len(with_media), LOOKED_AT) if len(with_media) else ():
+        try:
+            rows[int(with_media[place])].check_files()
+        except RowError as error:
+            missing += 1
+            if data.on_error == "raise":
+                on_bad(error)
+    if len(with_media) <= LOOKED_AT:
+        return []
+    found = f"{missing} of them are not there" if missing else "all are there"
+    return [
+        f"{rows.name}: the files of {LOOKED_AT} of {len(with_media):,} rows were looked for, {found}; others show when they are opened"
+    ]
 
 
 def foreign_media(row: Row, modalities: Sequence[str]) -> set[str]:

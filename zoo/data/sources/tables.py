@@ -1,6 +1,6 @@
 """Tables of rows: files and data sets whose rows can be asked for by their place; media stay where they are.
 
-JSONL is read and checked at once. Data sets, parquet files and tars are opened, and a row is read and checked when it is
+JSONL is read and checked at once (`zoo.data.sources.kept.checked`). Data sets, parquet files and tars are opened, and a row is read and checked when it is
 asked for: such a table takes a few bytes of memory a row, however large its media are.
 """
 
@@ -22,10 +22,11 @@ from zoo.data.sources import hub
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.formats.labelled_media import Asked, kind_of_file
+from zoo.data.sources.kept.checked import read_checked
 from zoo.data.sources.lines import METADATA, ROW_FILES, MediaFolder, json_object, locate, numbered_items
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, make_row, read_rows
+from zoo.data.sources.rows import Row, make_row
 from zoo.data.sources.tars import TarSamples, check_samples, tar_files
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -139,7 +140,7 @@ def open_table(
         return _of_dataset(hub.load_local(entry, kind, key), str(entry), access(folder), form, keep)
     folder = locate(entry.path, key).parent
     allowed = Access(folder, trusted=True) if is_bundled(entry.path) else access(folder)
-    return read_rows(entry.path, on_bad, form=form, access=allowed, keep=keep)
+    return read_checked(entry.path, on_bad, form, allowed, keep)
 
 
 def _of_dataset(dataset: Dataset, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None) -> Table:

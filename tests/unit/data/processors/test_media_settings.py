@@ -294,7 +294,7 @@ def test_frames_of_a_list_must_be_images_of_one_size(timestamped: Processor, fol
     with pytest.raises(RowError, match="frame 1 has 512 x 384 pixels, those before 128 x 64"):
         timestamped.encode(asked(folder, video(["f0.png", "i.png"])), **HOW)
     with pytest.raises(RowError, match=r"no file .*gone.png"):
-        asked(folder, video(["f0.png", "gone.png"]))
+        asked(folder, video(["f0.png", "gone.png"])).check_files()
     with pytest.raises(RowError, match="a video of 0 frames"):
         asked(folder, video([]))
     one = encoded(timestamped, asked(folder, video(["f0.png"])))

@@ -25,7 +25,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def made(item: dict[str, Any], folder: Path, form: str | None = None, **access: bool) -> Row:
-    return make_row(item, "x:1", Access(folder, **access), form)
+    row = make_row(item, "x:1", Access(folder, **access), form)
+    row.check_files()
+    return row
 
 
 def refused(item: dict[str, Any], folder: Path, form: str | None = None, **access: bool) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
 def test_a_bad_row_says_what_and_where(tmp_path, line, cause, words):
     with pytest.raises(RowError) as caught:
         if isinstance(line, dict):
-            parse(tmp_path, **line)
+            parse(tmp_path, **line).check_files()
         else:
             parse_row(line if isinstance(line, bytes) else line.encode(), "train.jsonl:3", Access(tmp_path))
     assert caught.value.cause == cause

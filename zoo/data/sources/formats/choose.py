@@ -146,7 +146,11 @@ def without_nulls(value: Any) -> Any:
     a tool of one row gets the parameters of every row's. JSON within a text stays unchanged.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {
+            key: without_nulls(inner) if isinstance(inner, dict | list) else inner
+            for key, inner in value.items()
+            if inner is not None
+        }
     if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
         return [without_nulls(inner) for inner in value]
     return value
@@ -165,9 +169,8 @@ def fits(item: JsonMapping, format: str | None = None, columns: Mapping[str, str
 def _parsed(row: JsonObject, columns: Mapping[str, str | None] | None) -> JsonObject:
     """The row with its columns under zoo's names, and texts that hold JSON parsed."""
     row = _renamed(row, columns) if columns else row
-    for key in STRUCTURED:
-        value = row.get(key)
-        if isinstance(value, str) and value[:1] in ("[", "{"):
+    for key, value in row.items():
+        if isinstance(value, str) and value[:1] in ("[", "{") and key in STRUCTURED:
             with suppress(ValueError):  # a text that begins so
                 row[key] = json.loads(value)
     return row

@@ -10,6 +10,7 @@ from zoo.data.sources.references import shown
 from zoo.types import JsonObject
 
 ROLES = ("system", "user", "assistant", "tool")
+PLAIN = {"role", "content"}
 OPTIONAL = {"weight", "name", "tool_calls"}  # keys of a message
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
@@ -86,7 +87,7 @@ def _joined(turns: list[Turn]) -> Turn:
 
 
 def _turn(message: object, where: str) -> Turn:
-    if not isinstance(message, dict) or set(message) - OPTIONAL != {"role", "content"}:
+    if not isinstance(message, dict) or (message.keys() != PLAIN and set(message) - OPTIONAL != PLAIN):
         seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
         wanted = "exactly 'role' and 'content' (and 'weight', 'name' or 'tool_calls', if any) are wanted."
         raise bad_row(f"{where} has {seen}; {wanted}")
@@ -97,6 +98,8 @@ def _turn(message: object, where: str) -> Turn:
         raise bad_row(f"{where} has content of type {type(content).__name__}; a string is wanted.")
     if is_torn(content):
         raise bad_row(TORN.format(where))
+    if len(message) == 2:  # most messages
+        return Turn(Message(role, content), 1.0, [], "", where)
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise bad_row(f"{where} has tool calls, but only an assistant calls tools.")

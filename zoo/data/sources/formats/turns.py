@@ -92,7 +92,8 @@ def own_messages(turns: Sequence[object], key: str, *, strict: bool) -> list[Jso
     messages: list[Any] = []
     for number, turn in enumerate(turns):
         where = f"{key}[{number}]"
-        pair = next((pair for pair in PAIRS if isinstance(turn, dict) and set(pair) <= set(turn)), None)
+        paired = turn if isinstance(turn, dict) and "assistant" in turn else {}
+        pair = next((pair for pair in PAIRS if pair[0] in paired), None)
         if isinstance(turn, dict) and pair is not None:
             rest = {name: value for name, value in turn.items() if name not in pair}
             answer = {"role": "assistant", "content": turn[pair[1]], **rest}
@@ -120,6 +121,8 @@ def _message(turn: JsonObject, where: str, *, strict: bool) -> JsonObject:
             return turn
         raise bad_row(f"{where} is from {shown(repr(said_by))}; wanted: {', '.join(ROLES)}.")
     role = ROLES[said_by]
+    if len(turn) == 2 and isinstance(content, str) and role != CALL:  # most turns
+        return {"role": role, "content": content}
     calls = [call for name in OF_CALLS if turn.get(name) for call in _calls(turn[name], f"{where}.{name}")]
     if role == CALL:
         role, calls, content = "assistant", _calls(content, f"{where}.{names[1]}"), ""

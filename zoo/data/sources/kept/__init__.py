@@ -1,0 +1,1 @@
+"""Rows and indexes that are read once and kept, for all ranks and later starts."""

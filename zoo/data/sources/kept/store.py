@@ -1,0 +1,159 @@
+"""Tables that zoo makes of files of data once, and keeps as Arrow files that all ranks and later starts map into memory.
+
+They lie in the cache folder (not beside the data, where a stranger's could lie too); where that can't be written to, in memory. A
+table is written under another name, and gets its own once it is whole and on the disk: what is cut off is never read. It says of
+which files it was made, and its name of which settings and code. Of several processes one writes, and the others wait for it;
+where the file system has no locks each writes, and the last one stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from zoo.files import cache_folder, file_clock, sync, sync_names
+from zoo.records import line_of_json
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch, Schema, Table
+
+ORIGIN = b"zoo_origin"  # key of the schema's metadata
+UNUSED_DAYS = 60  # after which a table is removed when another one is made
+YOUNG = 2.0  # seconds; a file that was written to so shortly before may be again without another time
+_BLOCK = 2**22  # bytes that are read at once
+
+
+def kept_table(
+    files: Sequence[Path],
+    settings: object,
+    schema: Schema,
+    batches: Callable[[], Iterable[RecordBatch]],
+    *,
+    by_content: bool,
+    least: int = 0,
+) -> Table:
+    """The table of some files, mapped into memory: one that was kept, or one that is made now.
+
+    Args:
+        files: what it is made of.
+        settings: what it follows from beside them and the code of this package; its `repr` counts.
+        schema: its columns.
+        batches: makes it.
+        by_content: whether files are known by a digest of all their bytes where their times have changed; else by size and times
+            alone.
+        least: bytes of the files below which it stays in memory.
+    """
+    import pyarrow as pa
+
+    folder, table = cache_folder("rows"), None
+    if folder is not None and sum(os.stat(file).st_size for file in files) >= least:
+        key = hashlib.blake2b(repr((settings, schema.names, _code())).encode(), digest_size=8).hexdigest()
+        path = hashlib.blake2b(os.fsencode(files[0].absolute()), digest_size=8).hexdigest()
+        place = folder / f"{path}.{key}.arrow"
+        table = _kept(place, files, by_content)
+        if table is None:
+            with contextlib.suppress(OSError), _alone(place):
+                table = _kept(place, files, by_content)  # who was alone before may have made it
+                if table is None:
+                    _write(place, files, schema, batches, by_content)
+                    table = _kept(place, files, by_content)
+        with contextlib.suppress(OSError):
+            os.utime(place)  # it is in use
+    return pa.Table.from_batches(batches(), schema) if table is None else table
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Inside the block no other process makes the table of a place; OSError where nothing can be written there."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path = place.with_suffix(".lock")
+    with path.open("ab") as lock:
+        try:
+            with contextlib.suppress(OSError):  # there are no locks here
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _kept(place: Path, files: Sequence[Path], by_content: bool) -> Table | None:
+    """The table that lies at a place; None where there is none, or another file's, or a broken one."""
+    import pyarrow as pa
+
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(place)))
+        origin = line_of_json((reader.schema.metadata or {}).get(ORIGIN, b"")) or {}
+        sizes, times = _state(files)
+        if origin.get("sizes") != sizes:
+            return None
+        if origin.get("times") != times and (not by_content or origin.get("content") != _content(files)):
+            return None
+        table = reader.read_all()
+        table.validate(full=True)
+    except (OSError, ValueError):  # Arrow's errors are ValueErrors
+        return None
+    return table
+
+
+def _write(
+    place: Path, files: Sequence[Path], schema: Schema, batches: Callable[[], Iterable[RecordBatch]], by_content: bool
+) -> None:
+    """Make a table at a place, whole or not at all; OSError where the place takes none."""
+    import pyarrow as pa
+
+    sizes, times = _state(files)
+    now = file_clock(files[0].parent)
+    if by_content and any(now - max(of_file) / 1e9 < YOUNG for of_file in times):
+        times = []  # its content alone says whether it is the same
+    origin = {"sizes": sizes, "times": times, "content": _content(files) if by_content else None}
+    for other in place.parent.iterdir():
+        with contextlib.suppress(OSError):
+            if now - other.stat().st_mtime > UNUSED_DAYS * 86_400:
+                other.unlink()
+    partial = place.with_name(f"{place.name}.{secrets.token_hex(4)}.partial")
+    try:
+        described = schema.with_metadata({ORIGIN: json.dumps(origin)})
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, described) as writer:
+            for batch in batches():
+                writer.write_batch(batch)
+        sync(partial)
+        if _state(files)[0] == sizes and (not by_content or _content(files) == origin["content"]):
+            os.replace(partial, place)
+            sync_names(place.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _state(files: Sequence[Path]) -> tuple[list[int], list[list[int]]]:
+    """Sizes of files, and when they and what is known of them were last written to, in nanoseconds."""
+    stats = [os.stat(file) for file in files]
+    return [stat.st_size for stat in stats], [[stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
+
+
+def _content(files: Sequence[Path]) -> str:
+    """A digest of all bytes of files."""
+    digest = xxhash.xxh3_128()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that reads and checks rows: another version makes its tables anew."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
