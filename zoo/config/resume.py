@@ -31,8 +31,8 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "max_shard_size", "hub.repo", "hub.private",
     ),
     "logging": (
-        "train.log_every", "log.tensorboard", "log.wandb", "log.mlflow", "log.trackio", "log.slow_step", "log.predictions",
-        "log.prediction_tokens",
+        "train.log_every", "log.tensorboard", "log.wandb", "log.mlflow", "log.trackio", "log.swanlab", "log.comet", "log.slow_step",
+        "log.straggler_steps", "log.part_norms_every", "log.predictions", "log.prediction_tokens", "run.profile", "run.profile_ranks",
     ),
     "paths": ("run.dir", "run.stage", "data.root", "data.outside_root", "data.urls"),
     "how the run is watched": ("run.resume", "run.callbacks", "run.accept_changes", "run.hang_timeout", "run.save_within"),

@@ -7,6 +7,7 @@ what would work. :func:`validate` may be called again on its own result.
 from __future__ import annotations
 
 import importlib.util
+import re
 
 from zoo.config.architecture import check_arch
 from zoo.config.checks.engine import check_engine, check_gpus, check_packages
@@ -25,6 +26,9 @@ from zoo.errors import ConfigError
 from zoo.files import expanded, size_in_bytes
 from zoo.types import JsonObject
 
+_TRACKERS = (
+    ("wandb", "Weights & Biases"), ("mlflow", "MLflow"), ("trackio", "Trackio"), ("swanlab", "SwanLab"), ("comet", "Comet"),
+)  # fmt: skip
 # What parallel.plan may name.
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
 
@@ -58,13 +62,15 @@ def validate(recipe: Recipe, world_size: int, *, on_this_machine: bool = True) -
     check_packing(recipe)
     if on_this_machine:
         check_packages(recipe)
-        for key, name in (("wandb", "Weights & Biases"), ("mlflow", "MLflow"), ("trackio", "Trackio")):
-            if (value := getattr(recipe.log, key)) and importlib.util.find_spec(key) is None:
+        for key, name in _TRACKERS:
+            module = "comet_ml" if key == "comet" else key
+            if (value := getattr(recipe.log, key)) and importlib.util.find_spec(module) is None:
                 hint = f"pip install 'zoo-train[{key}]', or leave log.{key} out"
                 raise ConfigError(f"log.{key}={value}: {name} is not installed; {hint}")
     check_gpus(recipe, on_this_machine=on_this_machine)
     check_engine(recipe)
     _check_run(recipe)
+    _check_profile(recipe, world_size)
     train = recipe.train
     for key in ("keep_best", "early_stop"):
         if (metric := getattr(train, key)) is not None:
@@ -92,6 +98,19 @@ def _check_run(recipe: Recipe) -> None:
             f"run.stage={recipe.run.stage}: it is in run.dir={recipe.run.dir}, or the other way round; give a folder of its own "
             "on a local disk"
         )
+
+
+def _check_profile(recipe: Recipe, world_size: int) -> None:
+    if (steps := recipe.run.profile) is None:
+        return
+    parts = re.fullmatch(r"(\d{1,9}):(\d{1,9})", steps, re.ASCII)
+    if parts is None or not 1 <= int(parts[1]) <= int(parts[2]):
+        raise ConfigError(
+            f"run.profile={steps}: wanted the first and the last step, from 1 up, as in run.profile=20:22"
+        )
+    for rank in recipe.run.profile_ranks:
+        if rank >= world_size:
+            raise ConfigError(f"run.profile_ranks={rank}: the run has {world_size} ranks, from 0 up; give one of them")
 
 
 def _derived(recipe: Recipe) -> JsonObject:

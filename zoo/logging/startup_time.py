@@ -56,7 +56,9 @@ class Startup:
         return round(self._last - self.began, 2)
 
     def finish(self, log: RunLog, step: int) -> None:
-        """Log the stages, after the first step. `log`: the run's; `step`: the number of that step."""
+        """Log the stages, after the first step alone. `log`: the run's; `step`: the number of that step."""
+        if self.done:
+            return
         self.mark("first step")
         self.done = True
         log.event("startup", step, seconds=self.seconds, phases=self.stages, gb_per_s=self.rates)

@@ -15,6 +15,7 @@ from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.optim import muon
 from zoo.optim.adamw import AdamW, norm_gradients
 from zoo.optim.copies import share_copies
+from zoo.optim.part_norms import squared
 from zoo.parallel.gradient_reduction import accumulate_directly, divide_at_the_loss, reduce_in_order, sum_by_dtype
 from zoo.parallel.megatron import inner_optimizer
 from zoo.parallel.weight_gathering import gather_once, settle_all
@@ -147,10 +148,7 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
 
     megatron-core's `get_grad_norm` sums them, too, and waits for the device once for each parameter.
     """
-    grads = norm_gradients(optimizer)
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()
+    return squared(norm_gradients(optimizer), device)
 
 
 def build_schedule(optimizer: MegatronOptimizer, train: TrainConfig, total_steps: int) -> OptimizerParamScheduler:

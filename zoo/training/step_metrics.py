@@ -12,8 +12,10 @@ Whatever else the ranks have to tell each other of a step travels in one all-red
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -42,16 +44,20 @@ class TokenCounts:
     weight: float  # of the labels; their number where they are not weighted
     batches: int
     step_weight: float | None = None  # the same of all data-parallel ranks, where the loader knows it
+    by_source: Mapping[str, int] = field(
+        default_factory=dict
+    )  # real tokens by the entry of data.train that rows are of
 
     @classmethod
-    def from_micro_batches(cls, batches: Sequence[MicroBatch]) -> TokenCounts:
-        """Sums over micro-batches."""
+    def from_micro_batches(cls, batches: Sequence[MicroBatch], sources: Sequence[str] = ()) -> TokenCounts:
+        """Sums over micro-batches; `sources`: entries whose tokens are counted apart (`sources_of`), the same on all ranks."""
         return cls(
             sum(b.real_tokens for b in batches),
             sum(b.total for b in batches),
             sum(b.loss_weight for b in batches),
             len(batches),
             batches[0].step_weight if batches else None,
+            _tokens_by_source(batches, sources),
         )
 
     def loss_scale(self, world: World) -> torch.Tensor | float:
@@ -76,6 +82,8 @@ class StepTotals:
     mtp_loss: float | None
     further: Mapping[str, float]  # metrics of the loss's own
     experts: Mapping[str, float]  # load-balance metrics; 1.0 is perfectly balanced
+    part_norms: Mapping[str, float]  # of the gradient, by part of the model; none in most steps
+    by_source: Mapping[str, float]  # real tokens by entry of data.train, where there are several
     parts: list[list[float]]  # by rank: seconds of the step's parts
     flags: list[float]  # how many ranks have set each
 
@@ -91,6 +99,7 @@ class StepTotals:
         flags: Callable[[], list[float]],
         step: PackedStep,
         world: World,
+        part_squares: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> StepTotals:
         """Sum over all ranks: the step's one wait for the device, and its one exchange but for those of layers and gradients.
 
@@ -101,6 +110,7 @@ class StepTotals:
             expert_shares: by name, () float64 on the device, this rank's share of the experts' load-balance metrics.
             parts: seconds of the step's parts (`zoo.logging.step_timer.PARTS`); called when the device has finished.
             flags: whatever else is to be summed over the ranks; called just before the exchange.
+            part_squares: by part of the model, as `squared_norm` (`PartNorms.squares`); the same parts on all ranks.
         """
         mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation or step.policy
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
@@ -112,9 +122,11 @@ class StepTotals:
         largest = [torch.zeros_like(squared_norm)] * len(maxima)
         if world.counts_loss and loss_sums:
             largest = [torch.stack([by_name[name].double() for by_name in loss_sums]).max() for name in maxima]
-        on_device: list[float] = torch.stack([squared_norm, *expert_shares.values(), *totals, *largest]).tolist()
+        shares = (*expert_shares.values(), *part_squares.values())
+        on_device: list[float] = torch.stack([squared_norm, *shares, *totals, *largest]).tolist()
         of_device, of_rank = on_device[: len(on_device) - len(maxima)], on_device[len(on_device) - len(maxima) :]
-        tokens = [counts.real, counts.total] if world.counts_data else [0, 0]
+        tokens = [counts.real, counts.total, *counts.by_source.values()]
+        tokens = tokens if world.counts_data else [0] * len(tokens)
         seconds = parts()
         of_rank += seconds
         by_rank = [value * (rank == world.rank) for rank in range(world.size) for value in of_rank]
@@ -123,24 +135,28 @@ class StepTotals:
 
         grad_norm = math.sqrt(next(summed))
         experts = {name: next(summed) for name in expert_shares}
+        part_norms = {part: math.sqrt(next(summed)) for part in part_squares}
         loss = {name: next(summed) for name in names}
         weight = (loss["weight"] if step.policy is None else counts.step_weight) or math.nan
         further: Mapping[str, float] = {}
         if loss_with_metrics is not None:
             further = loss_with_metrics.means({name: loss[name] for name in own_names}, weight)
         real, total = next(summed), next(summed)
+        by_source = {name: next(summed) for name in counts.by_source}
         ranks = [[next(summed) for _ in of_rank] for _ in range(world.size)]
         for number, name in enumerate(maxima):
             further = {**further, LOGGED[name]: max(values[number] for values in ranks)}
         return cls(
             real=real,
             total=total,
+            by_source=by_source,
             loss=loss["nll"] / weight,
             labels=loss["labels"],
             grad_norm=grad_norm,
             mtp_loss=loss["mtp_nll"] / weight if mtp and loss_with_metrics is None else None,
             further=further,
             experts=experts,
+            part_norms=part_norms,
             parts=[values[len(maxima) :] for values in ranks],
             flags=list(summed),
         )
@@ -161,10 +177,34 @@ class StepTotals:
             "data_wait": waited / seconds,
             **self.further,
             **self.experts,
+            **{f"grad_norm_{part}": norm for part, norm in self.part_norms.items()},
+            **{f"share_{name}": tokens / max(self.real, 1) for name, tokens in _short(self.by_source).items()},
             **({} if self.mtp_loss is None else {"mtp_loss": self.mtp_loss}),
             **of_loader,
             **({"update_seconds": round(seconds - waited, 4)} if of_loader else {}),
         }
+
+
+def sources_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The entries whose shares of the tokens are counted: all, each once, where there are several."""
+    distinct = tuple(dict.fromkeys(names))
+    return distinct if len(distinct) > 1 else ()
+
+
+def _tokens_by_source(batches: Sequence[MicroBatch], sources: Sequence[str]) -> dict[str, int]:
+    """Real tokens by the name of the entry, which stands before the row's number in `MicroBatch.sources`."""
+    tokens: Counter[str] = Counter()
+    for batch in batches if sources else ():
+        for source, length in zip(batch.sources, batch.lengths, strict=False):  # a filler has no sources
+            tokens[source.rpartition(":")[0]] += length
+    return {name: tokens[name] for name in sources}
+
+
+def _short(by_name: Mapping[str, float]) -> dict[str, float]:
+    """The same by the last part of each path, where that tells the names apart."""
+    last = {name: PurePath(name).name for name in by_name}
+    distinct = len(set(last.values())) == len(last)
+    return {last[name] if distinct else name: value for name, value in by_name.items()}
 
 
 def expert_shares(config: TransformerConfig, world: World, micro_batches: int) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ from zoo.logging.run_log import RowCounts, RunLog
 from zoo.logging.startup_time import Startup
 from zoo.logging.step_timer import StepTimes
 from zoo.model import build, lora
-from zoo.optim import adamw, muon
+from zoo.optim import adamw, muon, part_norms
 from zoo.parallel.determinism import explain_refusals
 from zoo.parallel.object_group import agreed, refuse_different
 from zoo.parallel.signals import Interrupts, interrupts
@@ -58,7 +58,7 @@ from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, to
 from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
 from zoo.training.reference import Reference
-from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares
+from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, sources_of
 from zoo.watchdog.heartbeat import HeartbeatMonitor
 from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import translate_oom_errors, translate_resource_errors
@@ -165,7 +165,7 @@ class Trainer:
         self.interrupted = self.preempted = self.stopped = self.save_due = False  # stopped: by a callback
         self.evaluated: tuple[int, JsonObject] = (-1, {})  # step and metrics of the last evaluation
         self.row_counts, self.save_report = RowCounts(recipe.packing.budget), SaveReport(recipe)
-        self.times, self.memory = StepTimes(world.device, recipe.log.slow_step), MemoryUse(world)
+        self.times, self.memory = StepTimes(recipe, world), MemoryUse(world)
         self.startup.mark("data")
 
     def _choose_checkpoint(self, known_faults: Mapping[str, dict[str, str]] | None = None) -> None:
@@ -231,6 +231,7 @@ class Trainer:
         self.optimizer, self.scheduler = optimization.build_optimizer(
             self.chunks, recipe, assembly, world, self.total_steps
         )
+        self.norms = part_norms.PartNorms(self.chunks, assembly.family, world, recipe.log.part_norms_every)
         self.times.observe(chunks, self.chunks)
         self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
         self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
@@ -259,7 +260,7 @@ class Trainer:
                 print(messages.at_finished(self.folder, self.done, self.total_steps, why, train))
             return agreed(lambda: TrainResult.from_run_dir(self.folder))
         self.build()
-        with self.stop.deferred(), self.saver:
+        with self.stop.deferred(), self.saver, self.times:
             self.progress.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self._log_start()
@@ -313,7 +314,7 @@ class Trainer:
         gradient's norm, then the update. A bad step is not applied.
         """
         began, on_gpu = time.monotonic(), self.copies is not None
-        self.times.begin()
+        self.times.begin(self.done + 1)
         self.progress.enter("data")
         batches, self.prefetched = self.prefetched or self.fetch(), None
         if not batches.micro_batches:
@@ -325,7 +326,7 @@ class Trainer:
             torch.cuda.current_stream().wait_stream(self.copies)
 
         self.progress.enter("compute")
-        counts = TokenCounts.from_micro_batches(batches.micro_batches)
+        counts = TokenCounts.from_micro_batches(batches.micro_batches, sources_of(self.source.rows.names))
         lora.seed_dropout(self.recipe, self.done, self.world)
         loss_sums = self.forward_backward(batches, counts.loss_scale(self.world))
         if on_gpu and self.done + 1 < self.total_steps and self.loader.ready_ahead:
@@ -345,6 +346,7 @@ class Trainer:
             flags=self._own_flags,
             step=self.step,
             world=self.world,
+            part_squares=self.norms.squares(self.optimizer, self.done + 1),
         )
         bad = self.detector.check(totals.loss, totals.grad_norm, labels=totals.labels > 0)
         if bad is None:
@@ -362,8 +364,7 @@ class Trainer:
         self.log_step(result)
         if bad is not None:
             self._record_bad_step(result, bad)
-        if not self.startup.done:
-            self.startup.finish(self.log, self.done)
+        self.startup.finish(self.log, self.done)
         self.memory.note(self.log, self.done, self.flags[FLAGS:])
         return True
 
@@ -421,8 +422,7 @@ class Trainer:
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)
         self.progress.step = self.done
         self.callbacks.step(self.done, record)
-        if (slow := self.times.slow_step(result.seconds, totals.parts)) is not None:
-            self.log.event("slow_step", self.done, **slow)
+        self.times.end(self.log, self.done, result.seconds, totals.parts)
         self.row_counts.note(self.log, self.done, self.source.counts, self.source.shrunk)
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:

@@ -1,13 +1,26 @@
 """Slow steps and their causes, from the parts that ranks have measured."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from zoo.logging.step_timer import PARTS, Spans, StepTimes
 
 
+def step_times(factor: float) -> StepTimes:
+    log, run = (
+        SimpleNamespace(slow_step=factor, straggler_steps=0),
+        SimpleNamespace(dir="", profile=None, profile_ranks=[0]),
+    )
+    recipe: Any = SimpleNamespace(log=log, run=run)
+    world: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, size=1, pp_size=1)
+    return StepTimes(recipe, world)
+
+
 def slow_step(seconds: float, *ranks: list[float]) -> dict | None:
-    times = StepTimes(torch.device("cpu"), 3.0)
+    times = step_times(3.0)
     for _ in range(6):
         assert times.slow_step(1.0, [[0.1, 0.1, 0.2, 0.0]] * len(ranks)) is None
     return times.slow_step(seconds, list(ranks))
@@ -32,8 +45,8 @@ def test_the_cause(ranks: list[list[float]], seconds: float, cause: str, rank: i
 
 def test_what_is_not_slow() -> None:
     assert slow_step(2.9, [0.1, 0.1, 0.2, 0.0]) is None
-    assert StepTimes(torch.device("cpu"), 3.0).slow_step(100.0, [[0.0] * 4]) is None  # nothing to compare with
-    off = StepTimes(torch.device("cpu"), 0.0)
+    assert step_times(3.0).slow_step(100.0, [[0.0] * 4]) is None  # nothing to compare with
+    off = step_times(0.0)
     assert [off.slow_step(seconds, [[0.0] * 4]) for seconds in (*[1.0] * 9, 100.0)] == [None] * 10
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import moe_logging
 
 from zoo.nn.decoder.experts.router import track_layers
 from zoo.training import step_metrics
-from zoo.training.step_metrics import TokenCounts, expert_shares
+from zoo.training.step_metrics import StepTotals, TokenCounts, expert_shares, sources_of
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +56,48 @@ def test_the_loss_scale_undoes_the_means_of_schedule_and_replicas(
         assert float(counts.loss_scale(world)) / (batches * replicas) == pytest.approx(1 / (weight * replicas))
     empty = TokenCounts(10, 12, 0.0, 2, 0.0 if known else None)
     assert float(empty.loss_scale(world)) == 2 * replicas  # finite, of no label
+
+
+def batch(*samples: tuple[str, int]) -> Any:
+    """A micro-batch of samples that stand there and have so many tokens."""
+    sources, lengths = zip(*samples, strict=True)
+    total = sum(lengths)
+    return SimpleNamespace(
+        sources=sources, lengths=lengths, real_tokens=total, total=total, loss_weight=1.0, step_weight=None
+    )
+
+
+def filler() -> Any:
+    """What keeps a rank without rows in step: nothing of it counts."""
+    return SimpleNamespace(sources=(), lengths=(7,), real_tokens=0, total=7, loss_weight=0.0, step_weight=None)
+
+
+def test_shares_of_tokens_by_entry() -> None:
+    batches = [batch(("in/a.jsonl:3", 10), ("in/b.jsonl:7", 20)), batch(("in/a.jsonl:4", 10)), filler()]
+    sources = sources_of(["in/a.jsonl", "in/b.jsonl", "in/c.jsonl"])
+    counts = TokenCounts.from_micro_batches(batches, sources)
+    world: Any = SimpleNamespace(size=1, rank=0, counts_loss=False, counts_data=True)
+    step: Any = SimpleNamespace(mtp_depths=0, preference=None, distillation=None, policy=None)
+    one = torch.ones((), dtype=torch.float64)
+    totals = StepTotals.gather(
+        [], counts, squared_norm=13 * one, expert_shares={}, parts=lambda: [0.0] * 4, flags=lambda: [3.0], step=step, world=world,
+        part_squares={"vision": 4 * one, "language": 9 * one},
+    )  # fmt: skip
+    record = totals.record(1, 0.1, 1.0)
+    shares = {name: value for name, value in record.items() if name.startswith("share_")}
+    assert shares == {"share_a.jsonl": 0.5, "share_b.jsonl": 0.5, "share_c.jsonl": 0.0}
+    norms = {name: value for name, value in record.items() if name.startswith("grad_norm_")}
+    assert norms == {"grad_norm_vision": 2.0, "grad_norm_language": 3.0}
+    assert (record["grad_norm"], record["real_tokens"], totals.flags) == (13**0.5, 40, [3.0])
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["a.jsonl"], []), (["a.jsonl", "a.jsonl"], []), (["x/a.jsonl", "y/a.jsonl"], ["share_x/a.jsonl", "share_y/a.jsonl"]),
+        (["x/a.jsonl", "org/set"], ["share_a.jsonl", "share_set"]),
+    ],
+)  # fmt: skip
+def test_names_of_shares(names: list[str], keys: list[str]) -> None:
+    shown = step_metrics._short(dict.fromkeys(sources_of(names), 1.0))
+    assert [f"share_{name}" for name in shown] == keys

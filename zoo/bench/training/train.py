@@ -142,7 +142,7 @@ def bench_recipe(options: TrainBenchOptions, overrides: Sequence[str]) -> Recipe
         f"size={options.size}", "model.init=random", "parallel.plan=[]", "train.lr=1e-5", "train.min_lr=0",
         "train.warmup_steps=0", "train.weight_decay=0.01", "train.clip_grad=1.0", "train.eval_rows=0",
         "train.mtp_loss=0",  # transformers trains no multi-token prediction
-        "log.tensorboard=false", "export=false",
+        "log.tensorboard=false", "log.straggler_steps=0", "export=false",
     ]  # fmt: skip
     mapping = options.data.startswith("{")  # as data.train takes it
     rows = [f"data.train=[{options.data}]"] if mapping else []

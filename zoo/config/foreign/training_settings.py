@@ -141,10 +141,11 @@ def _trackers(reader: Reader) -> None:
     reader.take("wandb_name", "wandb_entity", "wandb_watch", "wandb_log_model", "wandb_run_id")
     named = reader.take("report_to", "log_with")
     tools = {str(tool).lower() for tool in (named if isinstance(named, list) else [named or "all"])}
-    for tool in ("wandb", "mlflow", "trackio"):
+    known = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "swanlab": "swanlab", "comet_ml": "comet"}
+    for tool, key in known.items():
         if tool in tools or (tool == "wandb" and project):
-            reader.set(f"log.{tool}", project or "zoo")
+            reader.set(f"log.{key}", project or "zoo")
     if tools == {"none"}:
         reader.set("log.tensorboard", False)
-    for other in sorted(tools - {"none", "all", "wandb", "mlflow", "trackio", "tensorboard"}):
+    for other in sorted(tools - {"none", "all", "tensorboard", *known}):
         reader.translation.without.append(f"report_to={other}")

@@ -120,7 +120,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("run.resume", "false refuses a folder that holds a checkpoint", "overwrite_output_dir"),
     ("run.hang_timeout", "in minutes", "ddp_timeout distributed_timeout_minutes nccl_timeout"),
     ("run.deterministic", "", "full_determinism use_deterministic_algorithms deterministic_mode"),
-    ("log.tensorboard log.wandb log.mlflow log.trackio", "", "report_to tensorboard_dir log_with"),
+    ("log.tensorboard log.wandb log.mlflow log.trackio log.swanlab log.comet", "", "report_to tensorboard_dir log_with"),
     ("log.wandb", "the project's name", "wandb_project use_wandb wandb_name"),
     ("export", "", "save_hf_model save_safetensors export_dir"),
     ("export", "a folder; zoo convert RUN FOLDER push_to=ORG/NAME uploads it", "push_to_hub push_to_hub_model_id hub_model_id"),

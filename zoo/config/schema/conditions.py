@@ -177,6 +177,8 @@ ANSWERS = _value(
 PREDICTIONS = _above_zero("log.predictions", "where no answers are shown")
 EARLY_STOP = _stated("train.early_stop", "without early stopping", "set train.early_stop=loss, say")
 
+PROFILE = _stated("run.profile", "without a profile", "set run.profile=20:22, say")
+
 PACKED = _one_of("packing.mode", "thd", lacks="on rows that are not packed")
 PADDED = _one_of("packing.mode", "none", lacks="on packed rows, which count as 1 and are as wide as packing.budget")
 MEDIA = When(

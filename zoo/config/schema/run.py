@@ -38,6 +38,10 @@ class RunConfig:
     """folder on a local disk that checkpoints are written to first, and copied on from to run.dir beside training; null: straight to run.dir"""
     save_within: float = number(110.0, above=0, most=1e6, when=ALWAYS)
     """seconds after SIGTERM, SIGUSR1, SIGHUP or SIGQUIT that a run has to save; after them it ends unsaved"""
+    profile: str | None = setting(None, when=ALWAYS)
+    """steps FIRST:LAST of which PyTorch's profiler writes a trace and a table of the most expensive operations to run.dir/profile: 20:22; null: none"""
+    profile_ranks: list[int] = setting(lambda: [0], when=conditions.PROFILE, bounds=Bounds(least=0, most=1e5))
+    """ranks that are profiled"""
 
 
 @section
@@ -139,12 +143,20 @@ class LogConfig:
     """experiment name at MLflow, which MLFLOW_TRACKING_URI places; default: not used"""
     trackio: str | None = setting(None, when=ALWAYS)
     """project name at Trackio; default: not used"""
+    swanlab: str | None = setting(None, when=ALWAYS)
+    """project name at SwanLab; default: not used"""
+    comet: str | None = setting(None, when=ALWAYS)
+    """project name at Comet; default: not used"""
     predictions: int = number(8, 0, 64, when=(conditions.EVALUATION, conditions.ANSWERS), off=0)
     """held-out rows whose greedy answers are shown at each evaluation, in predictions.jsonl and plots/predictions.png; 0: none"""
     prediction_tokens: int = number(64, 1, 10**5, when=(conditions.EVALUATION, conditions.ANSWERS, conditions.PREDICTIONS))
     """most tokens of such an answer"""
     slow_step: float = number(3.0, 0, 1e6, when=ALWAYS)
     """a step slower than so many times the running median is reported, with its cause; 0: never"""
+    straggler_steps: int = number(20, 0, 10**6, when=ALWAYS)
+    """steps in a row that the other ranks wait for a rank, after which it is named, once; 0: never"""
+    part_norms_every: int = number(0, 0, 10**9, when=ALWAYS)
+    """steps between gradient norms by part of the model (grad_norm_vision, grad_norm_experts ... in train.jsonl), as before clipping; 0: none"""
 
 
 @section

@@ -1,6 +1,6 @@
-"""Trackers of experiments as callbacks: TensorBoard, Weights & Biases, MLflow and Trackio.
+"""Trackers of experiments as callbacks: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab and Comet.
 
-Each is imported when a recipe asks for it (`log.tensorboard`, `log.wandb`, `log.mlflow`, `log.trackio`). Metrics of steps are named
+Each is imported when a recipe asks for it (`log.tensorboard`, `log.wandb` ...). Metrics of steps are named
 `train/NAME`, those of evaluations `eval/NAME`. A resumed run goes on in the run that it had there: its name is in the checkpoint.
 """
 
@@ -31,6 +31,10 @@ def trackers(recipe: Recipe) -> Iterator[tuple[str, object]]:
         yield "log.mlflow", MLflow(log.mlflow)
     if log.trackio:
         yield "log.trackio", Trackio(log.trackio)
+    if log.swanlab:
+        yield "log.swanlab", SwanLab(log.swanlab)
+    if log.comet:
+        yield "log.comet", Comet(log.comet)
 
 
 class Tracker(ABC):
@@ -81,7 +85,7 @@ class TensorBoard(Tracker):
 
 
 class _ProjectRun(Tracker):
-    """A run of a project, `_run`, as W&B and Trackio have it."""
+    """A run of a project, `_run`, as W&B, Trackio and SwanLab have it."""
 
     _run: Any
 
@@ -146,6 +150,52 @@ class Trackio(_ProjectRun):
         resume = "never" if self.run is None else "allow"
         self._run = trackio.init(project=self._project, name=self.run, config=_plain(event.recipe), resume=resume)
         self.run = self._run.name
+
+
+class SwanLab(_ProjectRun):
+    """A run of a project at SwanLab; its own variables (SWANLAB_MODE=offline) hold."""
+
+    def on_start(self, event: Event) -> None:
+        import swanlab
+
+        folder = str(event.run_dir / "swanlab")
+        self._run = swanlab.init(
+            project=self._project, log_dir=folder, id=self.run, resume="allow", config=_plain(event.recipe)
+        )
+        self.run = self._run.id
+
+    def on_predictions(self, event: Event) -> None:
+        import swanlab
+
+        self._run.log({"predictions": swanlab.Image(str(event.picture))}, step=event.step)
+
+
+class Comet(Tracker):
+    """An experiment of a project at Comet; its own variables (COMET_START_ONLINE=false) hold. It takes no code, output or gradients by itself."""
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+
+    def on_start(self, event: Event) -> None:
+        import comet_ml
+
+        config = comet_ml.ExperimentConfig(
+            auto_param_logging=False, auto_metric_logging=False, auto_output_logging="", parse_args=False, log_graph=False, log_code=False, log_git_patch=False,
+            display_summary_level=0, offline_directory=str(event.run_dir / "comet"),
+        )  # fmt: skip
+        self._experiment = comet_ml.start(project_name=self._project, experiment_key=self.run, experiment_config=config)
+        if self.run is None:
+            self._experiment.log_parameters(dict(flattened(asdict(event.recipe))))
+        self.run = self._experiment.get_key()
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._experiment.log_metrics(numbers, step=step)
+
+    def on_predictions(self, event: Event) -> None:
+        self._experiment.log_image(str(event.picture), name="predictions", step=event.step)
+
+    def on_end(self, event: Event) -> None:
+        self._experiment.end()
 
 
 def _numbers(prefix: str, metrics: JsonMapping) -> dict[str, float]:

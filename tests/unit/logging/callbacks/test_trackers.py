@@ -1,4 +1,4 @@
-"""Trackers: what TensorBoard's files hold; W&B, MLflow and Trackio by fakes with their signatures, or themselves where they are installed."""
+"""Trackers: what TensorBoard's files hold; the others by fakes with their signatures, or themselves where they are installed."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import types
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,17 @@ class FakeRun:
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "resumes"), [("wandb", "id", ("allow",) * 2), ("trackio", "name", ("never", "allow"))]
+    ("key", "name", "resumes"),
+    [("wandb", "id", ("allow",) * 2), ("swanlab", "id", ("allow",) * 2), ("trackio", "name", ("never", "allow"))],
 )
 def test_a_run_goes_on_where_it_was(
     key: str, name: str, resumes: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Any] = []
 
-    def init(*, project: str, resume: str, config: dict[str, Any], dir: str = "", **named: str | None) -> FakeRun:
+    def init(
+        *, project: str, resume: str, config: dict[str, Any], dir: str = "", log_dir: str = "", **named: str | None
+    ) -> FakeRun:
         assert project == "mine" and config["train"]["lr"] and {*named} == {name}
         runs.append((named[name], resume, FakeRun(named[name] or "r1")))
         return runs[-1][-1]
@@ -94,11 +98,12 @@ def picture_in(folder: Path) -> Path:
     return path
 
 
-def test_wandb_gets_the_picture_of_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["wandb", "swanlab"])
+def test_a_tracker_gets_the_picture_of_predictions(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = FakeRun("r1")
     fake = types.SimpleNamespace(init=lambda **_: here, Image=lambda path: ("picture", path))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    run, picture = told(tmp_path, "wandb")[0], picture_in(tmp_path)
+    monkeypatch.setitem(sys.modules, key, fake)
+    run, picture = told(tmp_path, key)[0], picture_in(tmp_path)
     run.start(0)
     run.predictions(3, (picture, "right  'a'"))
     run.raise_failure(3, None, ended=True)
@@ -171,7 +176,76 @@ def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls[1] == ("start", "abc", None)
 
 
-@pytest.mark.parametrize("key", ["wandb", "mlflow", "trackio"])
+def drive_with_picture(key: str, folder: Path) -> dict[str, Any]:
+    """A run with a picture, in this process, and the same run resumed; its state."""
+    state: dict[str, Any] = {}
+    for step in (1, 2):
+        run, picture = told(folder, key)[0], picture_in(folder)
+        run.load_state_dict(state)
+        run.start(step - 1)
+        run.step(step, {"step": step, "loss": 2.5})
+        run.predictions(step, (picture, "right  'a'"))
+        state = run.state_dict()
+        run.end(step, None, "finished")
+        run.raise_failure(step, None, ended=True)
+    return state
+
+
+@pytest.mark.skipif(find_spec("swanlab") is None, reason="swanlab is not installed")
+def test_swanlab_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    state = drive_with_picture("swanlab", tmp_path)
+    files = sorted((tmp_path / "swanlab").glob("run-*/*.swanlab"))
+    assert files and all(state["log.swanlab"]["run"] in path.name for path in files)
+    pictures = list((tmp_path / "swanlab").glob("run-*/media/image/*.png"))
+    assert pictures and Image.open(pictures[0]).size == (40, 30)
+
+
+@pytest.mark.skipif(find_spec("comet_ml") is None, reason="comet_ml is not installed")
+def test_comet_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMET_START_ONLINE", "false")
+    state = drive_with_picture("comet", tmp_path)
+    files = sorted((tmp_path / "comet").glob("*.zip"))
+    assert len(files) == 2 and all(state["log.comet"]["run"] in path.name for path in files)
+    logged = []
+    for file in files:
+        with zipfile.ZipFile(file) as opened:
+            (name,) = [name for name in opened.namelist() if name.endswith("messages.json")]
+            lines = [json.loads(line)["payload"] for line in opened.read(name).decode().splitlines() if line.strip()]
+        logged += [line["metric"] for line in lines if line.get("metric")]
+    own = [one for one in logged if not one["metricName"].startswith("sys.")]
+    assert [(one["metricName"], one["metricValue"], one["step"]) for one in own] == [
+        ("train/loss", 2.5, 1), ("train/loss", 2.5, 2)
+    ]  # fmt: skip
+
+
+def test_comet_goes_on_in_its_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def start(project_name: str, experiment_key: str | None, experiment_config: Any) -> Any:
+        calls.append((project_name, experiment_key))
+        return types.SimpleNamespace(
+            get_key=lambda: "abc",
+            log_parameters=lambda values: calls.append(values["train.keep"]),
+            log_metrics=lambda values, step: calls.append((values, step)),
+            log_image=lambda path, name, step: calls.append((path, name, step)),
+            end=lambda: calls.append("end"),
+        )
+
+    fake = types.SimpleNamespace(start=start, ExperimentConfig=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "comet_ml", fake)
+    state = drive(told(tmp_path, "comet")[0], tmp_path)
+    assert calls == [("mine", None), 2, *LOGGED, "end"]
+    calls.clear()
+    again, _ = told(tmp_path, "comet")
+    again.load_state_dict(state)
+    again.start(1)
+    picture = picture_in(tmp_path)
+    again.predictions(3, (picture, "right  'a'"))
+    assert calls == [("mine", "abc"), (str(picture), "predictions", 3)]
+
+
+@pytest.mark.parametrize("key", ["wandb", "mlflow", "trackio", "swanlab", "comet"])
 def test_one_that_is_not_installed_is_a_sentence(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.config import validate as module
 
