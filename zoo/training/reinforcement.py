@@ -21,6 +21,7 @@ from zoo.model import build
 from zoo.model.build import Assembly
 from zoo.model.lora import Adapters
 from zoo.parallel.world import World
+from zoo.rollouts.engine import RolloutEngine
 from zoo.rollouts.evaluation import HeldOutAnswers
 from zoo.rollouts.loader import Connections, RolloutLoader
 from zoo.rollouts.local_engine import LocalEngine
@@ -47,7 +48,7 @@ def connect(
     if not isinstance(loader, RolloutLoader):
         return
     replay, tick = bool(rl.router_replay), data.decoder.tick
-    engine, rewards = LocalEngine(recipe, assembly, chunks, world, replay=replay), open_rewards(recipe, tick)
+    engine, rewards = _engine(recipe, assembly, trained, world, replay), open_rewards(recipe, tick)
     rewards.start()
     passes = [PolicyLogprobs("old", step, chunks, world)] if rl.updates > 1 else []
     if rl.reference == "base":
@@ -60,6 +61,15 @@ def connect(
         passes.append(PolicyLogprobs("reference", step, copies, world))
     answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group)
     loader.connect(Connections(engine, rewards, passes, replay, tick, answerer))
+
+
+def _engine(recipe: Recipe, assembly: Assembly, trained: Trainable, world: World, replay: bool) -> RolloutEngine:
+    """What generates: the model itself, or vLLM."""
+    if recipe.rl.rollout == "zoo":
+        return LocalEngine(recipe, assembly, trained.chunks, world, replay=replay)
+    from zoo.rollouts.vllm.engine import VllmEngine
+
+    return VllmEngine(recipe, assembly, trained, world, replay=replay)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sampling import Pace
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
-from zoo.errors import UserError
+from zoo.errors import ConfigError, UserError
 from zoo.generation.prompts import make_prompt
 from zoo.model.build import assemble
 from zoo.rollouts.engine import RolloutPrompt
@@ -114,20 +115,18 @@ def test_answers_are_read_with_their_end_and_their_experts() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "mode"),
-    [
-        ([], "raw_logprobs"),
-        (["rl.top_p=0.9"], "raw_logprobs"),
-        (["rl.temperature=0.7"], "processed_logprobs"),
-        (["rl.temperature=0.7", "rl.top_p=0.9"], None),
-    ],
+    [([], "raw_logprobs"), (["rl.top_p=0.9"], "raw_logprobs"), (["rl.temperature=0.7"], "processed_logprobs")],
 )
-def test_log_probabilities_are_those_between_temperature_and_top_p(keys: list[str], mode: str | None) -> None:
-    recipe = load_recipe("qwen3_vl_sft", [*TINY, "rl.algorithm=grpo", "rl.rollout=vllm", *keys])
-    if mode is None:
-        with pytest.raises(UserError, match=r"rl\.temperature=0\.7 with rl\.top_p=0\.9: .* take 1 for one of them"):
-            options.logprobs_mode(recipe)
-    else:
-        assert options.logprobs_mode(recipe) == mode
+def test_log_probabilities_are_those_between_temperature_and_top_p(keys: list[str], mode: str) -> None:
+    recipe = load_recipe("qwen3_vl_grpo", [*TINY, "rl.rollout=vllm", *keys])
+    assert options.logprobs_mode(recipe) == mode
+
+
+def test_temperature_and_top_p_together_are_refused() -> None:
+    keys = [*TINY, "rl.rollout=vllm", "rl.temperature=0.7", "rl.top_p=0.9"]
+    with pytest.raises(ConfigError, match=r"rl\.temperature=0\.7 with rl\.top_p=0\.9: .* take 1 for one of them"):
+        validate(load_recipe("qwen3_vl_grpo", keys), 1)
+    validate(load_recipe("qwen3_vl_grpo", [*keys, "rl.rollout=zoo"]), 1)
 
 
 def test_arguments_of_a_gpu_and_of_a_cpu(tmp_path: Path) -> None:

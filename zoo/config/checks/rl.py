@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zoo.config.architecture import num_experts
+from zoo.config.devices import gpu_count
+from zoo.config.files import AUTO, CPU
 from zoo.config.schema import Recipe
 from zoo.config.schema.rl import DEFAULTS
 from zoo.errors import ConfigError
@@ -58,6 +60,11 @@ def check_rl(recipe: Recipe) -> None:
         raise ConfigError(
             f"rl.overlong_buffer={rl.overlong_buffer} is above rl.max_new_tokens={rl.max_new_tokens}; wanted at most that"
         )
+    if rl.rollout == "vllm" and rl.temperature != 1 and rl.top_p != 1:
+        raise ConfigError(
+            f"rl.temperature={rl.temperature:g} with rl.top_p={rl.top_p:g}: vLLM gives log-probabilities before both or behind both, and "
+            "the loss needs those between them; take 1 for one of them, or rl.rollout=zoo"
+        )
     _check_reference(recipe)
     for key in ("steps", "save_every", "eval_every"):
         if (value := getattr(train, key) or 0) % rl.updates:
@@ -90,5 +97,9 @@ def _no_replay(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
     if recipe.rl.rollout == "zoo" and parallel.pp * parallel.cp > 1:
         yield f"with parallel.pp={parallel.pp} and parallel.cp={parallel.cp}: zoo's rollouts tell experts where neither cuts the model"
+    if recipe.rl.rollout == "vllm" and (
+        recipe.hardware == CPU or (recipe.hardware in (None, AUTO) and not gpu_count())
+    ):
+        yield "without a GPU, where vLLM tells no experts"
     if recipe.engine.recompute == "selective":
         yield "with engine.recompute=selective, which chooses experts again"

@@ -27,6 +27,7 @@ from zoo.optim.device_memory import Memory
 from zoo.parallel.determinism import set_deterministic
 from zoo.parallel.megatron.replaced import replaced
 from zoo.parallel.process_state import preserve_process_state
+from zoo.parallel.weight_gathering import settle_all
 from zoo.parallel.world import World
 from zoo.rollouts.engine import Rollout, RolloutPrompt
 from zoo.rollouts.published_weights import PublishedWeights
@@ -110,6 +111,7 @@ class VllmEngine:
         """See `RolloutEngine`."""
         if self.asleep:
             raise UserError("vLLM sleeps: call wake() before update_weights()")
+        settle_all()
         with self._as_vllm():
             if self.lora_rank is None:
                 self._llm.collective_rpc(loading.reload, args=(self.weights.published(),))

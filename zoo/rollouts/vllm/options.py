@@ -84,16 +84,5 @@ def arguments(
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """Which of vLLM's log-probabilities are those under rl.temperature and before rl.top_p.
-
-    Raises:
-        UserError: none of them.
-    """
-    if recipe.rl.temperature == 1:
-        return "raw_logprobs"
-    if recipe.rl.top_p == 1:
-        return "processed_logprobs"
-    raise UserError(
-        f"rl.temperature={recipe.rl.temperature:g} with rl.top_p={recipe.rl.top_p:g}: vLLM gives log-probabilities before both or "
-        "behind both, and the loss needs those between them; take 1 for one of them, or rl.rollout=zoo"
-    )
+    """Which of vLLM's log-probabilities are those under rl.temperature and before rl.top_p, of which one is 1 (`check_rl`)."""
+    return "raw_logprobs" if recipe.rl.temperature == 1 else "processed_logprobs"
