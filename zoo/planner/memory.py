@@ -18,6 +18,7 @@ from zoo.packing.cost import LayerKind, ModelCost
 from zoo.planner.activations import FP32, Row, SavedActivations, rows_of_step
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 from zoo.planner.rollouts import has_frozen_copy, rollout_bytes
+from zoo.planner.vllm import beside_vllm, vllm_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,6 +98,7 @@ def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activati
     # Dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything else is in memory.
     activations += max(stage_share.widest * size, stage_share.quantised * (size - FP8) - (grads + state + activations))
     host = state * recipe.train.optimizer_offload_fraction
+    activations = beside_vllm(activations, grads + state - host, recipe)
     return Memory(weights, grads, state - host, activations, host)
 
 
@@ -105,7 +107,8 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
     state = max(_state(model, recipe, stage, ranks)[2] for stage in range(recipe.parallel.pp))
     samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
     saved = checkpoint_bytes(model, recipe) / ranks
-    return state * recipe.train.optimizer_offload_fraction + saved + HOST_PROCESS + samples
+    away = 1.0 if vllm_bytes(recipe) and recipe.rl.vllm.sleep else recipe.train.optimizer_offload_fraction
+    return state * away + saved + HOST_PROCESS + samples
 
 
 def least_bytes(model: Model, recipe: Recipe, ranks: int) -> float:

@@ -14,6 +14,7 @@ from zoo.planner.layouts import ACCURACY, RECOMPUTE, capacity, cpu_capacity
 from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory, remainder_bytes
 from zoo.planner.rollouts import answers_at_once, rollout_bytes
 from zoo.planner.speed import factor, forward_flops
+from zoo.planner.vllm import VllmMemory, vllm_memory
 from zoo.types import JsonObject
 
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -82,6 +83,7 @@ class Plan:
     host: float = 0.0  # most bytes of CPU memory that a rank on a GPU uses
     teacher: int = 0  # parameters of a teacher in the run
     rollout: float = 0.0  # bytes of a rank's cache and logits while answers are sampled, in place of activations
+    vllm: VllmMemory | None = None  # what vLLM fills of a GPU while it generates
     matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
 
     @property
@@ -112,8 +114,8 @@ class Plan:
         """Whether every rank has room; None where no memory is known."""
         if self.capacity is None:
             return None
-        limit = cpu_capacity(self.recipe)
-        return self.worst.total <= self.capacity and (limit is None or self.host <= limit)
+        limit, generates = cpu_capacity(self.recipe), self.vllm is None or self.vllm.fits
+        return generates and self.worst.total <= self.capacity and (limit is None or self.host <= limit)
 
     @property
     def checkpoint(self) -> dict[str, int]:
@@ -151,6 +153,7 @@ class Plan:
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.capacity,
             **({"rollout_bytes": self.rollout} if self.rollout else {}),
+            **({"vllm": self.vllm.as_dict()} if self.vllm else {}),
             "host_bytes": {"optimizer": max(stage.host for stage in self.stages), "total": self.host},
             "moments": [recipe.train.exp_avg_dtype, recipe.train.exp_avg_sq_dtype],
             "measures": [asdict(measure) for measure in self.measures],
@@ -202,8 +205,19 @@ def make_plan(
         host=host_bytes(model, recipe, ranks) if recipe.machine.gpus else 0.0,
         teacher=0 if model.teacher is None else model.teacher.total,
         rollout=rollout_bytes(model.text, model.kinds, recipe, row, ranks),
+        vllm=vllm_memory(model.parameters.total, model.text, model.kinds, recipe, row),
         matrices=model.parameters.trained_matrices,
     )
+
+
+def _vllm_lines(plan: Plan, vllm: VllmMemory) -> list[str]:
+    """What vLLM fills of a GPU, and what stays beside it."""
+    parts = f"weights {vllm.weights / 1e9:.1f}, cache {vllm.cache / 1e9:.1f}"
+    held = f"{vllm.answers} answers at once, of {vllm.tokens} tokens with their prompts: {_verdict(vllm.fits)}"
+    stays = "zoo's weights stay beside it, gradients and optimizer state are on the host then"
+    if not plan.recipe.rl.vllm.sleep:
+        stays = "it stays while zoo trains (rl.vllm.sleep=false), and is counted with activations"
+    return [f"  vLLM {vllm.share / 1e9:.1f} GB ({parts}), {held}", f"    {stays}"]
 
 
 def table(plan: Plan) -> str:
@@ -239,6 +253,8 @@ def table(plan: Plan) -> str:
             f"  rollouts {plan.rollout / size:.2f}: {answers} answers at once, of {tokens} tokens with their prompts; not at the "
             "time of activations, of which the larger is counted"
         )
+    if plan.vllm is not None:
+        lines += _vllm_lines(plan, plan.vllm)
     if plan.capacity is not None:
         lines.append(f"  room {plan.capacity / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.capacity)}")
         for taken, text in ((True, "saves GB:"), (False, "would save GB:")):
