@@ -39,7 +39,7 @@ from zoo.types import JsonObject
 
 # Variables under which vLLM runs, beside those that the user has set.
 _ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of layers without weights at each update; missing ones are refused
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # zoo's threads are the same
 }
