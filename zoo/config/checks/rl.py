@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from zoo.config.architecture import num_experts
 from zoo.config.devices import gpu_count
-from zoo.config.files import AUTO, CPU
 from zoo.config.schema import Recipe
 from zoo.config.schema.rl import DEFAULTS
 from zoo.errors import ConfigError
@@ -97,9 +96,7 @@ def _no_replay(recipe: Recipe) -> Iterator[str]:
     parallel = recipe.parallel
     if recipe.rl.rollout == "zoo" and parallel.pp * parallel.cp > 1:
         yield f"with parallel.pp={parallel.pp} and parallel.cp={parallel.cp}: zoo's rollouts tell experts where neither cuts the model"
-    if recipe.rl.rollout == "vllm" and (
-        recipe.hardware == CPU or (recipe.hardware in (None, AUTO) and not gpu_count())
-    ):
+    if recipe.rl.rollout == "vllm" and not (recipe.machine.gpus or gpu_count()):
         yield "without a GPU, where vLLM tells no experts"
     if recipe.engine.recompute == "selective":
         yield "with engine.recompute=selective, which chooses experts again"
