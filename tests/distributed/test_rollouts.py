@@ -73,3 +73,50 @@ def test_updates_of_a_rollout_begin_at_a_ratio_of_one(pool: Pool, tmp_path: Path
         first, second = run(pool, 1, model.recipe, more)
         assert first["ratio"] == 1.0, "to the bit"
         assert (second["ratio"] == 1.0) is (updates == 1)
+
+
+TIMED = ("time", "step_ms", "data_ms", "data_wait")  # and what ends in _seconds
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in TIMED and not name.endswith("_seconds")}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, ("rl.kl=0.05", "rl.updates=2")),
+        pytest.param(2, ("rl.ahead=1", "rl.dynamic_sampling=2"), marks=pytest.mark.slow),
+        pytest.param(2, ("parallel.tp=2", "lora.rank=4", "rl.kl=0.05"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_goes_on_to_the_bit(ranks: int, more: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:
+    model = MODELS["dense"]
+    common = (
+        *write_rows(tmp_path / "rows.jsonl", 7, ("image", "text")), *SHORT, f"model.init={model.write(tmp_path / 'model')}",
+        "train.save_every=4", *more,
+    )  # fmt: skip
+    wanted = run(pool, ranks, model.recipe, (*common, "train.steps=6", f"run.dir={tmp_path / 'whole'}"))
+    run(pool, ranks, model.recipe, (*common, "train.steps=4", f"run.dir={tmp_path / 'stopped'}"))
+    found = run(pool, ranks, model.recipe, (*common, "train.steps=6", f"run.dir={tmp_path / 'stopped'}"))
+    assert [plain(one) for one in found] == [plain(one) for one in wanted]
+    assert [one["step"] for one in found] == [1, 2, 3, 4, 5, 6]
+    if "rl.kl=0.05" in more:
+        assert wanted[0]["kl"] == pytest.approx(0, abs=1e-6) and wanted[-1]["kl"] > 1e-5, "the reference stays"
+    if "rl.ahead=1" in more:
+        assert [one["lag"] for one in wanted] == [0, 1, 1, 1, 0, 1], "nothing is ahead where a run may be resumed"
+
+
+def test_rollouts_of_one_seed_are_the_same_and_of_another_are_not(pool: Pool, tmp_path: Path) -> None:
+    model = MODELS["text"]
+    common = (
+        *write_rows(tmp_path / "rows.jsonl", 5, ("text",)),
+        *SHORT,
+        f"model.init={model.write(tmp_path / 'model')}",
+    )
+    first, again, other = (
+        run(pool, 1, model.recipe, (*common, f"run.seed={seed}", f"run.dir={tmp_path / name}"))
+        for name, seed in (("first", 7), ("again", 7), ("other", 8))
+    )
+    assert [plain(one) for one in first] == [plain(one) for one in again]
+    assert first[0]["reward"] != other[0]["reward"]

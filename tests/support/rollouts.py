@@ -18,9 +18,8 @@ SHORT = (
 class TokenRewards:
     """A reward that a model with random weights meets now and then: the share of an answer's tokens with an odd id."""
 
-    weights = {"odd": 1.0}  # noqa: RUF012
-
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self.weights, self.failures = {"odd": 1.0}, {}
 
     def start(self) -> None: ...
 
@@ -28,7 +27,7 @@ class TokenRewards:
         import torch
 
         shares = [[sum(token % 2 for token in one.token_ids) / len(one.token_ids)] for one in rollouts]
-        return torch.tensor(shares, dtype=torch.float64).view(-1, 1)
+        return torch.tensor(shares, dtype=torch.float64).reshape(len(shares), 1)
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""plots/loss.png of a run folder: losses by step, and exact match on held-out rows by kind."""
+"""plots/loss.png of a run folder: losses by step, and exact match on held-out rows by kind; of sampled answers `policy_plot`'s panels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.files import replaced
+from zoo.logging.policy_plot import KEYS, draw_panels
 from zoo.logging.result import records
 from zoo.types import JsonObject
 
@@ -22,7 +23,7 @@ def plot_losses(folder: Path) -> Path | None:
     evals: list[JsonObject] = []
     for record in records(folder):
         if "event" not in record:
-            steps.append({key: record[key] for key in ("step", "loss", "skipped") if key in record})
+            steps.append({key: record[key] for key in KEYS if key in record})
         elif record["event"] == "eval" and record.get("by_kind"):
             evals.append(record)
     if not steps:
@@ -32,9 +33,14 @@ def plot_losses(folder: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    count, width = (2, 11) if evals else (1, 7)
-    figure, panels = pyplot.subplots(1, count, figsize=(width, 4), layout="constrained", squeeze=False)
-    _losses(panels[0, 0], steps, evals)
+    sampled = "reward" in steps[-1]
+    rows, count, width = (2, 3, 14) if sampled else (1, 2, 11) if evals else (1, 1, 7)
+    figure, panels = pyplot.subplots(rows, count, figsize=(width, 4 * rows), layout="constrained", squeeze=False)
+    if sampled:
+        draw_panels([axis for number, axis in enumerate(panels.flat) if number != 1], steps, evals)
+        panels[0, 1].set_visible(bool(evals))
+    else:
+        _losses(panels[0, 0], steps, evals)
     if evals:
         _exact_match(panels[0, 1], evals)
     figure.suptitle(folder.resolve().name, parse_math=False)

@@ -143,6 +143,9 @@ def at_end(summary: JsonObject, losses: Sequence[float], folder: Path, bad_steps
         if (plots / "predictions.png").is_file():
             yield f"what the model answers to held-out rows: {plots / 'predictions.png'}"
         known = [loss for loss in losses if math.isfinite(loss)] or [math.nan]  # a step without labels has none
+        if "reward" in summary["metrics"]:
+            yield f"reward of held-out rows {summary['metrics']['reward']:.4f} after {done} steps; plot: {plots / 'loss.png'}"
+            return
         yield f"loss {known[0]:.4f} -> {known[-1]:.4f} in {done} steps; plot: {plots / 'loss.png'}"
 
 

@@ -19,8 +19,9 @@ from zoo.logging.predictions_plot import Prediction
 from zoo.model.build import Assembly
 from zoo.parallel.world import World
 from zoo.rollouts.engine import Rollout, RolloutPrompt
-from zoo.rollouts.loader import Rewards, together
+from zoo.rollouts.loader import together
 from zoo.rollouts.prompts import asked
+from zoo.rollouts.rewards.rewards import Rewards
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:

@@ -3,14 +3,17 @@
 A rollout: prompts are drawn and dealt to replicas, each samples answers, rewards come back to all ranks, and advantages follow from
 them. The answers stay on their replica, packed into micro-batches of rl.updates steps. What is drawn, and which answers are
 trained on in which update, follows from the seed and the rewards alone, whatever the number of ranks.
+
+Under rl.ahead=1 the answers of the next rollout are sampled before the updates of this one, and their rewards computed beside them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -30,24 +33,8 @@ from zoo.rollouts.advantages import AdvantageRule
 from zoo.rollouts.batches import Answer, AnswerPacker
 from zoo.rollouts.engine import Rollout, RolloutEngine, RolloutPrompt
 from zoo.rollouts.prompts import PromptStream
+from zoo.rollouts.rewards.rewards import Rewards
 from zoo.types import JsonObject
-
-
-class Rewards(Protocol):
-    """What scores answers; `zoo.rollouts.rewards` makes one."""
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Weight of each reward, by name."""
-        ...
-
-    def score(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """(B, R) float64 rewards of answers, in the order of `weights`; UserError where a reward fails."""
-        ...
-
-    def close(self) -> None:
-        """End the processes."""
-        ...
 
 
 class Answerer(Protocol):
@@ -91,6 +78,16 @@ def together[T](group: RankGroup, find: Callable[[], T]) -> T:
     return found
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Answers on their way to their rewards."""
+
+    numbers: list[int]  # of the prompts of all replicas
+    rollouts: list[Rollout]  # of this one
+    scores: Future[Tensor]
+    step: int  # updates that the weights had seen
+
+
 class RolloutLoader:
     """Micro-batches of this rank, one optimizer update after the other, of answers that the model in training gives.
 
@@ -123,6 +120,10 @@ class RolloutLoader:
         self.bins_per_step = recipe.train.global_batch
         self.step = 0
         self.metrics: JsonObject = {}
+        self._scorer = ThreadPoolExecutor(1, "zoo-rewards")
+        self._failures: Counter[str] = Counter()  # of rewards' functions, in this rollout
+        self._sampled_ahead: Sampled | None = None
+        self._position: JsonObject = {}  # of the prompts before these
         self._pending: deque[list[MicroBatch]] = deque()
         self._connections: Connections | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -154,7 +155,16 @@ class RolloutLoader:
         """This rank's micro-batches of the next update, at least one; every rank calls it."""
         if not self._pending:
             self._seconds.clear()
-            self._pending.extend(self._rollout())
+            sampled, self._sampled_ahead = self._sampled_ahead or self._sample(self.recipe.train.global_batch), None
+            steps = self._rollout(sampled)
+            if self._goes_ahead():
+                self._position = self.prompts.state_dict()
+                self._sampled_ahead = self._sample(self.recipe.train.global_batch)
+            assert self._connections is not None
+            for logprobs in self._connections.passes:
+                with self._timed("logprobs"):
+                    steps = [logprobs(batches) for batches in steps]
+            self._pending.extend(steps)
             self.metrics |= {f"{name}_seconds": round(seconds, 4) for name, seconds in self._seconds.items()}
         else:
             self.metrics = {name: value for name, value in self.metrics.items() if not name.endswith("_seconds")}
@@ -163,8 +173,8 @@ class RolloutLoader:
 
     def state_dict(self) -> JsonObject:
         """Plain values from which another loader goes on behind the last rollout; the same on every rank."""
-        rows, seed = len(self.source), self.recipe.run.seed
-        return {"step": self.step, "rows": rows, "seed": seed, **self.prompts.state_dict()}
+        position = self.prompts.state_dict() if self._sampled_ahead is None else self._position
+        return {"step": self.step, "rows": len(self.source), "seed": self.recipe.run.seed, **position}
 
     def load_state_dict(self, state: JsonObject, sizes: list[int | None] | None = None) -> None:
         """Go on from a saved state; `sizes`: given where rows have been added since."""
@@ -187,27 +197,35 @@ class RolloutLoader:
 
     def abandon(self) -> None:
         """Let go of the model, and leave off reading rows."""
-        self._connections = None
+        self._connections = self._sampled_ahead = None
         self._pending.clear()
         self.source.abandon()
 
     def close(self) -> None:
         """Free the engine, and end the processes of rewards."""
+        self._scorer.shutdown(wait=True, cancel_futures=True)
         if self._connections is not None:
             self._connections.engine.close()
             self._connections.rewards.close()
         self.source.close()
 
-    def _rollout(self) -> list[list[MicroBatch]]:
-        """The micro-batches of rl.updates updates."""
+    def _goes_ahead(self) -> bool:
+        """Whether the next rollout is sampled now, by the weights before this one's updates: not where a run may be resumed behind them."""
+        rl, train = self.recipe.rl, self.recipe.train
+        behind, last = self.step + rl.updates, train.steps or self.steps_for_epochs(train.epochs or 1.0)
+        return bool(rl.ahead) and behind < last and not (train.save_every and behind % train.save_every == 0)
+
+    def _rollout(self, sampled: Sampled) -> list[list[MicroBatch]]:
+        """The micro-batches of rl.updates updates, without log-probabilities of further passes."""
         rl, wanted = self.recipe.rl, self.recipe.train.global_batch
         every: list[Group] = []
         kept: list[Group] = []
         local_answers: dict[int, list[Answer]] = {}
+        self._failures.clear()
         for _ in range(max(1, rl.dynamic_sampling or 0)):
             if len(kept) == wanted:
                 break
-            groups, rollouts = self._sampled(wanted - len(kept))
+            groups, rollouts = self._scored(sampled if not every else self._sample(wanted - len(kept)))
             advantages = self._rule()(*self._table(groups))
             for at, group in enumerate(groups):
                 if not rl.dynamic_sampling or bool(advantages.informative[at]):
@@ -217,10 +235,12 @@ class RolloutLoader:
                     local_answers[group.number] = [Answer(rollout, *fact) for rollout, fact in answers]
             every += groups
         self.metrics = self._metrics(every, kept)
+        if rl.ahead:
+            self.metrics["lag"] = self.step - sampled.step
         return self._packed(kept, local_answers)
 
-    def _sampled(self, count: int) -> tuple[list[Group], dict[int, list[Rollout]]]:
-        """The answers to the next `count` prompts: as all ranks know them, and this replica's by prompt."""
+    def _sample(self, count: int) -> Sampled:
+        """Answers to the next `count` prompts, whose rewards are being computed in a thread."""
         assert self._connections is not None
         engine, rewards = self._connections.engine, self._connections.rewards
         prompts = self.prompts.take(count, self.world.dp_rank, self.world.dp_size)
@@ -232,21 +252,29 @@ class RolloutLoader:
             rollouts = engine.generate(local_prompts, self.recipe.rl.samples)
         with self._timed("sync"):
             engine.sleep()
+        scored = rollouts if self.world.counts_data else []  # by one rank of a replica
+        return Sampled(list(prompts), rollouts, self._scorer.submit(rewards.score, scored), self.step)
+
+    def _scored(self, sampled: Sampled) -> tuple[list[Group], dict[int, list[Rollout]]]:
+        """Sampled answers as all ranks know them, and this replica's by prompt."""
         with self._timed("rewards"):
-            table = together(
-                self.group, lambda: rewards.score(rollouts).tolist() if self.world.counts_data and rollouts else []
-            )
+            scores = iter(together(self.group, sampled.scores.result).tolist())
         local: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
+        for rollout in sampled.rollouts:
             local.setdefault(rollout.prompt.number, []).append(rollout)
         facts: dict[int, Group] = {}
         if self.world.counts_data:
-            scores = iter(table)
             for number, answers in local.items():
                 lengths = [len(answer.token_ids) for answer in answers]
                 facts[number] = Group(number, [next(scores) for _ in answers], lengths, [a.finished for a in answers])
-        everyone = {number: group for of_rank in self.group.gather(facts) for number, group in of_rank.items()}
-        return [everyone[number] for number in prompts], local
+        assert self._connections is not None
+        failures = dict(self._connections.rewards.failures) if self.world.counts_data else {}
+        everyone: dict[int, Group] = {}
+        for groups, failed in self.group.gather((facts, failures)):
+            everyone |= groups
+            for name, count in failed.items():
+                self._failures[name] += count
+        return [everyone[number] for number in sampled.numbers], local
 
     def _rule(self) -> AdvantageRule:
         rl = self.recipe.rl
@@ -279,10 +307,6 @@ class RolloutLoader:
             weight = math.fsum(of_rank[update][1] for of_rank in by_replica)
             totals = self.group.gather([batch.total for batch in batches])
             steps.append(with_most_tokens([replace(batch, step_weight=weight) for batch in batches], totals))
-        assert self._connections is not None
-        for logprobs in self._connections.passes:
-            with self._timed("logprobs"):
-                steps = [logprobs(batches) for batches in steps]
         return steps
 
     def _metrics(self, groups: Sequence[Group], kept: Sequence[Group]) -> JsonObject:
@@ -304,6 +328,7 @@ class RolloutLoader:
             "groups": len(groups),
             **({"groups_kept": len(kept)} if self.recipe.rl.dynamic_sampling else {}),
             "rollout_tokens": int(lengths.sum()),
+            **{f"reward_failures/{name}": count for name, count in self._failures.items()},
         }
 
     @contextmanager

@@ -54,8 +54,9 @@ def connect(
     if rl.reference == "base":
         passes.append(PolicyLogprobs("reference", step, chunks, world, trained.adapters))
     elif rl.reference == "initial":
-        copies = build.build_model(assembly, recipe, world)
-        initial_weights.init_weights(copies, assembly, recipe, world)
+        first = build.assemble(recipe, assembly.source)
+        copies = build.build_model(first, recipe, world)
+        initial_weights.init_weights(copies, first, recipe, world)
         for copy in copies:
             copy.requires_grad_(False)
         passes.append(PolicyLogprobs("reference", step, copies, world))
