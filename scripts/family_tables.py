@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zoo.config.compose import about
 from zoo.config.files import size_names
-from zoo.config.recipes.matrix import matrix, recipe_names
+from zoo.config.recipes.matrix import LORA, matrix, recipe_names
 from zoo.registry import ModelFamily, families
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -37,13 +37,15 @@ def table(family: ModelFamily) -> str:
 
 
 def recipes(names: Iterable[str]) -> str:
-    """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo`, `sft`."""
+    """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo[_lora]`, `sft`."""
     tasks: dict[str, list[str]] = {}
     for name in names:
         stem = f"{matrix()[name].family}_" if name in matrix() else name
         tasks.setdefault(stem, []).extend([rest] if (rest := name.removeprefix(stem)) else [])
     stems: dict[tuple[str, ...], list[str]] = {}
     for stem, own in tasks.items():
+        shown = [f"{name}[_{LORA}]" if f"{name}_{LORA}" in own else name for name in own]
+        own = [text for name, text in zip(own, shown, strict=True) if name.removesuffix(f"_{LORA}") in (name, LORA)]
         stems.setdefault(tuple(own), []).append(stem)
     return "; ".join(code(names) + (f": {code(own)}" if own else "") for own, names in stems.items()) or "none"
 
