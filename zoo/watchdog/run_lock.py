@@ -35,7 +35,7 @@ _FIELDS: dict[str, Check] = {
     "token": is_text, "host": is_text, "machine": is_text, "boot": is_text, "pid": is_count, "job": is_text, "start": is_count,
     "time": is_time,
 }  # fmt: skip
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL, errno.EIO)  # EIO: rclone's mounts
 
 
 class RunLock:

@@ -154,9 +154,10 @@ def test_a_machine_that_was_started_again_knows_no_process_of_before(
         pass
 
 
-def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO])
+def test_a_file_system_without_links(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", link)
     with RunLock(tmp_path):
