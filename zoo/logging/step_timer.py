@@ -187,7 +187,7 @@ class Stragglers:
 
     def note(self, log: RunLog, step: int, seconds: float, ranks: Sequence[Sequence[float]]) -> None:
         """Count a step of `seconds`, with the parts of each rank (`StepTimes.take`), and name who has been slow for long."""
-        if not log.main or not self._hosts:
+        if not self._hosts or not log.main:
             return
         columns = dict(zip(PARTS, np.array(ranks).T, strict=True))
         lags = self._excess(-columns["network"])

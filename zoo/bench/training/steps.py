@@ -13,7 +13,8 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import batched
-from typing import TYPE_CHECKING, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from zoo.bench.training.rows import examples
 from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, train_flops
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
+from zoo.data.loading.loader import BatchLoader
 from zoo.data.sample import MicroBatch
 from zoo.errors import UserError
 from zoo.logging.memory_use import memory
@@ -62,6 +64,7 @@ class Cycle:
     """Batches over and over, as a loader hands them out."""
 
     total_steps = None  # without end
+    metrics = BatchLoader.metrics  # none of its own
 
     def __init__(self, steps: Sequence[list[MicroBatch]]) -> None:
         self.steps, self.next = steps, 0
@@ -195,8 +198,6 @@ class BenchRun(LoadedRun):
     """A run on the samples of the bench."""
 
     loaded = False
-    counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
-    shrunk = 0  # rows whose media were made smaller
 
     def open_data(self) -> None:
         """All samples of the setting, and of their pixels those that this rank's batches hold."""
@@ -223,7 +224,9 @@ class BenchRun(LoadedRun):
         step_batches = [with_most_tokens(*step) for step in zip(step_batches, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(step_batches)  # type: ignore[assignment]  # what a step needs of a loader
         self.rows = KnownRows({})
-        self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
+        # What a run and a step need of data and of a source.
+        self.data = SimpleNamespace(loader=self.loader, abandon=lambda: None)  # type: ignore[assignment]
+        self.source = SimpleNamespace(counts={}, shrunk=0, rows=SimpleNamespace(names=()))  # type: ignore[assignment]
         cycle = len(step_batches)
         self.warm = max(self.request["warm_steps"], cycle)
         self.timed = -(-max(LEAST_TIMED, self.request["passes"] * cycle) // cycle) * cycle
