@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -99,6 +100,30 @@ def test_the_image_installs_extras_that_exist() -> None:
     assert triton in page
 
 
+def test_the_image_installs_what_the_project_asks_for_by_the_tested_versions() -> None:
+    """Its Python one-liners, run here; each layer of packages follows constraints.txt, which pins each direct dependency."""
+    text = (REPO / "Dockerfile").read_text().replace("\\\n", "")
+    programs = re.findall(r'python -c "([^"]+)"', text)
+
+    def lines(program: str, *arguments: str) -> list[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert lines(programs[0]) == PROJECT["dependencies"]
+    assert lines(programs[1], "te,kernels") == [*EXTRAS["te"], *EXTRAS["kernels"]] and len(programs) == 2
+    for install in re.findall(r"pip install ([^;&]+)", text):
+        assert "-c constraints.txt" in install or "--no-deps" in install or install.startswith("'triton")
+    pinned = {line.partition("==")[0] for line in (REPO / "constraints.txt").read_text().splitlines()}
+    direct = {re.split(r"[<>=\[]", line)[0] for line in PROJECT["dependencies"]} - {"packaging"}
+    assert direct <= pinned
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_the_image_by_hadolint() -> None:
+    done = subprocess.run(["hadolint", REPO / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_the_workflow_runs_what_ci_runs_on_every_supported_python() -> None:
     workflow = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())
     tests = workflow["jobs"]["test"]
@@ -107,6 +132,9 @@ def test_the_workflow_runs_what_ci_runs_on_every_supported_python() -> None:
     assert {"run": ".ci/run"} in tests["steps"]
     assert os.access(REPO / ".ci/run", os.X_OK)
     assert {"run": "make docs"} in workflow["jobs"]["docs"]["steps"]
+    assert {
+        name for extras in workflow["jobs"]["image"]["strategy"]["matrix"]["extras"] for name in extras.split(",")
+    } <= {"", *EXTRAS}
 
 
 @pytest.mark.parametrize("name", ["bug.yml", "feature.yml"])
