@@ -39,7 +39,6 @@ BRIDGE = Bridge(
     ),
     fp32=in_fp32(f"{_ZOO}.self_attention"),
     optional=("mtp.{rest}",),
-    without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,
     fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}")),
     stacked_adapters=True,

@@ -36,7 +36,6 @@ BRIDGE = Bridge(
         *multi_token(singles, stacks),
     ),
     optional=("mtp.{rest}",),
-    without_optional="train.mtp_loss=0",
     fresh_config=_fresh_config,
     fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}"), scale=torch.float32),
 )

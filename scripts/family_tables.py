@@ -25,7 +25,7 @@ def code(names: Iterable[str]) -> str:
 def table(family: ModelFamily) -> str:
     """The block of a family: what it is registered with, the recipes that train it, and its sizes."""
     names = [name for name in recipe_names() if about(name)["family"] == family.name]
-    inner = [f"; within `{family.within(part)}`: `{part}`" for part in family.inner]
+    inner = [f"; in `{family.within(part)}`: `{part}`" for part in family.inner]
     rows = [
         ("`model_type`", code(family.load("config").kinds)),
         ("`model.freeze`", code(family.parts) + "".join(inner)),
@@ -40,7 +40,8 @@ def recipes(names: Iterable[str]) -> str:
     """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo[_lora]`, `sft`."""
     tasks: dict[str, list[str]] = {}
     for name in names:
-        stem = f"{matrix()[name].family}_" if name in matrix() else name
+        stem = f"{matrix()[name].family if name in matrix() else about(name)['family']}_"
+        stem = stem if name.startswith(stem) else name
         tasks.setdefault(stem, []).extend([rest] if (rest := name.removeprefix(stem)) else [])
     stems: dict[tuple[str, ...], list[str]] = {}
     for stem, own in tasks.items():

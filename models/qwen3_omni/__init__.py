@@ -7,9 +7,8 @@ FAMILY = family(
     "Qwen3Omni",
     "Qwen3-Omni (thinker)",
     "text image video audio",
-    "vision audio language",
+    "vision audio talker language",
     experts=True,
     merger="vision.merger. vision.merger_list.",
     audio_projector="audio.proj1. audio.proj2.",
-    step="zoo.steps.omni:OmniStep",
 )

@@ -2,13 +2,92 @@
 
 from __future__ import annotations
 
-from zoo.nn.family import OmniConfig
+import copy
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from zoo.errors import UserError
+from zoo.nn.config_checks import check_decoder
+from zoo.nn.family import FamilyConfig, OmniConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
 from zoo.packing.cost import TowerCost
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class TalkerConfig(FamilyConfig):
+    """The `talker_config` of a whole model; `text` is its decoder, which has experts in every layer."""
+
+    title = "Qwen3-Omni's talker"
+    traits = ("qk_norm",)
+    further = ("head_dim", "shared_expert_intermediate_size")
+    mrope_section = (24, 20, 20)
+
+    @property
+    def text_prefix(self) -> str:
+        """Where the decoder's keys stand."""
+        return "talker_config.text_config."
+
+    @cached_property
+    def text(self) -> PretrainedConfig:
+        """The decoder's config as transformers reads it: it asks neither for dense layers nor for their pace."""
+        text = copy.copy(super().text)
+        text.mlp_only_layers, text.decoder_sparse_step = [], 1
+        return text
+
+    @cached_property
+    def predictor(self) -> PredictorConfig:
+        """The code predictor's."""
+        return PredictorConfig(self.hf.code_predictor_config)
+
+    @property
+    def codebooks(self) -> int:
+        """Codes of a frame."""
+        return int(self.hf.num_code_groups)
+
+    def check(self) -> None:
+        """UserError for a talker that transformers can't run, or whose arithmetic is not built."""
+        check_decoder(self)
+        check_decoder(self.predictor)
+        for key in ("spatial_merge_size", "num_code_groups"):
+            if not getattr(self.hf, key, None):
+                raise UserError(f"talker_config.{key} is missing; wanted a number, which transformers reads")
+        if not getattr(self.text, "shared_expert_intermediate_size", None):
+            raise UserError(
+                "talker_config.text_config.shared_expert_intermediate_size is missing; wanted the shared expert's width"
+            )
+        groups, of_predictor = self.codebooks, self.predictor.text.num_code_groups
+        if groups != of_predictor or groups < 2:
+            raise UserError(
+                f"talker_config.num_code_groups is {groups}, its code_predictor_config's {of_predictor}; wanted one number from 2 on"
+            )
+        widths = (self.text.hidden_size, self.predictor.text.hidden_size)
+        if widths[0] != widths[1]:
+            raise UserError(
+                f"talker_config: its decoders are {widths[0]} and {widths[1]} wide; wanted one hidden_size, as states go over"
+            )
+        if self.tied or self.predictor.tied:
+            raise UserError(
+                "talker_config.tie_word_embeddings is true; the heads of published talkers are their own: set it to false"
+            )
+
+
+class PredictorConfig(FamilyConfig):
+    """The `code_predictor_config` of a talker: a dense decoder."""
+
+    title = "Qwen3-Omni's code predictor"
+    traits = ("qk_norm",)
+
+    @property
+    def text_prefix(self) -> str:
+        """Where its keys stand."""
+        return "talker_config.code_predictor_config."
+
 
 class Qwen3OmniConfig(OmniConfig):
-    """A `transformers.Qwen3OmniMoeConfig` (the whole model, talker included) read for training the thinker."""
+    """A `transformers.Qwen3OmniMoeConfig`: the thinker, and the talker where the whole model has one."""
 
     title = "Qwen3-Omni"
     kinds = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
@@ -18,6 +97,37 @@ class Qwen3OmniConfig(OmniConfig):
     def check(self) -> None:
         """UserError for an audio tower that transformers can't build, or whose clips can't be cut into its windows."""
         check_audio(self.thinker.audio_config, "max_source_positions")
+
+    @cached_property
+    def talker(self) -> TalkerConfig | None:
+        """The talker's config; None where the model does not speak."""
+        return TalkerConfig(self.hf.talker_config) if self.hf.enable_audio_output else None
+
+    def checked_talker(self) -> TalkerConfig:
+        """The config of a talker to be trained; UserError where there is none, or for what is not built of it."""
+        talker = self.talker
+        if talker is None:
+            raise UserError(
+                "train.speech_loss: the model has no talker (enable_audio_output of its config.json is false); start from a checkpoint of "
+                "the whole model"
+            )
+        talker.check()
+        if talker.hf.thinker_hidden_size != self.text.hidden_size:
+            raise UserError(
+                f"talker_config.thinker_hidden_size is {talker.hf.thinker_hidden_size}; wanted the thinker's hidden_size {self.text.hidden_size}"
+            )
+        if not 0 <= talker.hf.accept_hidden_layer <= self.text.num_hidden_layers:
+            raise UserError(
+                f"talker_config.accept_hidden_layer is {talker.hf.accept_hidden_layer}; wanted 0 to {self.text.num_hidden_layers}, the "
+                "thinker's layers"
+            )
+        return talker
+
+    @property
+    def further_decoders(self) -> Mapping[str, Any]:
+        """The talker's two."""
+        talker = self.talker
+        return {} if talker is None else {"talker": talker.text, "code_predictor": talker.predictor.text}
 
     def audio_tokens(self, frames: int) -> int:
         """Embeddings of a clip: 13 a second."""

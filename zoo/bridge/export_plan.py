@@ -114,7 +114,7 @@ class Source:
             return self._to_hf(wanted, self.resolution.source[entry.hf_names()[0]])
         if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
             return []
-        names = entry.layout.all_names(entry.binding, self.dims.experts)
+        names = entry.all_names(self.dims)
         return [copy_job(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
 
 
@@ -124,12 +124,12 @@ class Plan:
 
     entries: Mapping[str, Entry]
     names: Sequence[str]  # published ones of `entries`
+    dims: Dims
     config: JsonObject
     source: Source | None
     dtype: torch.dtype | None
     copies: Sequence[Job] = field(default=())  # from the source, by rank 0
     copied: frozenset[str] = frozenset()  # zoo names among them
-    experts: int = 0  # of a layer
     fp8: PublishedFP8 | None = None  # which tensors are in FP8; `dtype` is that of the others
 
     def dtype_of(self, zoo_name: str, parameter: Tensor, published: str = "") -> torch.dtype:
@@ -140,7 +140,7 @@ class Plan:
 
     def widths(self, zoo_name: str, parameter: Tensor) -> list[int]:
         """Bytes of an element of the published tensors of one, the largest first; nearly always they are alike."""
-        names = self.entries[zoo_name].layout.all_names(self.entries[zoo_name].binding, self.experts)
+        names = self.entries[zoo_name].all_names(self.dims)
         return sorted({self.dtype_of(zoo_name, parameter, name).itemsize for name in names}, reverse=True)
 
 
@@ -180,7 +180,7 @@ def make_plan(
         )
         names = [*names, *fp8.scale_names(names, published)]
     zoo_copied = frozenset(entry.zoo for entry in copied)
-    return Plan(entries, names, plain, source, dtype, copies, zoo_copied, dims.experts, published)
+    return Plan(entries, names, dims, plain, source, dtype, copies, zoo_copied, published)
 
 
 def _plain_config(config: PretrainedConfig | JsonMapping | None, source: Source | None) -> JsonObject:

@@ -142,8 +142,8 @@ def _misfits(
     entry: Entry, zoo_shape: Sequence[int], source: Mapping[str, str], reader: SafetensorsFolder, dims: Dims
 ) -> list[str]:
     """What is wrong with the shapes of a parameter's tensors."""
-    if entry.rule.stacked and zoo_shape[0] != dims.experts:
-        return [f"{entry.zoo}: {zoo_shape[0]} experts in the model, {dims.experts} in the config"]
+    if entry.rule.stacked and zoo_shape[0] != entry.rule.experts(dims):
+        return [f"{entry.zoo}: {zoo_shape[0]} experts in the model, {entry.rule.experts(dims)} in the config"]
     try:
         wanted = entry.hf_shapes(zoo_shape, dims)
     except ValueError as error:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from zoo.bridge.files.headers import DTYPES, CheckpointError
-from zoo.bridge.mapping.rules import Layout, Rule
+from zoo.bridge.mapping.rules import Layout
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.config.locate import ABOUT
 from zoo.errors import printable
@@ -73,7 +74,12 @@ def published_dtypes(folder: str | Path) -> dict[str, torch.dtype]:
 def native(bridge: Bridge) -> Bridge:
     """The table of zoo's own weights: names stand for themselves, tensors that zoo carries have a prefix."""
     rules = tuple(
-        Rule(rule.zoo, (Layout((rule.zoo,)),), rule.shard, tied_to=rule.tied_to and bridge.zoo_name(rule.tied_to))
+        replace(
+            rule,
+            layouts=(Layout((rule.zoo,)),),
+            tied_to=rule.tied_to and bridge.zoo_name(rule.tied_to),
+            keeps_layout=False,
+        )
         for rule in bridge.rules
     )
     return Bridge(

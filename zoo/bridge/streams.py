@@ -110,7 +110,7 @@ def to_zoo(
     dtype: torch.dtype | None,
 ) -> Job:  # fmt: skip
     """A zoo tensor of that full shape out of the tensors of its entry; `dtype` None keeps theirs."""
-    names = [source[name] for name in entry.layout.all_names(entry.binding, dims.experts)]
+    names = [source[name] for name in entry.all_names(dims)]
     stored = dtype or reduce(torch.promote_types, (reader.dtype(name) for name in names))
     transform, stacked = entry.layout.transform, entry.rule.stacked
 
@@ -143,7 +143,7 @@ def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype_of: Cal
     `dtype_of` says which dtype each published tensor is written in.
     """
     shape = reader.shape(zoo_name)
-    transform, names = entry.layout.transform, entry.layout.all_names(entry.binding, dims.experts)
+    transform, names = entry.layout.transform, entry.all_names(dims)
     shapes = entry.hf_shapes(shape, dims)
 
     def part_of_each(which: int) -> Iterator[Tensor]:

@@ -62,7 +62,7 @@ def weight_shards(
                 if entry.layout.per_expert:
                     yield shard
                 else:
-                    offset, full = (number, *shard.offset), (dims.experts, *shard.full_shape)
+                    offset, full = (number, *shard.offset), (entry.rule.experts(dims), *shard.full_shape)
                     yield replace(shard, tensor=shard.tensor[None], offset=offset, full_shape=full)
 
 

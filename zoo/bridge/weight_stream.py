@@ -191,7 +191,7 @@ class WeightStream:
             yield from _named(entry.hf_names(), parts, dtype_of)
             return
         etp, ep = self.shard.etp_size, self.shard.ep_size
-        local = self.dims.experts // ep
+        local = entry.rule.experts(self.dims) // ep
         for rank, shares in enumerate(ranks.view(ep, etp, *piece.shape)):
             expert = rank * local + piece.expert
             parts = entry.layout.transform.to_hf(_joined(shares, kind), self.dims)
@@ -200,7 +200,7 @@ class WeightStream:
                 continue
             for name, part in zip(entry.hf_names(), parts, strict=True):
                 if name not in whole:
-                    shape, dtype = (self.dims.experts, *part.shape), dtype_of(name)
+                    shape, dtype = (entry.rule.experts(self.dims), *part.shape), dtype_of(name)
                     whole[name] = torch.empty(shape, dtype=dtype, device=part.device)
                 whole[name][expert] = part
         if not entry.layout.per_expert and piece.expert == local - 1:

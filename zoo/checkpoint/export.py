@@ -133,6 +133,8 @@ def opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     family = family_of(read_arch(run.files)).name
     loss = ["train.loss=reward"] if is_reward_model(run) else []
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
+    if speech := origin.get("speech_loss"):
+        keys += [f"train.speech_loss={speech}", f"model.freeze=[{','.join(origin.get('freeze', ()))}]"]
     settings = settings_of(run)
     recipe = recipe_for_weights(str(run.folder), family, keys, settings.layer)
     with open_world(recipe) as world:

@@ -54,9 +54,11 @@ def origin(recipe: Recipe, source: Place | None, fp32: Sequence[str]) -> JsonObj
     return {
         "init": str(folder.folder.absolute()) if folder else init,
         "mtp_loss": recipe.train.mtp_loss,
+        "speech_loss": recipe.train.speech_loss,
         **({"grown_from": source.grown_from} if source is not None and source.grown_from else {}),
         "fp32": list(fp32),
-        **({"lora": settings_of(recipe), "freeze": list(recipe.model.freeze)} if recipe.lora.rank else {}),
+        **({"freeze": list(recipe.model.freeze)} if recipe.lora.rank or recipe.train.speech_loss else {}),
+        **({"lora": settings_of(recipe)} if recipe.lora.rank else {}),
     }
 
 

@@ -46,7 +46,7 @@ _LORA: dict[str, Check] = {
     "rank": is_count, "alpha": is_number, "targets": are_texts, "parts": are_texts, "whole_parts": are_texts,
 }  # fmt: skip
 _ORIGIN: dict[str, Check] = {
-    "init": is_text, "mtp_loss": is_number, "fp32": are_texts, "grown_from": is_count, "freeze": are_texts,
+    "init": is_text, "mtp_loss": is_number, "speech_loss": is_number, "fp32": are_texts, "grown_from": is_count, "freeze": are_texts,
     "lora": lambda value: conforms(value, _LORA, ("rank",)),
 }  # fmt: skip
 _ITERATION = re.compile(r"iter_(\d+)")

@@ -14,7 +14,7 @@ from zoo.config.checks.engine import check_engine, check_gpus, check_packages
 from zoo.config.checks.layout import check_layout, check_packing
 from zoo.config.checks.model import check_lora, check_model
 from zoo.config.checks.rl import check_rl, derived_rl
-from zoo.config.checks.training import check_optimizer, check_preference, check_schedule, parse_metric
+from zoo.config.checks.training import check_optimizer, check_preference, check_schedule, check_speech, parse_metric
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
@@ -49,6 +49,7 @@ def validate(recipe: Recipe, world_size: int, *, on_this_machine: bool = True) -
     check_lora(recipe)
     check_optimizer(recipe)
     check_preference(recipe)
+    check_speech(recipe)
     recipe = recipe.replace(derived_rl(recipe))
     check_rl(recipe)
     steps, epochs = recipe.train.steps, recipe.train.epochs

@@ -64,6 +64,7 @@ class Sample:
         desirable: of a labelled answer, whether it is.
         mismatched: of a labelled answer, the same conversation with the answer of another row.
         taught: a teacher's logits of the labels, from disk.
+        codes: of a spoken row, the first codes that a talker learns of it, and its end: these are its labels then. 0: it is not spoken.
     """
 
     input_ids: Tensor
@@ -78,6 +79,7 @@ class Sample:
     desirable: bool | None = None
     mismatched: Sample | None = None
     taught: TeacherLogits | None = None
+    codes: int = 0
 
     @property
     def length(self) -> int:
@@ -86,8 +88,8 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Tokens with loss; the first token of a sample is nobody's target."""
-        return int((self.labels[1:] != IGNORE).sum())
+        """Tokens with loss, or codes; the first token of a sample is nobody's target."""
+        return self.codes or int((self.labels[1:] != IGNORE).sum())
 
     @property
     def label_weight(self) -> float:

@@ -34,7 +34,7 @@ from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
 from zoo.steps import Objective, StepRank
-from zoo.steps.losses import DistillationLoss
+from zoo.steps.losses import DistillationLoss, SpeechLoss
 from zoo.steps.policy import PolicyLoss
 from zoo.steps.preference import AnswerLoss, KTOLoss, PreferenceLoss
 
@@ -124,6 +124,8 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
     processor.set_template(recipe.data.template)
     processor.allow_special_tokens(recipe.data.special_tokens)
+    if recipe.train.speech_loss:
+        processor.train_speech()
     if source is not None:
         config, source = with_rows_for_all(config, processor, source, recipe)
     else:
@@ -246,8 +248,9 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
         encodes_media=world.pp_rank == 0,
     )
-    losses, policy = (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
-    objective = Objective(*losses, mtp_layers, recipe.train.mtp_loss, policy)
+    train, losses, policy = recipe.train, (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
+    speech = SpeechLoss(train.speech_loss, train.residual_loss) if train.speech_loss else None
+    objective = Objective(*losses, mtp_layers, train.mtp_loss, policy, speech)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
     )
@@ -296,8 +299,9 @@ def preference_loss(recipe: Recipe) -> AnswerLoss | None:
 
 
 def model_dims(assembly: Assembly) -> Dims:
-    """The decoder's sizes, for the bridge."""
-    return Dims.from_hf(assembly.config.text, tied=assembly.config.tied)
+    """The decoders' sizes, for the bridge."""
+    dims, further = Dims.from_hf(assembly.config.text, tied=assembly.config.tied), assembly.config.further_decoders
+    return replace(dims, parts={part: Dims.from_hf(text) for part, text in further.items()})
 
 
 def freeze(chunks: Sequence[MegatronModule], recipe: Recipe, family: ModelFamily) -> None:

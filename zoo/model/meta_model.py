@@ -75,7 +75,7 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
     Args:
         arch: the config.json.
         names: names of a checkpoint's tensors. Where none belongs to a part that a model may lack (`Bridge.optional`:
-            multi-token prediction), the model is built without that part; with a reward model's head among them, with that.
+            multi-token prediction, a talker), the model is built without that part; with a reward model's head among them, with that.
 
     Raises:
         UserError: no family has the model_type, or several ranks are running.
@@ -85,8 +85,8 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
     settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
     # Some models are right for short samples alone, and weights have none.
     recipe = Recipe().replace({**settings, "packing.budget": 1})
-    if names is not None and not bridge.has_optional(names):
-        recipe = recipe.replace({"train.mtp_loss": 0.0})
+    if names is not None:
+        recipe = recipe.replace({bridge.optional_key: float(bridge.has_optional(names))})
     if names is not None and any(name.endswith(SCORE) for name in names):
         recipe = recipe.replace({"train.loss": "reward"})
     assembly = build.assembly_of_arch(recipe)

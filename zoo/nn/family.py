@@ -218,6 +218,11 @@ class FamilyConfig:
         cost = TowerCost(per_row, per_pair, float(square), kept=kept, attended=attended, layers=vision.depth)
         return {"vision": cost}
 
+    @property
+    def further_decoders(self) -> Mapping[str, PretrainedConfig]:
+        """Configs of decoders beside `text` that rules of the bridge name (`zoo.bridge.mapping.rules.Rule.part`), by these names."""
+        return {}
+
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0

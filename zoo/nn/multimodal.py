@@ -162,6 +162,11 @@ class MultimodalModel(LanguageModule):
             layer = decoder_layer(config, provider, experts=bool(sparse[-1]))
             self.multi_token = MultiTokenPrediction(config, provider, layer, groups)
 
+    @property
+    def routed_config(self) -> TransformerConfig:
+        """The config of the decoder whose routers' losses are logged."""
+        return self.config
+
     def encode(self, media: Media) -> dict[str, Encoded]:
         """Tower outputs by tower name, without towers that have no media in this batch: none of a decoder alone."""
         return {}
@@ -173,8 +178,9 @@ class MultimodalModel(LanguageModule):
         """As megatron-core's, which expects a vocabulary's head; vocabularies have their own sizes, without padding."""
         parent = MegatronModule if self.vocabulary.scores else LanguageModule
         sharded: ShardedStateDict = parent.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        for entry in sharded.values():
-            if getattr(entry, "allow_shape_mismatch", False):  # embedding and head
+        own = (f"{prefix}embedding.", f"{prefix}output_layer.")  # and not those of a decoder within this one
+        for name, entry in sharded.items():
+            if name.startswith(own) and getattr(entry, "allow_shape_mismatch", False):
                 entry.global_shape = (self.vocabulary.size, *entry.global_shape[1:])
         return sharded
 

@@ -24,7 +24,17 @@ _known: dict[str, ParameterStatistics] = {}  # by all of a recipe that decides t
 def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
     """Count the parameters of a recipe's model, whatever its parallel sizes; the recipe has to have `model.arch`."""
     train = recipe.train
-    key = repr((recipe.model, recipe.lora, train.loss, train.mtp_loss, train.optimizer, sorted(train.lr_scale)))
+    key = repr(
+        (
+            recipe.model,
+            recipe.lora,
+            train.loss,
+            train.mtp_loss,
+            train.speech_loss,
+            train.optimizer,
+            sorted(train.lr_scale),
+        )
+    )
     if key not in _known:
         _known[key] = _count(recipe)
     return _known[key]

@@ -56,6 +56,22 @@ class DistillationLoss:
         return {name: totals[name] / (count or 1.0) for name in self.names}
 
 
+@dataclass(frozen=True)
+class SpeechLoss:
+    """The loss of a talker: weight * (first codes' + residual * the mean over a frame's residual codes), divided by the first codes."""
+
+    weight: float
+    residual: float
+    names: ClassVar[tuple[str, ...]] = ("code_nll", "residual_nll", "frames")
+
+    def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
+        """Metrics for the log: the mean loss of first codes, ends included, and that of residual ones."""
+        return {
+            "code_loss": totals["code_nll"] / (count or 1.0),
+            "residual_loss": totals["residual_nll"] / (totals["frames"] or 1.0),
+        }
+
+
 class _SumContext(FunctionCtx):
     factor: int
 
@@ -135,6 +151,40 @@ def label_loss(
         metrics["segment_weight"] = zeros.index_add(0, segments, weighted)
         metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
     return total, metrics
+
+
+def speech_loss(
+    output: Tensor, loss_inputs: LossInputs, loss: SpeechLoss, codebooks: int, *, evaluate: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over this rank's first codes, and their frames' residual codes, as `SpeechLoss` weighs them.
+
+    Args:
+        output: negative log likelihoods (N + F (codebooks - 1),), of first codes and ends, of which there is one a segment, then of
+            residual codes, frame by frame; under `evaluate` (2, ...), with whether each code was the most likely one.
+        loss_inputs: `label_segments` are of the N.
+
+    Returns:
+        The sum, and metrics as `label_loss` has them, where labels are first codes but for `segment_labels` and `segment_correct`, which
+        count all codes; and those of the loss's `names`.
+    """
+    segments, rest = loss_inputs.label_segments.to(output.device), codebooks - 1
+    values = output if evaluate else output[None]
+    first, residual = values.split([len(segments), values.shape[1] - len(segments)], dim=1)
+    by_frame = residual.unflatten(1, (-1, rest)).sum(-1)
+    last = torch.ones_like(segments, dtype=torch.bool)  # a segment's last label is its end, which is no frame
+    last[:-1] = segments[1:] != segments[:-1]
+    of_frames = first.new_zeros(first.shape).masked_scatter(~last, by_frame)
+    nll = loss.weight * (first[0] + loss.residual / rest * of_frames[0])
+    labels = nll.new_full((), float(len(segments)))
+    metrics = {"nll": nll.sum().detach().float(), "labels": labels, "weight": labels}
+    totals = (first[0].sum(), of_frames[0].sum() / rest, labels - last.sum())
+    metrics |= {name: value.detach().float() for name, value in zip(loss.names, totals, strict=True)}
+    if evaluate:
+        zeros = nll.new_zeros(loss_inputs.num_segments)
+        codes = torch.where(last, 1, codebooks).to(nll.dtype)
+        by_label = {"nll": nll, "labels": codes, "weight": torch.ones_like(nll), "correct": (first + of_frames)[1]}
+        metrics |= {f"segment_{name}": zeros.index_add(0, segments, value) for name, value in by_label.items()}
+    return nll.sum(), metrics
 
 
 def answer_loss(

@@ -158,7 +158,8 @@ class OmniStep(VisionStep):
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
         """(3, 1, T) float32, each segment from 0; alignment padding counts on as text."""
-        cursor, tokens, pieces = self._cursor(media), self._tokens(), []
+        tokens, pieces = self._tokens(), list[Tensor]()
+        cursor = self._cursor(media, tokens)
         for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
             positions = sample_positions(segment[:length], tokens, cursor)
             rest = len(segment) - length
@@ -181,8 +182,8 @@ class OmniStep(VisionStep):
             whole=self.whole_positions,
         )
 
-    def _cursor(self, media: Mapping[str, Tensor]) -> MediaCursor:
+    def _cursor(self, media: Mapping[str, Tensor], tokens: Tokens) -> MediaCursor:
         names = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "feature_lens")
         images, videos, seconds, frames = (media[name].tolist() if name in media else [] for name in names)
         audios = [self.config.audio_tokens(count) for count in frames]
-        return MediaCursor(self._tokens(), images, list(zip(videos, seconds, strict=True)), audios)
+        return MediaCursor(tokens, images, list(zip(videos, seconds, strict=True)), audios)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from zoo.config.schema import PackingConfig
     from zoo.nn.family import FamilyConfig
+    from zoo.steps.losses import SpeechLoss
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
@@ -71,7 +72,7 @@ class Objective:
     """The loss of training batches.
 
     It is that of each label, unless `preference` (samples are pairs or labelled answers), `distillation` (batches bring a teacher's
-    tokens) or `policy` (sampled answers) is given. `mtp_weight` is what the mean loss of `mtp_depths` depths counts.
+    tokens), `policy` (sampled answers) or `speech` is given. `mtp_weight` is what the mean loss of `mtp_depths` depths counts.
     """
 
     preference: AnswerLoss | None = None
@@ -79,6 +80,7 @@ class Objective:
     mtp_depths: int = 0
     mtp_weight: float = 0.0
     policy: PolicyLoss | None = None
+    speech: SpeechLoss | None = None
 
 
 class PackedStep:
@@ -116,9 +118,9 @@ class PackedStep:
         self.device, self.cp_group, self.media_group = rank.device, rank.cp_group, rank.media_group
         self.encodes_media, self.flops, self.vocabulary = rank.encodes_media, flops, vocabulary
         self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
-        self.mtp_depths, self.mtp_weight = objective.mtp_depths, objective.mtp_weight
+        self.mtp_depths, self.mtp_weight, self.speech = objective.mtp_depths, objective.mtp_weight, objective.speech
         self.preference, self.distillation, self.policy = objective.preference, objective.distillation, objective.policy
-        self.scores = self.preference is not None and self.preference.scores  # of samples' last states
+        self.scores = bool(self.preference and self.preference.scores)  # of samples' last states
 
     def __call__(
         self,
@@ -133,11 +135,9 @@ class PackedStep:
         `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.training.trainer`). A micro-batch may come prepared.
         """
         batch = next(batches)
-        if isinstance(batch, Prepared):
-            inputs, loss_inputs = batch.inputs, batch.loss_inputs
-        else:
-            inputs, loss_inputs = self.prepare(batch, evaluate=evaluate)
-        return self.forward(model, inputs), lambda output: self.loss(output, loss_inputs, loss_scale, evaluate)
+        ready = batch if isinstance(batch, Prepared) else Prepared(*self.prepare(batch, evaluate=evaluate))
+        out = self.forward(model, ready.inputs)
+        return out, lambda output: self.loss(output, ready.loss_inputs, loss_scale, evaluate)
 
     def prepare(
         self,

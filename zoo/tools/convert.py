@@ -304,7 +304,7 @@ def to_zoo_jobs(
         published: DTYPE_NAMES[stored]
         for job in jobs
         for entry in [entries[job.planned[0].name]]
-        for published in entry.layout.all_names(entry.binding, plan.dims.experts)
+        for published in entry.all_names(plan.dims)
         if (stored := reader.dtype(resolution.source[published])) != job.planned[0].dtype and dtype is None
     }
     jobs += [copy_job(actual, reader, names[actual], to_zoo=True) for actual in resolution.passed_through]

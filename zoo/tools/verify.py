@@ -178,7 +178,7 @@ class _Side:
         plan = build_meta_model(arch, names)
         table: Bridge = native(plan.bridge) if own else plan.bridge
         resolution = table.resolve(reader.names(), plan.parameters, plan.dims, allow=["*"])
-        used = {resolution.source[part] for entry in resolution.entries.values() for part in _parts(entry, plan.dims)}
+        used = {resolution.source[part] for entry in resolution.entries.values() for part in entry.all_names(plan.dims)}
         passed = resolution.redundant - set(unequal(resolution, reader))  # the others hold nothing of their own
         others = {
             name.removeprefix(PASS_THROUGH) if own else name: actual
@@ -195,7 +195,7 @@ class _Side:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that zoo trains."""
-        names = [self.source[part] for entry in self.entries.values() for part in _parts(entry, self.dims)]
+        names = [self.source[part] for entry in self.entries.values() for part in entry.all_names(self.dims)]
         return sum(math.prod(self.reader.shape(name)) * self.reader.dtype(name).itemsize for name in names)
 
     def parts(self, name: str) -> Iterator[Tensor]:
@@ -203,16 +203,11 @@ class _Side:
         entry = self.entries[name]
         transform = entry.layout.transform
         if not entry.rule.stacked:
-            parts = [self.reader.read(self.source[part]) for part in _parts(entry, self.dims)]
+            parts = [self.reader.read(self.source[part]) for part in entry.all_names(self.dims)]
             yield transform.to_zoo(parts, self.dims)
             return
-        for expert in range(self.dims.experts):
+        for expert in range(entry.rule.experts(self.dims)):
             yield transform.to_zoo(of_expert(entry, expert, self.source, self.reader), self.dims)
-
-
-def _parts(entry: Entry, dims: Dims) -> list[str]:
-    """The published tensors that one of zoo's is made of."""
-    return entry.layout.all_names(entry.binding, dims.experts)
 
 
 def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any) -> Entry:

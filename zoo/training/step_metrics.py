@@ -29,6 +29,7 @@ from zoo.steps.policy import LOGGED
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 type LossSums = Mapping[str, torch.Tensor]
@@ -112,7 +113,8 @@ class StepTotals:
             flags: whatever else is to be summed over the ranks; called just before the exchange.
             part_squares: by part of the model, as `squared_norm` (`PartNorms.squares`); the same parts on all ranks.
         """
-        mtp, loss_with_metrics = bool(step.mtp_depths), step.preference or step.distillation or step.policy
+        mtp = bool(step.mtp_depths)
+        loss_with_metrics = step.preference or step.distillation or step.policy or step.speech
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
         maxima = () if step.policy is None else step.policy.maxima
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *own_names)
@@ -207,11 +209,14 @@ def _short(by_name: Mapping[str, float]) -> dict[str, float]:
     return {last[name] if distinct else name: value for name, value in by_name.items()}
 
 
-def expert_shares(config: TransformerConfig, world: World, micro_batches: int) -> dict[str, torch.Tensor]:
+def expert_shares(model: MegatronModule, world: World, micro_batches: int) -> dict[str, torch.Tensor]:
     """By name, () float64: this rank's shares of the load-balance metrics of a step's MoE layers, which the ranks' sum completes.
 
-    They are means over layers and micro-batches. `config`: megatron-core's of the model.
+    They are means over layers and micro-batches. `model`: a chunk of the one that is trained.
     """
+    from megatron.core.utils import get_attr_wrapped_model
+
+    config: TransformerConfig = get_attr_wrapped_model(model, "routed_config")
     if not config.num_moe_experts:
         return {}
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker

@@ -341,7 +341,7 @@ class Trainer:
             loss_sums,
             counts,
             squared_norm=optimization.squared_norm(self.optimizer, self.world.device),
-            expert_shares=expert_shares(self.chunks[0].config, self.world, counts.batches),
+            expert_shares=expert_shares(self.chunks[0], self.world, counts.batches),
             parts=lambda: self.times.take(batches.seconds),
             flags=self._own_flags,
             step=self.step,

@@ -38,7 +38,8 @@ def test_balance_is_a_mean_over_all_layers_with_experts(layers: int, freq: Any, 
         for layer in [*sparse, *range(layers + 1, total + 1)]:
             tracker.record("load_balancing_loss", torch.tensor(1.25), layer, total)
     world: Any = SimpleNamespace(size=1, dp_size=1, pp_size=1, device=torch.device("cpu"))
-    found = expert_shares(config, world, micro_batches)
+    model: Any = SimpleNamespace(routed_config=config)
+    found = expert_shares(model, world, micro_batches)
     assert found == {"moe_load_balancing_loss": pytest.approx(1.25)}
 
 
@@ -77,7 +78,7 @@ def test_shares_of_tokens_by_entry() -> None:
     sources = sources_of(["in/a.jsonl", "in/b.jsonl", "in/c.jsonl"])
     counts = TokenCounts.from_micro_batches(batches, sources)
     world: Any = SimpleNamespace(size=1, rank=0, counts_loss=False, counts_data=True)
-    step: Any = SimpleNamespace(mtp_depths=0, preference=None, distillation=None, policy=None)
+    step: Any = SimpleNamespace(mtp_depths=0, preference=None, distillation=None, policy=None, speech=None)
     one = torch.ones((), dtype=torch.float64)
     totals = StepTotals.gather(
         [], counts, squared_norm=13 * one, expert_shares={}, parts=lambda: [0.0] * 4, flags=lambda: [3.0], step=step, world=world,

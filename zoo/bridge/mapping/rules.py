@@ -102,6 +102,7 @@ class Rule:
     shard: Shard | ShardOf | None = None
     tied_to: str | None = None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
     keeps_layout: bool = False
+    part: str = ""  # the further decoder whose experts it stacks (`Dims.parts`)
 
     def __post_init__(self) -> None:
         if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):
@@ -120,6 +121,10 @@ class Rule:
     def stacked(self) -> bool:
         """True where the zoo tensor's first dimension is the expert."""
         return self.shard in ("expert1", "expert2")
+
+    def experts(self, dims: Dims) -> int:
+        """How many experts the tensor stacks, where it does."""
+        return (dims.parts[self.part] if self.part else dims).experts
 
     @cached_property
     def regex(self) -> re.Pattern[str]:

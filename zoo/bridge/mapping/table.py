@@ -43,6 +43,10 @@ class Entry:
         """Published HF names of the tensor's parts (of one `expert`, where each has its own)."""
         return self.layout.names(self.binding, expert)
 
+    def all_names(self, dims: Dims) -> list[str]:
+        """HF names of the tensor's parts, of all its experts."""
+        return self.layout.all_names(self.binding, self.rule.experts(dims))
+
     @property
     def kept_layout(self) -> str | None:
         """The first published name of a tensor in a layout that exports keep, where that is not the one that goes without saying."""
@@ -112,7 +116,7 @@ class Bridge:
     """Names of files that transformers wants beside such tensors: copied as they are, never opened."""
     optional: tuple[str, ...] = ()
     """HF patterns of parts that a model may be built without: passed through where it has none of their tensors."""
-    without_optional: str = ""  # the recipe's key that builds a model without these, for messages
+    optional_key: str = "train.mtp_loss"  # the recipe's key that builds them, by a value above 0
     name_prefixes: tuple[Mapping[str, str], ...] = ()  # other naming schemes that are read: their prefix -> published
     fp32: tuple[
         str, ...
@@ -187,7 +191,7 @@ class Bridge:
         for entry in entries:
             if not entry.rule.writes(dims):
                 continue
-            for name in entry.layout.all_names(entry.binding, dims.experts):
+            for name in entry.all_names(dims):
                 if name in owner:
                     problems.append(f"{name}: written by both {owner[name]} and {entry.zoo}")
                 owner[name] = entry.zoo
@@ -216,7 +220,7 @@ class Bridge:
             problems += wrong
             entries[name] = Entry(name, published.rule, layout, published.binding)
             for candidate in published.rule.read_layouts(dims):
-                unused.difference_update(candidate.all_names(published.binding, dims.experts))
+                unused.difference_update(replace(published, layout=candidate).all_names(dims))
         buffers = sorted(name for name in unused if _BUFFERS.fullmatch(name))
         doubles = {n: tied for n in sorted(unused) if (tied := self._tied_to(n)) in source} if dims.tied else {}
         for name in sorted(unused - set(buffers) - set(doubles)):
@@ -226,7 +230,7 @@ class Bridge:
         refused = [problem for problem in problems if not is_allowed(problem, allow)]
         if refused:
             raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused))
-        names_of = {name: entry.layout.all_names(entry.binding, dims.experts) for name, entry in entries.items()}
+        names_of = {name: entry.all_names(dims) for name, entry in entries.items()}
         whole = {name: entries[name] for name, parts in names_of.items() if all(part in source for part in parts)}
         passed_through = [actual for name, actual in source.items() if name in pass_through]
         return Resolution(whole, passed_through, source, problems, buffers, doubles)
@@ -245,9 +249,9 @@ class Bridge:
         wanted = [p.partition(":")[0] for p in problems if ": missing, " in p]
         missing = [name for name in wanted if not any(part.fullmatch(name) for part in self._optional_regex)]
         helps = []
-        if len(missing) < len(wanted) and self.without_optional:
+        if len(missing) < len(wanted):
             parts = ", ".join(pattern.replace("{rest}", "*") for pattern in self.optional)
-            helps.append(f"{self.without_optional} builds the model without {parts}")
+            helps.append(f"{self.optional_key}=0 builds the model without {parts}")
         heads = [name for name in missing if self._tied_to(name)]
         if heads:
             helps.append("tie_word_embeddings=true in config.json, where the head is the embedding")
@@ -300,7 +304,7 @@ def _choose_layout(entry: Entry, source: Mapping[str, str], dims: Dims) -> tuple
         by_names.setdefault(layout.patterns, layout)
     options = []  # (share missing, layout, names missing)
     for layout in by_names.values():
-        names = layout.all_names(entry.binding, dims.experts)
+        names = replace(entry, layout=layout).all_names(dims)
         missing = [name for name in names if name not in source]
         options.append((len(missing) / max(len(names), 1), layout, missing))
     present = [layout for share, layout, _ in options if share < 1]

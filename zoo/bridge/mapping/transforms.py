@@ -9,7 +9,7 @@ transforms see one expert at a time, whatever the file's layout (`zoo.bridge.map
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,7 @@ class Dims:
     linear_values: int = 0  # width of all its values
     linear_value_heads: int = 0  # value heads
     tied: bool = False  # output layer shares the embedding's weight (the top-level tie_word_embeddings)
+    parts: Mapping[str, Dims] = field(default_factory=dict)  # of further decoders in the model, by their names
 
     @classmethod
     def from_hf(cls, text_config: PretrainedConfig | JsonMapping, *, tied: bool = False) -> Dims:
@@ -111,6 +112,20 @@ class QKV:
         ratio, tail = dims.heads // dims.kv_heads, tensor.shape[1:]
         grouped = tensor.reshape(dims.kv_heads, ratio + 2, dims.head_dim, *tail)
         return [part.reshape(-1, *tail) for part in grouped.split([ratio, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True)
+class OfPart:
+    """A transform of a further decoder, by that one's dims."""
+
+    part: str
+    transform: Transform
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return self.transform.to_zoo(parts, dims.parts[self.part])
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        return self.transform.to_hf(tensor, dims.parts[self.part])
 
 
 @dataclass(frozen=True)

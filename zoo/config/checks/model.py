@@ -22,9 +22,12 @@ def check_model(recipe: Recipe) -> None:
             raise ConfigError(f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two")
         if not scale > 0:
             raise ConfigError(f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part")
-    trained = {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze)
+    absent = set() if recipe.train.speech_loss else {"talker"}
+    trained = {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze) - absent
     if not trained:
-        raise ConfigError(f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out")
+        raise ConfigError(
+            f"model.freeze={','.join(recipe.model.freeze)}: nothing would be left to train; leave a part out"
+        )
     init = recipe.model.init
     if init != "random" and not is_hub_id(init) and not expanded(init).exists():
         raise ConfigError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")

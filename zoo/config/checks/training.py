@@ -5,6 +5,7 @@ from __future__ import annotations
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.config.schema.conditions import REFERENCED
 from zoo.errors import ConfigError, UserError, printable
+from zoo.registry import families
 from zoo.types import JsonMapping, JsonObject
 
 
@@ -58,6 +59,39 @@ def _check_reference(recipe: Recipe) -> None:
         raise ConfigError(
             "train.reference=base without adapters: it is the model without them; give lora.rank, or train.reference=start"
         )
+
+
+def check_speech(recipe: Recipe) -> None:
+    """ConfigError for what the talker's loss does not go with."""
+    train, parallel = recipe.train, recipe.parallel
+    if not train.speech_loss:
+        return
+    family = families().get(recipe.model.family)
+    others = [part for part in family.parts if part != "talker"] if family else []
+    if family is not None and "talker" not in family.parts:
+        raise ConfigError(
+            f"train.speech_loss={train.speech_loss:g}: {family.title} has no talker that is trained here; leave it out"
+        )
+    if not set(others) <= set(recipe.model.freeze):
+        raise ConfigError(
+            f"train.speech_loss={train.speech_loss:g} with model.freeze={recipe.model.freeze}: the talker is trained on a thinker that stays "
+            f"as it is; set model.freeze=[{','.join(others)}]"
+        )
+    wanted: tuple[tuple[str, object, object], ...] = (
+        ("train.loss", train.loss, "nll"),
+        ("train.optimizer", train.optimizer, "adamw"),
+        ("distill.teacher", recipe.distill.teacher, None),
+        ("lora.rank", recipe.lora.rank, 0),
+        ("packing.mode", recipe.packing.mode, "thd"),
+        ("engine.fp8", recipe.engine.fp8, False),
+        *((f"parallel.{name}", getattr(parallel, name), 1) for name in ("tp", "pp", "cp", "ep", "etp", "vpp")),
+        *(("parallel.plan", parallel.plan, []) for name in ("tp", "pp", "cp", "ep") if name in parallel.plan),
+    )
+    for key, value, fitting in wanted:
+        if value != fitting:
+            raise ConfigError(
+                f"{key}={value} with train.speech_loss={train.speech_loss:g}: the talker is not built for it; leave it out"
+            )
 
 
 def check_optimizer(recipe: Recipe) -> None:

@@ -79,6 +79,12 @@ def _has_mtp(recipe: Recipe) -> bool:
     return family is None or not recipe.model.arch or bool(text_config(recipe.model.arch).get(*family.mtp))
 
 
+def _has_talker(recipe: Recipe) -> bool:
+    arch, family = recipe.model.arch, families().get(recipe.model.family)
+    speaks = not arch or bool(arch.get("enable_audio_output") and arch.get("talker_config"))
+    return family is None or ("talker" in family.parts and speaks)
+
+
 def _has_linear_attention(recipe: Recipe) -> bool:
     text = text_config(recipe.model.arch)
     heads = "linear_num_value_heads" in text  # configs of some models leave out layer_types
@@ -124,6 +130,10 @@ EXPERT_EXCHANGE = When(
 MTP = When(
     lacks="in a model without layers for multi-token prediction", do="train a model that has them", holds=_has_mtp
 )
+TALKER = When(
+    lacks="in a model without a talker that can be trained", do="train a model that has one", holds=_has_talker
+)
+SPEECH = _above_zero("train.speech_loss", "without a loss of speech")
 LINEAR_ATTENTION = When(
     lacks="in a model without linear attention", do="train a model that has it", holds=_has_linear_attention
 )

@@ -48,3 +48,15 @@ def in_words(item: dict[str, Any]) -> dict[str, Any]:
 def in_words_with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
     """A format of rows: `in_words` as a preference pair, as `with_wrong_answer` makes them."""
     return with_wrong_answer(in_words(item))
+
+
+def spoken(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: a row of the set whose last answer is spoken, in codes of a made-up codec that a tiny talker can learn.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:spoken"}]`. Each character is three frames of four codes from 0 to 31.
+    """
+    answer = item["messages"][-1]["content"]
+    said = [
+        [(ord(letter) * (2 * book + 3) + 7 * part) % 32 for book in range(4)] for letter in answer for part in range(3)
+    ]
+    return {**item, "speech": said, "speaker": "ethan"}

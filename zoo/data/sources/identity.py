@@ -160,7 +160,7 @@ def key_of(row: Row, *tokens: np.ndarray) -> bytes:
 
 
 def _files(row: Row) -> Iterator[PlainMedium]:
-    return (file for medium in (*row.images, *row.videos, *row.audios) for file in files_of(medium))
+    return (file for medium in row.files for file in files_of(medium))
 
 
 def _content(row: Row) -> bytes:
@@ -173,6 +173,8 @@ def _content(row: Row) -> bytes:
         plain += (row.tools, row.calls, boxes)
     if row.names:
         plain += (row.names,)
+    if row.speech is not None:
+        plain += (medium_content(row.speech), row.speaker)
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
         rejected = row.rejected

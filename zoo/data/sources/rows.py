@@ -3,8 +3,9 @@
 A row is `{"messages": [{"role", "content"}], "images": [], "videos": [], "audios": []}` with the placeholders
 `<image>`, `<video>` and `<audio>` in the contents, as many of each as there are media. `image`, `video` and `audio`
 (one medium) are accepted too, and so are `kind` (a label for statistics), `weight` (of the row, and of a message, in the
-loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are turned into this one by
-`zoo.data.sources.formats`. Paths are relative to the JSONL's folder. A row takes about 1 kB of memory, and 50 microseconds to read.
+loss), `use_audio_in_video`, and `speech` with its `speaker` (`zoo.data.sources.formats.speech`). `{"text": ...}` is plain text.
+Other forms are turned into this one by `zoo.data.sources.formats`. Paths are relative to the JSONL's folder. A row takes about 1 kB of
+memory, and 50 microseconds to read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
 from zoo.data.sources.formats.grounding import Box
 from zoo.data.sources.formats.messages import MAX_WEIGHT, TORN, Message, is_torn, read_turns, read_weight, typed
+from zoo.data.sources.formats.speech import read_speech
 from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, locate, numbered_items
@@ -72,6 +74,8 @@ class Row:
     task: str | None = None  # what the answer is, which says how it is scored
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
     label: bool | None = None  # whether its last answer is desirable, where the row says so
+    speech: Medium | None = None  # what its last answer is spoken as: an npy file of codes
+    speaker: str = ""  # who speaks it, "" where the row does not say
     limits: MediaLimits | None = None  # of its media, where its entry has its own
     skipped: tuple[str, ...] = field(default=(), compare=False)  # its columns that say nothing of the sample
     # In a preference pair: the same row with the rejected answer, or what is wrong with that.
@@ -85,11 +89,16 @@ class Row:
         """One of its media at hand; see `zoo.data.sources.references.open_medium`."""
         return open_medium(medium, self.root, self.outside)
 
+    @property
+    def files(self) -> tuple[Medium, ...]:
+        """All its media, and the codes of its speech."""
+        return (*self.images, *self.videos, *self.audios, *(() if self.speech is None else (self.speech,)))
+
     def check_files(self) -> None:
         """Check that its files of media, and those of its rejected answer, are there; RowError where one is not."""
         for row in (self, *([self.rejected] if isinstance(self.rejected, Row) else [])):
             try:
-                for medium in (*row.images, *row.videos, *row.audios):
+                for medium in row.files:
                     for file in files_of(medium):
                         check_file(file, row.root, row.outside)
             except RowError as error:
@@ -216,6 +225,7 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     use_sound = typed(item, "use_audio_in_video", bool, False)
     if use_sound and not media["video"]:
         raise bad_row("use_audio_in_video is true, but the row has no video.")
+    speech, speaker = read_speech(item, access)
     label = item.get("label")
     if label is not None and not isinstance(label, bool):
         text = f"label is {shown(repr(label))}; a bool is wanted, or columns: {{label: null}} where it says something else."
@@ -252,6 +262,8 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
         task=task,
         answers=answers,
         label=label,
+        speech=speech,
+        speaker=speaker,
         skipped=skipped,
         rejected=rejected,
     )

@@ -141,23 +141,29 @@ class Decoder(TransformerBlock):
         routing: Routing | None = None,
         local_rotary: Angles | None = None,
         most_tokens: int | None = None,
+        until: int | None = None,
     ) -> Tensor:
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding.
 
         `local_rotary`: the angles of layers that see a window, where these have their own. `most_tokens`: T B of the rank that has most,
-        among those that exchange tokens, before sequence parallelism shares rows out; None: they ask one another.
+        among those that exchange tokens, before sequence parallelism shares rows out; None: they ask one another. `until`: what comes out of
+        the layer of this number, counted from 1, before deepstack features are added to it; 0: what goes into the first.
         """
-        graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary)
+        graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary) if until is None else None
         sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
         if most_tokens is not None and self.config.sequence_parallel:
             most_tokens //= self.config.tensor_model_parallel_size
         exchange = None if sparse is None else sparse.shared_exchange(hidden, most_tokens)
+        if until == 0:
+            return hidden
         for index, layer in enumerate(self.layers):
             if graphs is not None:
                 hidden = graphs(index, hidden)
             else:
                 angles = self._angles(layer, rotary, local_rotary)
                 hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing, exchange)
+            if until == layer.layer_number < len(self.layers):
+                return hidden
             if deepstack:
                 hidden = deepstack.add(hidden, layer.layer_number - 1)
         return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden

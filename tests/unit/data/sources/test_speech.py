@@ -1,0 +1,111 @@
+"""What rows may give as speech, and what is said of codes that are none."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zoo.data.errors import RowError
+from zoo.data.media.codes import load_codes
+from zoo.data.sources.identity import row_digest
+from zoo.data.sources.references import Access, Blob
+from zoo.data.sources.rows import Row, make_row
+
+CODES = np.arange(12).reshape(4, 3)
+
+
+def row(folder: Path, **keys: Any) -> Row:
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2"}]
+    return make_row({"messages": messages, **keys}, "rows:1", Access(folder))
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "array of arrays", "path", "bytes", "a data set's bytes", "int16"])
+def test_codes_as_rows_give_them(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "codes.npy").write_bytes(npy(CODES))
+    frames = np.empty(4, dtype=object)  # a column of lists, as parquet gives it
+    frames[:] = list(CODES)
+    speech = {
+        "list": CODES.tolist(),
+        "array": CODES,
+        "array of arrays": frames,
+        "path": "codes.npy",
+        "bytes": npy(CODES),
+        "a data set's bytes": {"bytes": npy(CODES), "path": "codes.npy"},
+        "int16": npy(CODES.astype(np.int16)),
+    }[kind]
+    found = row(tmp_path, speech=speech, speaker="Ethan")
+    assert (found.speaker, load_codes(found).tolist()) == ("Ethan", CODES.tolist())
+    assert isinstance(found.speech, str) == (kind == "path")
+    assert found == row(tmp_path, speech=speech, speaker="Ethan")
+
+
+def test_a_row_without_speech(tmp_path: Path) -> None:
+    assert row(tmp_path).speech is None
+    with pytest.raises(RowError, match=r"speaker is .*, but the row has no speech"):
+        row(tmp_path, speaker="Ethan")
+
+
+@pytest.mark.parametrize(
+    ("speech", "reason"),
+    [
+        ([], "array of float64 of shape .0,"),
+        ([[1, 2], [3]], "no array; whole numbers"),
+        ([1, 2], "no array; whole numbers"),
+        ([[1.5, 2.0]], "array of float64 of shape"),
+        ([[True]], "array of bool"),
+        ([[-1, 2]], "a code -1"),
+        ([[0]] * 20_001, "over the limit of 20000"),
+        (7, "a path, bytes"),
+        ("../codes.npy", "leads out of"),
+    ],
+    ids=str,
+)
+def test_what_is_no_speech_is_refused(speech: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(RowError, match=reason):
+        make_row(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "speech": speech},
+            "rows:1",
+            Access(tmp_path, outside=False),
+        )
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    found = row(tmp_path, speech="none.npy")
+    for call in (found.check_files, lambda: load_codes(found)):
+        with pytest.raises(RowError, match=r"rows:1: .*none[.]npy"):
+            call()
+
+
+def test_other_codes_are_another_row(tmp_path: Path) -> None:
+    codes = [CODES, CODES + 1, CODES.T]
+    rows = [row(tmp_path), row(tmp_path, speech=CODES, speaker="a"), *(row(tmp_path, speech=x) for x in codes)]
+    assert len({row_digest(found) for found in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"no numpy", "rows:1.*an npy file"),
+        (npy(CODES)[:-8], "rows:1.*an npy file"),
+        (npy(np.array([{"a": 1}], dtype=object)), "1 values of object"),
+        (npy(CODES * 1.0), "12 values of float64"),
+        (npy(CODES[0]), "shape .3,"),
+        (npy(CODES - 1), "a code -1"),
+        (npy(CODES).replace(b"(4, 3)", b"(4e9,3)"), "an npy file"),
+        (npy(CODES).replace(b"(4, 3), }   ", b"(4000000, 3), }"), "12000000 values"),
+    ],
+    ids=[
+        "text", "cut off", "objects", "floats", "one codebook", "negative", "a shape that is none", "more than there is"
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_codes(data: bytes, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(RowError, match=reason):
+        load_codes(row(tmp_path, speech=Blob(data, "codes.npy")))
