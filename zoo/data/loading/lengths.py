@@ -4,28 +4,43 @@ Guarantees:
 - All ranks hold the same sizes, so they plan the same bins. `exchange` passes on to all ranks what one of them finds out.
 - A row is measured once, by one of the ranks; starting takes each of N ranks 1/N of the measuring.
 
+Kept sizes, in the cache folder, are of these rows, this processor and these settings, by a digest of all: a later start needs neither
+tokenizer nor headers. Some rows are measured again: where one has another size, all are. The size of a file that was replaced under its
+name is corrected when its row is encoded, as ever.
+
 Costs: 12 bytes a row (and variant, under data.augment), or 250 a row that is to come where there is a stream. Measuring
 tokenizes a row's texts and reads its files' headers, 0.2 to 1 ms; a row whose headers don't suffice is encoded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import transformers
 
+import zoo.data
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
+from zoo.data.sources.kept.checked import CheckedRows
+from zoo.data.sources.kept.store import read_whole, write_whole
 from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import spread
 from zoo.errors import UserError
-from zoo.types import JsonObject
+from zoo.files import cache_folder
 
 SHARE = 8  # rows that each rank measures at a time: then they exchange, and no step waits for many
 HEADERS = 1024  # the same where only headers are read, before the first step
 DENSE = 2**28  # keys up to which there is a place for each
+LEAST_KEPT = 2**13  # rows below which no sizes are kept: measuring them takes seconds
+KEPT_PROBES = 16  # rows with kept sizes that are measured again
 LENGTH_PROBES = 512  # rows whose lengths stand for all in an estimate
 EXACT_ROWS = 2**18  # rows up to which all are measured before the first step
 EXACT_SAMPLES = 2**22  # samples of all epochs up to which they are packed before the first step
@@ -99,6 +114,11 @@ class _Table:
         """(N,) tokens and (N,) costs of keys that are known, where the table is dense."""
         return self._tokens[keys], self._costs[keys]
 
+    def fill(self, tokens: np.ndarray, costs: np.ndarray) -> None:
+        """Sizes of the first keys, where none are known and `tokens` are not 0; the table is dense."""
+        new = np.flatnonzero((self._tokens[: len(tokens)] == UNKNOWN.tokens) & (tokens > 0))
+        self._tokens[new], self._costs[new] = tokens[new], costs[new]
+
     def keep(self, keys: set[SampleId]) -> None:
         """Drop the sizes of all other keys."""
         self._sizes = {key: size for key, size in self._sizes.items() if key in keys}
@@ -121,6 +141,8 @@ class Lengths:
         self.block = SHARE * self.group.size
         self._cost = cost or (lambda size: size.length)
         self._known = _Table(source.variants * len(source))
+        self._place: Path | None = None  # where sizes are kept, on the first rank
+        self._recalled = False
         self._errors: dict[SampleId, RowError] = {}
         self._corrected: set[SampleId] = set()
         self._shrunk: list[SampleId] = []  # samples measured since the last exchange whose media were made smaller
@@ -164,6 +186,40 @@ class Lengths:
             if not self._known.known_of(np.asarray(block)).all():
                 return False
         return True
+
+    def recall(self) -> None:
+        """Take over the sizes that a former start has kept; every rank calls it."""
+        if not are_kept(self.source):
+            return
+        kept = None
+        if self.group.rank == 0:
+            with contextlib.suppress(OSError):
+                self._place = place_of(self.source)
+                kept = load_sizes(self._place, len(self.source)) if self._place is not None else None
+            if kept is not None and not self._holds(*kept):
+                kept = None
+        kept = self.group.gather(kept)[0]
+        if kept is not None:
+            self._known.fill(*kept)
+            self._recalled = True
+
+    def keep(self) -> None:
+        """Keep the sizes for later starts, where all were measured by headers and texts, and none was recalled."""
+        if self._place is None or self._recalled:
+            return
+        tokens, costs = self._known.sizes_of(np.arange(len(self.source)))
+        tokens = np.maximum(tokens, 0)  # what is wrong with a bad row is found anew
+        tokens[[*self._corrected, *self.source.shrunk_rows]] = 0
+        save_sizes(self._place, tokens, costs)
+
+    def _holds(self, tokens: np.ndarray, costs: np.ndarray) -> bool:
+        """Whether some rows have these sizes."""
+        known = np.flatnonzero(tokens)
+        probes = known[spread(len(known), KEPT_PROBES)] if len(known) else known
+        return all(
+            self._try(SampleId(row), self.source.measure) == Size(int(tokens[row]), int(costs[row]))
+            for row in probes.tolist()
+        )
 
     def _share(
         self, ids: Sequence[SampleId], measure: Callable[[Sequence[SampleId]], Sequence[Size | RowError | None]]
@@ -276,36 +332,46 @@ class Lengths:
         self._known[key] = BAD if isinstance(finding, RowError) else finding
 
 
-@dataclass(frozen=True)
-class RunLength:
-    """How many bins the epochs of a run still fill, from a place of a `BinStream` to its end: counted or estimated.
+def are_kept(source: SampleSource) -> bool:
+    """Whether sizes of a source's samples are kept; the same on all ranks."""
+    checked = all(isinstance(part, CheckedRows) for part in source.rows.parts)
+    return checked and not source.augment.strength and len(source) >= LEAST_KEPT
 
-    Where texts and headers give all lengths, the bins are counted by packing these lengths once: exact, unless a row turns out to be
-    otherwise when it is encoded. Else the first estimate comes from LENGTH_PROBES rows, and each step corrects it by the bins so far. It
-    depends on nothing but the place in the data, so that it is the same on any number of ranks, and in a resumed run.
 
-    Costs: measuring, which ranks share and each row needs once anyway, and 5 us a sample for the packing.
+def place_of(source: SampleSource) -> Path | None:
+    """Where the sizes of a source's samples are kept; None without a cache folder."""
+    folder = cache_folder("lengths")
+    if folder is None:
+        return None
+    encoder, digest = source.encoder, hashlib.blake2b(digest_size=16)
+    for part in source.rows.parts:
+        assert isinstance(part, CheckedRows)
+        digest.update(part.content())
+        digest.update(repr((part.access, part.form)).encode())
+    settings = encoder.data.template, encoder.data.special_tokens, encoder.pair_align, encoder.labelled
+    digest.update(repr((source.sizes_follow_from(), settings, transformers.__version__)).encode())
+    code = [inspect.getsourcefile(kind) for kind in type(source.processor).__mro__ if kind is not object]
+    for file in sorted({*map(Path, filter(None, code)), *Path(zoo.data.__file__).parent.rglob("*.py")}):
+        digest.update(file.read_bytes())
+    with tempfile.TemporaryDirectory(prefix="zoo-processor-") as saved:
+        source.processor.save(saved)
+        for file in sorted(Path(saved).rglob("*")):
+            digest.update(file.name.encode() + (file.read_bytes() if file.is_file() else b""))
+    return folder / f"{digest.hexdigest()}.arrow"
 
-    Attributes:
-        settings: what it was planned for, as plain values.
-        bins: bins from that place on; an estimate unless `exact`.
-        samples: samples from that place on.
-        before: bins taken before that place.
-        exact: whether the bins were counted, and no row has turned out otherwise since.
-        trust: samples that the estimate rests on, beside those that have passed.
-    """
 
-    settings: JsonObject
-    bins: float
-    samples: int
-    before: int
-    exact: bool
-    trust: int
+def load_sizes(place: Path, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """(rows,) int32 tokens, 0 where they are not known, and (rows,) int64 costs; None where none are kept."""
+    table = read_whole(place)
+    if table is None or table.column_names != ["tokens", "cost"] or len(table) != rows:
+        return None
+    return table["tokens"].to_numpy().astype(np.int32), table["cost"].to_numpy().astype(np.int64)
 
-    def left(self, taken: int, remaining: int) -> float:
-        """Bins to the end, where `taken` bins have been taken in all and `remaining` samples are to come."""
-        bins = taken - self.before
-        if self.exact:
-            return self.bins - bins
-        passed = self.samples - remaining
-        return remaining * (self.bins / self.samples * self.trust + bins) / (self.trust + passed)
+
+def save_sizes(place: Path, tokens: np.ndarray, costs: np.ndarray) -> None:
+    """Keep sizes, as `load_sizes` gives them; does nothing where the folder can't be written to."""
+    import pyarrow as pa
+
+    batch = pa.record_batch([pa.array(tokens), pa.array(costs)], ["tokens", "cost"])
+    with contextlib.suppress(OSError):
+        write_whole(place, batch.schema, [batch])

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import encode_all, make_batch, with_most_tokens
-from zoo.data.loading.bin_stream import BinStream, Position
-from zoo.data.loading.lengths import Lengths, RankGroup, RunLength
+from zoo.data.loading.bin_stream import BinStream, Position, RunLength
+from zoo.data.loading.lengths import Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch, Sample

@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -258,6 +258,11 @@ class SampleSource:
                 row = sample_id % len(self)
                 self.shrunk += row not in self._shrunk
                 self._shrunk[row] = None
+
+    @property
+    def shrunk_rows(self) -> Collection[int]:
+        """Numbers of the rows whose media were made smaller."""
+        return self._shrunk.keys()
 
     def sizes_follow_from(self) -> list[list[object]]:
         """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""

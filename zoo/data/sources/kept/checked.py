@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from zoo.config.entries import FORMS
 from zoo.data.errors import RowError
@@ -85,6 +86,14 @@ class CheckedRows(Sequence[Row]):
             for chunk in self._table["digest"].chunks
         ]
         return np.concatenate(chunks)[self._places]
+
+    def content(self) -> bytes:
+        """16 bytes that follow from the rows as their file has them."""
+        digest = xxhash.xxh3_128(self._places.tobytes())
+        for chunk in self._items:
+            for buffer in filter(None, chunk.buffers()):
+                digest.update(buffer)
+        return digest.digest()
 
     def kinds(self) -> np.ndarray:
         """(N,) objects, the kind of each row or None."""

@@ -57,7 +57,7 @@ def kept_table(
 
     folder, table = cache_folder("rows"), None
     if folder is not None and sum(os.stat(file).st_size for file in files) >= least:
-        key = hashlib.blake2b(repr((settings, schema.names, _code())).encode(), digest_size=8).hexdigest()
+        key = hashlib.blake2b(repr((settings, schema.names, code_digest())).encode(), digest_size=8).hexdigest()
         path = hashlib.blake2b(os.fsencode(files[0].absolute()), digest_size=8).hexdigest()
         place = folder / f"{path}.{key}.arrow"
         table = _kept(place, files, by_content)
@@ -88,17 +88,26 @@ def _alone(place: Path) -> Iterator[None]:
 
 def _kept(place: Path, files: Sequence[Path], by_content: bool) -> Table | None:
     """The table that lies at a place; None where there is none, or another file's, or a broken one."""
-    import pyarrow as pa
-
+    table = read_whole(place)
+    if table is None:
+        return None
+    origin = line_of_json((table.schema.metadata or {}).get(ORIGIN, b"")) or {}
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(place)))
-        origin = line_of_json((reader.schema.metadata or {}).get(ORIGIN, b"")) or {}
         sizes, times = _state(files)
         if origin.get("sizes") != sizes:
             return None
-        if origin.get("times") != times and (not by_content or origin.get("content") != _content(files)):
-            return None
-        table = reader.read_all()
+        known = origin.get("times") == times or (by_content and origin.get("content") == _content(files))
+    except OSError:
+        return None
+    return table if known else None
+
+
+def read_whole(place: Path) -> Table | None:
+    """The table of an Arrow file, mapped into memory; None where there is none, or a broken one."""
+    import pyarrow as pa
+
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(place))).read_all()
         table.validate(full=True)
     except (OSError, ValueError):  # Arrow's errors are ValueErrors
         return None
@@ -109,25 +118,39 @@ def _write(
     place: Path, files: Sequence[Path], schema: Schema, batches: Callable[[], Iterable[RecordBatch]], by_content: bool
 ) -> None:
     """Make a table at a place, whole or not at all; OSError where the place takes none."""
-    import pyarrow as pa
-
     sizes, times = _state(files)
-    now = file_clock(files[0].parent)
-    if by_content and any(now - max(of_file) / 1e9 < YOUNG for of_file in times):
+    if by_content and any(file_clock(files[0].parent) - max(of_file) / 1e9 < YOUNG for of_file in times):
         times = []  # its content alone says whether it is the same
     origin = {"sizes": sizes, "times": times, "content": _content(files) if by_content else None}
+
+    def is_same() -> bool:
+        return _state(files)[0] == sizes and (not by_content or _content(files) == origin["content"])
+
+    write_whole(place, schema.with_metadata({ORIGIN: json.dumps(origin)}), batches(), is_same)
+
+
+def write_whole(
+    place: Path, schema: Schema, batches: Iterable[RecordBatch], is_valid: Callable[[], bool] = lambda: True
+) -> None:
+    """Write an Arrow file, whole or not at all, and remove what was not used for long beside it; OSError where that can't be.
+
+    `is_valid`: asked when it is on the disk; where not, it is removed.
+    """
+    import pyarrow as pa
+
+    place.parent.mkdir(parents=True, exist_ok=True)
+    now = file_clock(place.parent)
     for other in place.parent.iterdir():
         with contextlib.suppress(OSError):
             if now - other.stat().st_mtime > UNUSED_DAYS * 86_400:
                 other.unlink()
     partial = place.with_name(f"{place.name}.{secrets.token_hex(4)}.partial")
     try:
-        described = schema.with_metadata({ORIGIN: json.dumps(origin)})
-        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, described) as writer:
-            for batch in batches():
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            for batch in batches:
                 writer.write_batch(batch)
         sync(partial)
-        if _state(files)[0] == sizes and (not by_content or _content(files) == origin["content"]):
+        if is_valid():
             os.replace(partial, place)
             sync_names(place.parent)
     finally:
@@ -151,7 +174,7 @@ def _content(files: Sequence[Path]) -> str:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
     """A digest of the code that reads and checks rows: another version makes its tables anew."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
