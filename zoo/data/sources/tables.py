@@ -66,7 +66,8 @@ class Table(Sequence[Row]):
         self.read, self.name, self.access, self.form = read, name, access, form
         self.indices: Sequence[int] | np.ndarray = range(items)
         if keep is not None:
-            self.indices = np.array([index for index in range(items) if keep(index + 1)], np.int64)
+            kept = np.fromiter(map(keep, range(1, items + 1)), bool, items)
+            self.indices = np.flatnonzero(kept).astype(np.uint32 if items < 2**32 else np.int64)
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from zoo.data.errors import bad_row
 from zoo.data.sources.energon import MOST_TARS, SPAN, EnergonSet, field_of, spread_braces
+from zoo.data.sources.kept.store import kept_table
 from zoo.data.sources.lines import json_object, json_value, reading
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import MEDIA
 from zoo.errors import LONGEST, UserError, printable
 from zoo.files import expanded
 from zoo.types import JsonObject
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch, Schema
 
 KINDS = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"), "image"),
@@ -27,6 +35,7 @@ KINDS = {
 GNU_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 NAME_TYPES = (*GNU_NAMES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
+KEPT_MB = 256  # MiB of tars from which their index is kept
 SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
 
 
@@ -103,6 +112,7 @@ def _samples_of(file: Path) -> Iterator[_Members]:
                 if key != last and parts:
                     yield _Members(file, str(last), tuple(parts))
                     parts = []
+                tar.members = []  # type: ignore[attr-defined]  # which would keep all
                 last = key
                 parts.append(_Member(extension.lower(), member.offset_data, member.size))
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
@@ -112,8 +122,28 @@ def _samples_of(file: Path) -> Iterator[_Members]:
         yield _Members(file, str(last), tuple(parts))
 
 
+def _schema() -> Schema:
+    import pyarrow as pa
+
+    return pa.schema({"tar": pa.int32(), "sample": pa.string()})
+
+
+def _batches(files: list[Path], left_out: frozenset[str]) -> Iterator[RecordBatch]:
+    """A record of each sample: the number of its tar, and [key, [[extension, start, size], ...]] as JSON."""
+    import pyarrow as pa
+
+    records = (
+        (number, json.dumps([sample.key, sample.parts]))
+        for number, file in enumerate(files)
+        for sample in _samples_of(file)
+        if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
+    )
+    for batch in batched(records, 2**16):
+        yield pa.record_batch(list(map(list, zip(*batch, strict=True))), schema=_schema())
+
+
 class TarSamples:
-    """The samples of some tars, by their index.
+    """The samples of some tars, by their index; the index of large ones is kept on disk, and mapped into memory.
 
     Args:
         files: the tars.
@@ -129,21 +159,30 @@ class TarSamples:
         self.form = form
         self.fields = energon.fields if energon is not None else {}
         left_out = energon.left_out if energon is not None else frozenset()
-        self.samples = [
-            sample
-            for file in files
-            for sample in _samples_of(file)
-            if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
-        ]
-        if not self.samples:
+        self.files = files
+        about = "tars", tuple(map(str, files)), sorted(left_out)
+        table = kept_table(
+            files, about, _schema(), lambda: _batches(files, left_out), by_content=False, least=KEPT_MB * 2**20
+        )
+        if not len(table):
             raise UserError(f"{name} {NO_SAMPLES}")
+        self._chunks = [(batch.column(0), batch.column(1)) for batch in table.to_batches()]
+        self._starts = np.cumsum([0, *(len(tars) for tars, _ in self._chunks)])
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return int(self._starts[-1])
+
+    def sample(self, index: int) -> _Members:
+        """The files of the sample of an index."""
+        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
+        tars, samples = self._chunks[chunk]
+        place = index - int(self._starts[chunk])
+        key, parts = json.loads(samples[place].as_py())
+        return _Members(self.files[tars[place].as_py()], key, tuple(_Member(*part) for part in parts))
 
     def __call__(self, index: int) -> JsonObject:
         """The row of an index; RowError where its members make none."""
-        sample = self.samples[index]
+        sample = self.sample(index)
         blobs, texts = _contents(sample)
         if self.fields:
             return _energon_row(sample, blobs, texts, self.fields)

@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.row_files import dialogue, write_jsonl
+from support.row_files import dialogue, write_jsonl, write_tar
 
 from zoo.config.entries import parse_entry
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.processors.processor import Processor
-from zoo.data.sources import identity, row_set
+from zoo.data.sources import identity, row_set, tars
 from zoo.data.sources.kept import checked, store
+from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import Row, read_rows
+from zoo.data.sources.tables import open_table
 
 EVERY = ("text", "image", "video", "audio")
 
@@ -226,3 +228,28 @@ def test_digests_are_those_of_the_rows(folder: Path) -> None:
     assert known.by_row and identity.difference(known, list(part)) is None
     other = [*list(part)[:1500], part[0], *list(part)[1501:]]
     assert "rows.jsonl:" in str(identity.difference(known, other))
+
+
+def test_the_index_of_tars_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "KEPT_MB", 0)
+    scanned: list[Path] = []
+    samples_of = tars._samples_of
+    monkeypatch.setattr(tars, "_samples_of", lambda file: (scanned.append(file), samples_of(file))[1])
+
+    def answers() -> list[str]:
+        rows = open_table(parse_entry(str(folder / "0.tar"), ""), Access, fail, evaluation=False, key="data.train")
+        return [row.messages[1].content for row in rows]
+
+    def write(*answers: str) -> None:
+        write_tar(folder / "0.tar", {f"a/{n}\u00e9.json": dialogue("q", answer) for n, answer in enumerate(answers)})
+
+    write("x", "y")
+    for _ in range(2):
+        assert answers() == ["x", "y"] and len(scanned) == 1
+    write("x", "w")  # of the same size
+    assert answers() == ["x", "w"] and len(scanned) == 2
+    (table,) = tables(folder)
+    table.write_bytes(table.read_bytes()[:-7])
+    assert answers() == ["x", "w"] and len(scanned) == 3
+    write("x", "w", "v")
+    assert answers() == ["x", "w", "v"] and len(scanned) == 4
