@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from support.answers import ASKED, TOKENS, Asked, ask
 
 
@@ -24,3 +25,15 @@ def test_greedy_answers_are_those_of_transformers(asked: Asked) -> None:
     assert asked.found(ends) == (stopped := asked.wanted(ends))
     assert asked.found(ends, cached=False) == stopped
     assert {len(tokens) for tokens in stopped} > {TOKENS} or min(map(len, stopped)) < TOKENS
+
+
+@pytest.mark.sampled(5)
+def test_log_probabilities_of_drawn_answers_are_those_of_transformers(asked: Asked) -> None:
+    """At the temperature and before top_p; of several answers to a prompt that is read once, and of prompts read anew each time."""
+    answers, anew = (asked.drawn(0.7, 3, **options) for options in ({}, {"cached": False}))
+    assert answers.tokens == anew.tokens
+    assert len({tuple(tokens) for tokens in answers.tokens[:3]}) > 1, "answers to a prompt are drawn apart"
+    for at in range(0, len(answers.tokens), 2):
+        wanted = asked.wanted_logprobs(at // 3, answers.tokens[at], 0.7)
+        for found in (answers, anew):
+            torch.testing.assert_close(torch.tensor(found.logprobs[at]), wanted, rtol=0, atol=1e-5)

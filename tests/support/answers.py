@@ -67,6 +67,25 @@ class Asked:
         )
         return out[0, length:].tolist()
 
+    @torch.no_grad()
+    def wanted_logprobs(self, number: int, tokens: list[int], temperature: float) -> torch.Tensor:
+        """transformers' log-probability of each token of an answer to a prompt, in one pass."""
+        example, length = list(self.examples.values())[number], self.lengths[number]
+        further = {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64)}
+        features = {}
+        for name, x in example.features.items():
+            if isinstance(x, torch.Tensor) and x.shape[:2] == (1, example.sample.length):
+                x = torch.cat([x[:, :length], further.get(name, x.new_zeros(1, len(tokens)))], dim=1)
+            features[name] = x
+        logits = self.hf(**features).logits[0, length - 1 : -1].float() / temperature
+        return logits.log_softmax(-1).gather(1, further["input_ids"].T)[:, 0]
+
+    def drawn(self, temperature: float, copies: int, **options: Any) -> Any:
+        """Answers drawn at random, several to each prompt."""
+        zoo, sampling = self.zoo, Sampling(TOKENS, temperature, top_p=0.9, seed=3)
+        made = Decoding(zoo.assembly, [zoo.model.eval()], zoo.recipe, zoo.world, sampling, frozenset(), **options)
+        return made.answers(self.samples, range(copies * len(self.samples)), copies)
+
     def found(self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any) -> list[list[int]]:
         zoo = self.zoo
         recipe = zoo.recipe.replace({key.replace("__", "."): value for key, value in overrides.items()})

@@ -32,7 +32,7 @@ class RoutingNotes:
         """Note a pass that read one token of each answer."""
         self._tokens.append(self._whole(routing))
 
-    def of(self, number: int, tokens: int) -> Tensor:
+    def experts_of(self, number: int, tokens: int) -> Tensor:
         """(prompt and answer tokens, L, k) int16 experts of an answer of so many tokens; -1 of its last token, which was not read."""
         read = [passed[number : number + 1] for passed in self._tokens[: tokens - 1]]
         known = torch.cat([self._prompts[number], *read])

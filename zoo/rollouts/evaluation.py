@@ -96,8 +96,8 @@ class HeldOutAnswers:
         names += ["exact_match", "answer_tokens", "answers_cut"]
 
         def means(rows: list[list[float]]) -> JsonObject:
-            sums = map(sum, zip(*rows, strict=True)) if rows else [0.0] * len(names)
-            averages = {name: total / max(len(rows), 1) for name, total in zip(names, sums, strict=True)}
+            totals = map(sum, zip(*rows, strict=True)) if rows else [0.0] * len(names)
+            averages = {name: total / max(len(rows), 1) for name, total in zip(names, totals, strict=True)}
             return {**averages, "rows": len(rows)}
 
         kinds: dict[str, list[list[float]]] = {}

@@ -69,13 +69,13 @@ def together[T](group: RankGroup, find: Callable[[], T]) -> T:
     """What `find` returns on this rank; the first UserError of any rank of the group is raised on all of them."""
     failure: UserError | None = None
     try:
-        found = find()
+        result = find()
     except UserError as error:
         failure = error
     for of_rank in group.gather(failure):
         if of_rank is not None:
             raise of_rank
-    return found
+    return result
 
 
 @dataclass(frozen=True)

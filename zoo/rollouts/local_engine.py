@@ -109,7 +109,7 @@ class LocalEngine:
         tokens = answers.tokens[at]
         finished = bool(tokens) and tokens[-1] in answers.ends
         text = self.decoding.assembly.processor.answer_text(tokens[:-1] if finished else tokens)
-        routing = None if notes is None else notes.of(at, len(tokens))
+        routing = None if notes is None else notes.experts_of(at, len(tokens))
         return Rollout(prompt, number, tuple(tokens), tuple(answers.logprobs[at]), finished, text, routing)
 
     def _filler(self) -> Sample:

@@ -25,9 +25,8 @@ class PromptStream:
     def __init__(self, source: SampleSource, recipe: Recipe, group: RankGroup, *, most: int) -> None:
         """`group`: all ranks; `most`: positions that the model was made for."""
         self.source, self.recipe, self.group, self.most = source, recipe, group, most
-        self.epoch = self.place = self.number = (
-            0  # of the next row: its epoch, its place in there, and rows drawn so far
-        )
+        self.epoch = self.position = 0  # of the next row, the position within its epoch
+        self.number = 0  # rows drawn so far
         self._sizes = source.rows.sizes  # when the epoch began
         self._bad = 0  # rows one after the other that can't be used
         self._order: np.ndarray | None = None
@@ -46,8 +45,8 @@ class PromptStream:
             drawn = [self._draw() for _ in range(count - len(taken))]
             mine: dict[int, RolloutPrompt] = {}
             bad: dict[int, RowError] = {}
-            for place, (number, sample_id) in enumerate(drawn, len(taken)):
-                if place % replicas == replica:
+            for index, (number, sample_id) in enumerate(drawn, len(taken)):
+                if index % replicas == replica:
                     try:
                         mine[number] = self._encode(number, sample_id)
                     except RowError as error:
@@ -65,23 +64,23 @@ class PromptStream:
 
     def state_dict(self) -> JsonObject:
         """Plain values from which another stream goes on."""
-        return {"epoch": self.epoch, "place": self.place, "number": self.number, "sizes": self._sizes}
+        return {"epoch": self.epoch, "position": self.position, "number": self.number, "sizes": self._sizes}
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Go on from a saved state; rows that have been added since join in the next epoch."""
-        self.epoch, self.place, self.number = state["epoch"], state["place"], state["number"]
+        self.epoch, self.position, self.number = state["epoch"], state["position"], state["number"]
         self._sizes, self._order = state["sizes"], None
 
     def _draw(self) -> tuple[int, SampleId]:
         if self._order is None:
             seed, shuffle = self.recipe.run.seed, self.recipe.data.shuffle
             self._order = self.source.rows.order(self.epoch, seed, shuffle, self._sizes)
-        if self.place == len(self._order):
-            self.epoch, self.place, self._order = self.epoch + 1, 0, None
+        if self.position == len(self._order):
+            self.epoch, self.position, self._order = self.epoch + 1, 0, None
             self._sizes = self.source.rows.sizes
             return self._draw()
-        drawn = self.number, SampleId(int(self._order[self.place]))
-        self.place, self.number = self.place + 1, self.number + 1
+        drawn = self.number, SampleId(int(self._order[self.position]))
+        self.position, self.number = self.position + 1, self.number + 1
         return drawn
 
     def _encode(self, number: int, sample_id: SampleId) -> RolloutPrompt:
