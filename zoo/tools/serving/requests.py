@@ -9,13 +9,20 @@ import mimetypes
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
+from PIL import ExifTags, Image
+
 from zoo.data.media.opening import open_binary
 from zoo.data.processors.chat import chat_messages, with_thoughts
-from zoo.data.sources.references import AudioSamples, FrameList, Medium, OpenImage, settings_of_medium
+from zoo.data.sources.references import AudioSamples, FrameList, Medium, OpenImage, settings_of_medium, without_settings
 from zoo.data.sources.rows import Row
 from zoo.types import JsonObject
 
 _DEFAULT_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+_SOUNDS = {
+    "audio/wav": "wav",
+    "audio/x-wav": "wav",
+    "audio/mpeg": "mp3",
+}  # OpenAI's formats; others go as URLs, as vLLM has them
 
 
 class UnsendableRowError(Exception):
@@ -58,6 +65,26 @@ def chat_request(row: Row, *, thoughts: bool) -> JsonObject:
     return {"messages": messages, **tools}
 
 
+def read_otherwise(row: Row) -> list[str]:
+    """What a row's images have that servers read in ways of their own; zoo's is that of `zoo.data.media.images`."""
+    found: set[str] = set()
+    for medium in row.images:
+        opened = row.opened(without_settings(medium))
+        if isinstance(opened, OpenImage):
+            found |= _oddities(opened.image)
+        elif not isinstance(opened, AudioSamples | FrameList):
+            with open_binary(opened) as file:
+                found |= _oddities(Image.open(file))
+    return sorted(found)
+
+
+def _oddities(image: Image.Image) -> set[str]:
+    deep = image.mode.startswith("I") or ";16" in str(getattr(image, "tile", ""))
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    seen = {"16 bits a channel": deep, "an orientation": turned, "transparent pixels": image.has_transparency_data}
+    return {name for name, is_there in seen.items() if is_there}
+
+
 def question_of(request: JsonObject) -> JsonObject:
     """A chat request without its last answer and what follows it."""
     messages = request["messages"]
@@ -86,8 +113,8 @@ def _media_part(row: Row, kind: str, medium: Medium) -> JsonObject:
         raise UnsendableRowError(f"a request can't say {names} of a single {kind}")
     data, media_type = _file_of(row, kind, medium)
     encoded = base64.b64encode(data).decode()
-    if kind == "audio":
-        return {"type": "input_audio", "input_audio": {"data": encoded, "format": media_type.partition("/")[2]}}
+    if media_type in _SOUNDS:
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": _SOUNDS[media_type]}}
     return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{media_type};base64,{encoded}"}}
 
 

@@ -38,7 +38,7 @@ def test_media_are_sent_as_their_files_are(tmp_path: Path) -> None:
                 {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{encoded['a.jpg']}"}},
                 {"type": "text", "text": "y"},
                 {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{encoded['b.mp4']}"}},
-                {"type": "input_audio", "input_audio": {"data": encoded["c.ogg"], "format": "ogg"}},
+                {"type": "audio_url", "audio_url": {"url": f"data:audio/ogg;base64,{encoded['c.ogg']}"}},
             ],
         },
         {"role": "assistant", "content": "Yes."},
@@ -54,8 +54,15 @@ def test_media_in_memory_are_written_without_loss(tmp_path: Path) -> None:
     data = base64.b64decode(image_part["image_url"]["url"].partition("base64,")[2])
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
     read, rate = soundfile.read(io.BytesIO(base64.b64decode(audio_part["input_audio"]["data"])), dtype="float32")
-    assert audio_part["input_audio"]["format"] in ("wav", "x-wav") and rate == 8000
+    assert audio_part["input_audio"]["format"] == "wav" and rate == 8000
     assert np.array_equal(read.T, samples)
+
+
+def test_sound_is_named_as_openai_names_it(tmp_path: Path) -> None:
+    for name, known in (("a.wav", "wav"), ("b.mp3", "mp3")):
+        (tmp_path / name).write_bytes(b"sound")
+        (part,) = request(tmp_path, chat("<audio>", audios=[name]))["messages"][0]["content"]
+        assert part["input_audio"]["format"] == known
 
 
 def test_results_of_tools_name_their_calls(tmp_path: Path) -> None:
