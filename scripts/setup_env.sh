@@ -14,8 +14,7 @@ venv=${1:-.venv}
 extras=${2:-dev}
 resolution=${3:-tested}
 case $resolution in
-    tested) versions=constraints.txt ;;
-    lowest | newest) versions=$venv/$resolution.txt ;;
+    tested | lowest | newest) ;;
     *)
         echo "RESOLUTION=$resolution is none of tested, lowest, newest." >&2
         exit 1
@@ -78,17 +77,23 @@ if [ "$anew" = yes ]; then
 fi
 echo $$ >"$begun"
 rm -f "$stamp"
-upgrade=""
+
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+echo "Installing zoo[$extras], $resolution versions ..."
 case $resolution in
-    lowest) "$venv/bin/python" scripts/lowest.py >"$versions" ;;
-    newest)
-        : >"$versions"
-        upgrade="--upgrade --upgrade-strategy eager"
+    tested) pip_install --constraint constraints.txt --editable ".[$extras]" ;;
+    lowest)
+        "$venv/bin/python" scripts/lowest.py >"$venv/lowest.txt"
+        pip_install --constraint "$venv/lowest.txt" --editable ".[$extras]"
+        ;;
+    newest) # uv finds them in seconds, where pip tries versions for minutes, and loads several wheels at once
+        pip_install uv
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --upgrade --editable ".[$extras]"
         ;;
 esac
-echo "Installing zoo[$extras], $resolution versions ..."
-# shellcheck disable=SC2086 # several words
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check $upgrade --constraint "$versions" --editable ".[$extras]"
 echo "$wanted" >"$stamp"
 rm -f "$begun"
 echo "Ready: $venv"

@@ -132,7 +132,9 @@ def project(machine: Path) -> Path:
     body = f"""
 case "$1 $2" in
   "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo "#!$PWD/$4/bin/python" > "$4/bin/pip" ;;
-  "-m pip") echo "pip $*" >> {machine}/log; [ ! -e {machine}/broken ] || exit 1; touch "${{0%python}}zoo" ;;
+  "-m pip") echo "pip $*" >> {machine}/log; [ ! -e {machine}/broken ] || exit 1; touch "${{0%python}}zoo"
+     case "$*" in *" uv") cp "$0" "${{0%python}}uv" ;; esac ;;
+  "pip install") echo "uv $*" >> {machine}/log ;;
   *) exec "{sys.executable}" "{machine}/fake.py" 3.12.4 "$0" - "$@" ;;
 esac"""
     (machine / "fake.py").write_text(FAKE)
@@ -166,8 +168,9 @@ def test_versions_are_the_tested_or_the_lowest_or_the_newest(project: Path) -> N
     assert "--constraint constraints.txt" in installs(project)[-1]
     done = set_up(project, ".venv", "dev", "newest")
     assert (done.returncode, "Updating .venv" in done.stdout) == (0, True), done.stderr
-    assert "--upgrade" in installs(project)[-1] and "--constraint .venv/newest.txt" in installs(project)[-1]
-    assert set_up(project, ".venv", "dev", "newest").stdout == "" and len(installs(project)) == 2
+    assert installs(project)[-2].endswith(" uv") and installs(project)[-1].startswith("uv pip install ")
+    assert "--upgrade --editable .[dev]" in installs(project)[-1]
+    assert set_up(project, ".venv", "dev", "newest").stdout == "" and len(installs(project)) == 3
     odd = set_up(project, ".venv", "dev", "oldest")
     assert (odd.returncode, odd.stderr) == (1, "RESOLUTION=oldest is none of tested, lowest, newest.\n")
 
