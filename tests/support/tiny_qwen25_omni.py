@@ -60,7 +60,11 @@ def write_tiny_qwen25_omni(folder: Path, *, seed: int = 0, whole: bool = False, 
     thinker, kind = thinker_config(**config), "Qwen2_5OmniThinkerForConditionalGeneration"
     tiny.write(folder, "qwen25_omni", kind, thinker, seed=seed, stored=published if whole else None)
     if whole:
-        parts = {"thinker_config": thinker.to_dict(), "enable_audio_output": False, "architectures": [kind]}
+        parts = {
+            "thinker_config": thinker.to_dict(),
+            "enable_audio_output": False,
+            "architectures": [kind, "Qwen2_5OmniForConditionalGeneration"],
+        }
         Qwen2_5OmniConfig(**parts).save_pretrained(folder)
     return folder
 

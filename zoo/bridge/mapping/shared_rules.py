@@ -158,7 +158,8 @@ def whole_config(kind: str, speaking: str, silent: str) -> Callable[[JsonObject,
 
     A thinker's own config is wrapped, as ours are the published names, which begin with `thinker.`; the special token ids
     outside the thinker then have HF's defaults. `speaking` and `silent` are the classes of `architectures` with a talker in the
-    weights and without one, when HF must not build one either (enable_audio_output).
+    weights and without one, when HF must not build one either (enable_audio_output); vLLM knows the former alone, and takes the
+    first that it knows.
     """
 
     def export_config(config: JsonObject, names: Collection[str]) -> JsonObject:
@@ -166,7 +167,11 @@ def whole_config(kind: str, speaking: str, silent: str) -> Callable[[JsonObject,
             thinker = {key: value for key, value in config.items() if key != "architectures"}
             config = {"model_type": kind, "thinker_config": thinker}
         speaks = any(name.startswith("talker.") for name in names)
-        return {**config, "architectures": [speaking if speaks else silent], "enable_audio_output": speaks}
+        return {
+            **config,
+            "architectures": [speaking] if speaks else list(dict.fromkeys([silent, speaking])),
+            "enable_audio_output": speaks,
+        }
 
     return export_config
 
