@@ -42,6 +42,7 @@ from zoo.errors import UserError, printable
 if TYPE_CHECKING:
     from zoo.tools.serving.comparison import ServedVerification
     from zoo.tools.verify import Verification
+    from zoo.types import JsonObject
 
 _SHOWN = 20
 _SERVED = ("served", "limit", "max_rows", "served_model", "server_args", "server_log", "server_seconds")
@@ -135,21 +136,37 @@ def served_table(verification: ServedVerification) -> str:
         lines.append(
             f"{len(verification.rows)} rows: {len(compared)} with the same token ids, {len(differing)} with others, {len(refused)} refused"
         )
-    worst = verification.worst_row
-    if worst is not None:
-        percentiles = ", ".join(
-            f"{percent} % within {value:.1e}" for percent, value in verification.percentiles.items()
-        )
-        token = worst["worst"]
-        lines.append(
-            f"{len(verification.differences)} {verification.quantity}: mean difference {verification.mean_difference:.2e}, {percentiles}, "
-            f"largest {verification.largest_difference:.2e} (limit {verification.limit:g}, of the mean a tenth)"
-        )
-        lines.append(
-            f"largest at {worst['source']}, position {token['position']}, {token['token']!r}: zoo {token['zoo']:.4f}, server {token['server']:.4f}"
-        )
+    lines += _differences(verification)
+    odd = [f"{row['source']} ({', '.join(row['read_otherwise'])})" for row in verification.rows_with("read_otherwise")]
+    if odd:
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        lines.append(f"images that servers read in ways of their own: {', '.join(odd[:_SHOWN])}{more}")
     lines.append("equal" if verification.equal else "DIFFERENT")
     return "\n".join(lines)
+
+
+def _differences(verification: ServedVerification) -> list[str]:
+    """How far the server's numbers differ: each row over the limit, then all together."""
+    worst = verification.worst_row
+    if worst is None:
+        return []
+    over = verification.rows_over_limit
+    lines = [
+        f"{row['source']}: {sum(abs(value) > verification.limit for value in row['differences'])} of {len(row['differences'])} "
+        f"over the limit, {_at(row['worst'])}"
+        for row in over[:_SHOWN]
+    ]
+    lines += [f"... and {len(over) - _SHOWN} more rows over the limit"] if len(over) > _SHOWN else []
+    percentiles = ", ".join(f"{percent} % within {value:.1e}" for percent, value in verification.percentiles.items())
+    lines.append(
+        f"{len(verification.differences)} {verification.quantity}: mean difference {verification.mean_difference:.2e}, {percentiles}, "
+        f"largest {verification.largest_difference:.2e} (limit {verification.limit:g}, of the mean a tenth)"
+    )
+    return [*lines, f"largest at {worst['source']}, {_at(worst['worst'])}"]
+
+
+def _at(token: JsonObject) -> str:
+    return f"position {token['position']}, {token['token']!r}: zoo {token['zoo']:.4f}, server {token['server']:.4f}"
 
 
 def _number(key: str, text: str) -> float:

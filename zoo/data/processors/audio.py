@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.config.entries import PixelLimits
+from zoo.config.entries import MediaLimits, PixelLimits
 from zoo.data.errors import RowError
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
@@ -167,6 +167,11 @@ class OmniProcessor(vision.PatchProcessor):
         if self.video_size is None and "images_kwargs" in limits:
             limits = {"videos_kwargs": limits["images_kwargs"], **limits}
         return limits
+
+    def options_of_servers(self, limits: MediaLimits) -> CallArguments:
+        """The rate of frames, which times them, and the size of videos, over which the call puts its class's default."""
+        call: CallArguments = {"fps": limits.video_fps} | ({"size": self.video_size} if self.video_size else {})
+        return {"videos_kwargs": call | self.pixel_options(limits.pixels).get("videos_kwargs", {})}
 
     def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Features:
         """As transformers' processor, which takes one rate for all videos of a call, and hears all of them or none.

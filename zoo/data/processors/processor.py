@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zoo.config.entries import PixelLimits
+from zoo.config.entries import MediaLimits, PixelLimits
 from zoo.config.locate import check_side_files, side_file_fault
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
@@ -354,6 +354,10 @@ class Processor:
     @cached_property
     def placeholders_of_servers(self) -> Mapping[int, int]:
         """Id of a placeholder that servers write -> the one in samples, where the model reads both alike."""
+        return {}
+
+    def options_of_servers(self, limits: MediaLimits) -> CallArguments:
+        """Arguments of transformers' processor that a server has to be given, as no file of a folder says them."""
         return {}
 
     # ---------------------------------------------------------------- inside

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.checkpoint.selection import is_reward_model
+from zoo.config.entries import MediaLimits
 from zoo.config.layers.layer import Overrides, combined
 from zoo.config.locate import locate
 from zoo.config.schema import Recipe
@@ -33,7 +34,7 @@ from zoo.parallel.process_state import preserve_process_state
 from zoo.tools.asking import AskedRows, asked, check_counts, open_asked
 from zoo.tools.serving.client import RefusedError
 from zoo.tools.serving.folder import ADAPTER, ServedFolder
-from zoo.tools.serving.requests import UnsendableRowError
+from zoo.tools.serving.requests import UnsendableRowError, read_otherwise
 from zoo.tools.serving.row_comparison import MOST_NEW, compare_answer, compare_prompt, compare_reward
 from zoo.tools.serving.server import START_SECONDS, Server
 from zoo.types import JsonObject
@@ -63,7 +64,8 @@ class ServedVerification:
         rows: one dict a row, with `source`, and either `skipped` (why a request can't express it), `refused` (the server's words),
             `ids_differ` (where ids differ first: `position`, and token id and text, or None behind the end, of both sides) or
             `differences` (the server's log-probability minus zoo's at each label) and `worst` (`position`, `token`, `zoo`, `server`),
-            or `answers` (the texts of `zoo` and `server`).
+            or `answers` (the texts of `zoo` and `server`). Rows that differ may have `read_otherwise`: what their images have that
+            servers read in ways of their own.
     """
 
     server: str
@@ -97,6 +99,11 @@ class ServedVerification:
         """The row with the largest difference."""
         compared = [row for row in self.rows if row.get("differences")]
         return max(compared, key=lambda row: max(map(abs, row["differences"])), default=None)
+
+    @property
+    def rows_over_limit(self) -> list[JsonObject]:
+        """The rows with a difference above the limit, in their order."""
+        return [row for row in self.rows if any(abs(value) > self.limit for value in row.get("differences", ()))]
 
     def rows_with(self, key: str) -> list[JsonObject]:
         """The rows that have a key: skipped, refused, ids_differ, differences or answers."""
@@ -182,14 +189,25 @@ def verify_served(
         processor = build.assemble(recipe).processor
         pairs = list(_with_rows(recipe, processor, results, most))
         longest = max((len(result["token_ids"]) for result in results), default=0)
-        with server.connect(folder, longest) as client:
+        options = processor.options_of_servers(MediaLimits.from_data(recipe.data))
+        with server.connect(folder, longest, options) as client:
             # vLLM 0.32 on a CPU fails on two requests with adapters that ask for log-probabilities of prompts at the same time.
             at_once = _AT_ONCE if folder.adapter is None else 1
             compare = compare_answer if server.only_answers else compare_reward if rewards else compare_prompt
             compared = _ask_all(partial(compare, client, processor), pairs, at_once)
             name = " ".join(filter(None, (served, client.version())))
+    allowed = _limit(folder) if limit is None else limit
+    for (row, _), result in zip(pairs, compared, strict=True):
+        if _differs(result, allowed) and (found := read_otherwise(row)):
+            result["read_otherwise"] = found
     quantity = "greedy answers" if server.only_answers else "scores" if rewards else "log-probabilities"
-    return ServedVerification(name, _limit(folder) if limit is None else limit, quantity, compared)
+    return ServedVerification(name, allowed, quantity, compared)
+
+
+def _differs(result: JsonObject, limit: float) -> bool:
+    answers = result.get("answers", {"zoo": "", "server": ""})
+    over = any(abs(value) > limit for value in result.get("differences", ()))
+    return over or "ids_differ" in result or answers["zoo"] != answers["server"]
 
 
 def _scores(recipe: Recipe, most: int | None, in_process: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from zoo.config.locate import is_hub_id, locate, look, quantisation, read_arch
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 from zoo.model.meta_model import family_of
-from zoo.types import JsonObject
+from zoo.types import JsonMapping, JsonObject
 
 NAME = "served"  # what the model is called in requests
 ADAPTER = "adapter_config.json"
@@ -91,8 +92,19 @@ def _parts(arch: JsonObject) -> Iterator[dict[str, Any]]:
             yield from _parts(value)
 
 
-def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, arguments: Sequence[str]) -> list[str]:
-    """The command that serves a folder by vLLM; `longest`: tokens of the longest row; `arguments` of the user come last, and hold."""
+def vllm_command(
+    program: str, folder: ServedFolder, port: int, longest: int, options: JsonMapping, arguments: Sequence[str]
+) -> list[str]:
+    """The command that serves a folder by vLLM.
+
+    Args:
+        program: its path.
+        folder: what it serves.
+        port: where.
+        longest: tokens of the longest row.
+        options: arguments of transformers' processor that the folder does not say (`Processor.options_of_servers`).
+        arguments: of the user; they come last, and hold.
+    """
     length = int(min(max(_LENGTH, longest + 1), folder.max_length))
     command = [program, "serve", folder.weights, "--host", "127.0.0.1", "--port", str(port), "--dtype", folder.dtype]
     command += ["--max-model-len", str(length), "--served-model-name", NAME if folder.adapter is None else "base"]
@@ -105,6 +117,8 @@ def vllm_command(program: str, folder: ServedFolder, port: int, longest: int, ar
             "--lora-modules",
             f"{NAME}={folder.adapter}",
         ]
+    if options:
+        command += ["--mm-processor-kwargs", json.dumps(options)]
     return [*command, *arguments]
 
 

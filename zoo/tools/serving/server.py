@@ -22,6 +22,7 @@ from zoo.errors import UserError, printable
 from zoo.subprocesses import module_command
 from zoo.tools.serving.client import Client, is_ready
 from zoo.tools.serving.folder import NAME, ServedFolder, transformers_command, vllm_command
+from zoo.types import JsonMapping
 
 START_SECONDS = 1800.0  # longest wait until a server answers
 _POLL_SECONDS, _SAY_SECONDS, _STOP_SECONDS, _END_SECONDS = 0.5, 15.0, 30.0, 5.0
@@ -69,12 +70,13 @@ class Server:
         program_of(self.served)
 
     @contextmanager
-    def connect(self, folder: ServedFolder, longest: int) -> Iterator[Client]:
+    def connect(self, folder: ServedFolder, longest: int, options: JsonMapping) -> Iterator[Client]:
         """A client of the server, which is started for the block where it is not running.
 
         Args:
             folder: what it serves.
             longest: tokens of the longest row.
+            options: as `vllm_command` has them.
         """
         if self.is_running:
             yield Client.connect(self.served, self.model)
@@ -85,7 +87,7 @@ class Server:
         def command(port: int) -> list[str]:
             if self.only_answers:
                 return transformers_command(program, folder, port, self.arguments)
-            return vllm_command(program, folder, port, longest, self.arguments)
+            return vllm_command(program, folder, port, longest, options, self.arguments)
 
         with started(command, is_ready, seconds=self.seconds, log=self.log, quiet=self.quiet) as url:
             yield Client(url, folder.weights) if self.only_answers else Client.connect(url, NAME)

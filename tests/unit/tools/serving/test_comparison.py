@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from support.openai_server import Answer, Refusal, TransformersModel, serving
 from support.tiny_qwen3 import write_tiny_qwen3
@@ -96,6 +96,39 @@ def test_images_go_in_their_order(tmp_path: Path) -> None:
     with serving(last_image_first) as url:
         swapped = compared(folder, [{"messages": turns, "images": images}], url)
         assert not swapped.equal and swapped.largest_difference > swapped.limit
+
+
+def test_every_row_over_the_limit_is_named_and_what_its_images_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_qwen3_vl(tmp_path / "weights")
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 96, 4), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(pixels[..., :3]).save(tmp_path / "turned.jpg", exif=exif)
+    grey = Image.fromarray((pixels[..., 0].astype(np.uint16) + 1) * 200)
+    images = [pixels[..., :3], pixels, grey, str(tmp_path / "turned.jpg")]
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "This."}]
+    opened = [Image.fromarray(each) if isinstance(each, np.ndarray) else each for each in images]
+    rows = [{"messages": turns, "images": [image]} for image in opened]
+    plain = TransformersModel(folder)
+
+    def off(path: str, body: Answer) -> Answer:
+        answer = plain(path, body)
+        for entry in filter(None, answer["prompt_logprobs"]):
+            for value in entry.values():
+                value["logprob"] -= 9.0
+        return answer
+
+    with serving(off) as url:
+        result = compared(folder, rows, url)
+    odd = [None, ["transparent pixels"], ["16 bits a channel"], ["an orientation"]]
+    assert [row.get("read_otherwise") for row in result.rows] == odd and len(result.rows_over_limit) == 4
+    table = served_table(result)
+    assert [table.count(f"{row['source']}: {len(row['differences'])} of ") for row in result.rows] == [1] * 4
+    assert f"{result.rows[1]['source']} (transparent pixels), " in table
+    monkeypatch.setattr("zoo.cli.checkpoints.verify._SHOWN", 3)
+    assert "... and 1 more rows over the limit" in served_table(result)
 
 
 def test_a_log_probability_that_is_off_is_named(

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import tiny
 from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
+from zoo.config.compose import load_recipe
+from zoo.config.entries import MediaLimits, PixelLimits
 from zoo.errors import UserError
 from zoo.tools.serving.client import is_ready
 from zoo.tools.serving.folder import ServedFolder, vllm_command
@@ -127,13 +130,13 @@ def test_adapters_are_served_beside_their_base(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     folder = ServedFolder.from_path(str(tmp_path / "run"))
     assert (folder.weights, folder.adapter, folder.dtype) == (str(base), adapter, "float32")
-    command = vllm_command("vllm", folder, 8001, 100, ["--enforce-eager"])
+    command = vllm_command("vllm", folder, 8001, 100, {}, ["--enforce-eager"])
     assert command[:3] == ["vllm", "serve", str(base)] and command[-1] == "--enforce-eager"
     text = " ".join(command)
     assert f"--enable-lora --max-lora-rank 32 --lora-modules served={adapter}" in text and "--dtype float32" in text
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 1000}))
     with pytest.raises(UserError, match="adapters of rank 1000, and vLLM takes 512 at most"):
-        vllm_command("vllm", folder, 8001, 100, [])
+        vllm_command("vllm", folder, 8001, 100, {}, [])
 
 
 @pytest.mark.parametrize(
@@ -156,20 +159,37 @@ def test_experts_in_a_format_that_vllm_does_not_take(
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     folder = ServedFolder.from_path(str(adapter))
     if passes:
-        assert "--enable-lora" in vllm_command("vllm", folder, 8001, 100, [])
+        assert "--enable-lora" in vllm_command("vllm", folder, 8001, 100, {}, [])
         return
     with pytest.raises(
         UserError, match=r"these experts in another format; write it: zoo convert RUN OUT adapter_format=vllm"
     ):
-        vllm_command("vllm", folder, 8001, 100, [])
+        vllm_command("vllm", folder, 8001, 100, {}, [])
 
 
 def test_the_context_holds_the_rows_and_is_no_longer_than_the_model_takes(tmp_path: Path) -> None:
     folder = write_tiny_qwen3(tmp_path, max_position_embeddings=9000)
 
     def length(longest: int) -> str:
-        command = vllm_command("vllm", ServedFolder.from_path(str(folder)), 8001, longest, [])
+        command = vllm_command("vllm", ServedFolder.from_path(str(folder)), 8001, longest, {}, [])
         assert command[command.index("--served-model-name") + 1] == "served"
         return command[command.index("--max-model-len") + 1]
 
     assert [length(longest) for longest in (100, 8500, 20000)] == ["8192", "8501", "9000"]
+
+
+def test_what_no_file_says_of_videos_stands_in_the_command(tmp_path: Path) -> None:
+    processor, other = (
+        tiny.processor(name, load_recipe(f"{name}_sft", ["size=tiny"]).model.arch)
+        for name in ("qwen3_omni", "qwen3_vl")
+    )
+    size = dict(processor.hf.video_processor.size)
+    limits = MediaLimits(1.5, 16, PixelLimits(video_most=4096))
+    assert processor.options_of_servers(MediaLimits(2.0, 16)) == {"videos_kwargs": {"fps": 2.0, "size": size}}
+    options = processor.options_of_servers(limits)
+    assert options == {"videos_kwargs": {"fps": 1.5, "size": size | {"longest_edge": 4096}}}
+    assert other.options_of_servers(limits) == {}
+    folder = ServedFolder.from_path(str(write_tiny_qwen3(tmp_path)))
+    command = vllm_command("vllm", folder, 8001, 100, options, ["--seed", "1"])
+    assert json.loads(command[command.index("--mm-processor-kwargs") + 1]) == options and command[-1] == "1"
+    assert "--mm-processor-kwargs" not in vllm_command("vllm", folder, 8001, 100, {}, [])
