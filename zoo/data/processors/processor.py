@@ -360,8 +360,6 @@ class Processor:
         """Arguments of transformers' processor that a server has to be given, as no file of a folder says them."""
         return {}
 
-    # ---------------------------------------------------------------- inside
-
     def sketch_length(self, sketch: Sketch) -> int:
         """Tokens of the sample of a sketch."""
         return len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
