@@ -179,9 +179,12 @@ def test_a_speech_that_does_not_fit_the_talker_is_refused(keys: dict, reason: st
         (["model.freeze=[vision,audio,language,talker]"], "nothing would be left to train"),
         (["train.speech_loss=0"], "nothing would be left to train"),
         (["lora.rank=4", "lora.parts=[talker]"], "lora.rank=4 with train.speech_loss=1"),
-        (["parallel.tp=2"], "parallel.tp=2 with train.speech_loss=1"),
+        (["parallel.tp=2"], "parallel.tp=2 with train.speech_loss: a talker's ranks"),
         (["packing.mode=none"], "packing.mode=none with train.speech_loss=1"),
-        (["model.family=qwen25_omni"], "Qwen2.5-Omni .thinker. has no talker that is trained here"),
+        (
+            ["model.family=qwen25_omni", "model.freeze=[vision,audio]"],
+            "Qwen2.5-Omni .thinker. has no talker that is trained here",
+        ),
     ],
     ids=str,
 )

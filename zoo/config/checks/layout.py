@@ -15,6 +15,11 @@ from zoo.types import JsonMapping
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
     parallel, ranks = recipe.parallel, "1 rank" if world_size == 1 else f"{world_size} ranks"
+    for name in ("tp", "pp", "cp", "ep", "etp") if recipe.train.speech_loss else ():
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"parallel.{name}={size} with train.speech_loss: a talker's ranks share out rows alone; leave it out"
+            )
     for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = prod(getattr(parallel, name) for name in names)
         if world_size % product:

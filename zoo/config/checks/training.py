@@ -63,7 +63,7 @@ def _check_reference(recipe: Recipe) -> None:
 
 def check_speech(recipe: Recipe) -> None:
     """ConfigError for what the talker's loss does not go with."""
-    train, parallel = recipe.train, recipe.parallel
+    train = recipe.train
     if not train.speech_loss:
         return
     family = families().get(recipe.model.family)
@@ -84,8 +84,6 @@ def check_speech(recipe: Recipe) -> None:
         ("lora.rank", recipe.lora.rank, 0),
         ("packing.mode", recipe.packing.mode, "thd"),
         ("engine.fp8", recipe.engine.fp8, False),
-        *((f"parallel.{name}", getattr(parallel, name), 1) for name in ("tp", "pp", "cp", "ep", "etp", "vpp")),
-        *(("parallel.plan", parallel.plan, []) for name in ("tp", "pp", "cp", "ep") if name in parallel.plan),
     )
     for key, value, fitting in wanted:
         if value != fitting:
