@@ -15,6 +15,7 @@ KEYS = (
     "step", "loss", "skipped", "reward", "answer_tokens", "entropy", "kl", "logprob_difference/mean", "logprob_difference/max",
     "rollout_seconds", "rewards_seconds", "logprobs_seconds", "sync_seconds", "update_seconds",
 )  # fmt: skip
+LEAST = 0.001  # seconds that are drawn
 PARTS = ("rollout", "rewards", "logprobs", "sync", "update")
 
 
@@ -36,10 +37,16 @@ def draw_panels(axes: Sequence[Axes], steps: Sequence[JsonObject], evals: Sequen
     if evals:
         axes[0].plot([e["step"] for e in evals], [_value(e.get("reward")) for e in evals], "o-", label="held out")
     axes[3].set_yscale("log")
-    present = [part for part in PARTS if any(record.get(f"{part}_seconds") for record in steps)]
-    seconds = [[record.get(f"{part}_seconds") or 0.0 for record in steps] for part in present]
-    axes[4].stackplot(x, seconds, labels=present)
-    axes[4].set(xlabel="optimizer step", title="seconds of a step")
+    rollouts: list[dict[str, float]] = []
+    for record in steps:
+        if "rollout_seconds" in record or not rollouts:
+            rollouts.append(dict.fromkeys(PARTS, 0.0))
+        for part in PARTS:
+            rollouts[-1][part] += record.get(f"{part}_seconds") or 0.0
+    present = [part for part in PARTS if any(rollout[part] >= LEAST for rollout in rollouts)]
+    heights = [[rollout[part] for rollout in rollouts] for part in present]
+    axes[4].stackplot(range(1, len(rollouts) + 1), heights, labels=present)
+    axes[4].set(xlabel="rollout", title="seconds of a rollout and its updates")
     for axis in axes[:5]:
         axis.legend(fontsize=8)
 

@@ -165,6 +165,23 @@ def test_losses_that_are_not_finite_are_drawn_as_gaps(tmp_path: Path) -> None:
     assert plot_losses(odd) == odd / "plots" / "loss.png"
 
 
+def test_rewards_are_drawn_in_panels(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "loss": 0.0, "reward": step / 4, "answer_tokens": 5.0, "entropy": 0.5, "logprob_difference/mean": 1e-7,
+         "logprob_difference/max": 1e-6, "update_seconds": 1.0} | ({"rollout_seconds": 2.0} if step % 2 else {})
+        for step in range(1, 5)
+    ]  # fmt: skip
+    held_out = {"event": "eval", "step": 4, "reward": 1.0, "by_kind": {"image": {"exact_match": 0.5, "rows": 2}}}
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, held_out])
+    (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+    from matplotlib import pyplot
+    from PIL import Image
+
+    path = plot_losses(tmp_path)
+    assert path is not None and Image.open(path).size == (1680, 960), "two rows of three"
+    assert not pyplot.get_fignums()
+
+
 def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "sweep" / "b")
