@@ -172,6 +172,11 @@ def test_a_function_that_is_not_there_is_told_at_the_start(functions: str, name:
         Rewards({f"{functions}:{name}": 1.0}).start()
 
 
+def test_a_reward_models_scores_take_their_column() -> None:
+    rewards = Rewards({"exact_match": 1.0, "model": 0.5})
+    assert rewards.score(rollouts(4), [0.5, -1.0, 2.0, 3.0]).T.tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, -1.0, 2.0, 3.0]]
+
+
 def test_a_row_without_references_is_named() -> None:
     row = Row(messages=(Message("user", "which?"),), source="rows.jsonl:9")
     with pytest.raises(UserError, match=r"exact_match: rows\.jsonl:9 has no answer"):

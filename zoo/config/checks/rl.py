@@ -24,7 +24,7 @@ def derived_rl(recipe: Recipe) -> JsonObject:
     if rl.reference is None:
         changes["rl.reference"] = "none" if not rl.kl else "base" if recipe.lora.rank else "initial"
     if not rl.rewards:
-        changes["rl.rewards"] = {"exact_match": 1.0}
+        changes["rl.rewards"] = {"exact_match" if rl.reward_model is None else "model": 1.0}
     if rl.router_replay is None:
         changes["rl.router_replay"] = num_experts(recipe.model.arch) > 0 and next(_no_replay(recipe), None) is None
     if recipe.train.keep_best == "loss":
@@ -64,6 +64,12 @@ def check_rl(recipe: Recipe) -> None:
             f"rl.temperature={rl.temperature:g} with rl.top_p={rl.top_p:g}: vLLM gives log-probabilities before both or behind both, and "
             "the loss needs those between them; take 1 for one of them, or rl.rollout=zoo"
         )
+    if (rl.reward_model is None) is ("model" in rl.rewards):
+        present = f"rl.reward_model={rl.reward_model}" if rl.reward_model else "rl.rewards has model"
+        do = (
+            "give it a weight, as in rl.rewards={model: 1}" if rl.reward_model else "name its folder by rl.reward_model"
+        )
+        raise ConfigError(f"{present}, and the other is not there; {do}, or leave it out")
     _check_reference(recipe)
     for key in ("steps", "save_every", "eval_every"):
         if (value := getattr(train, key) or 0) % rl.updates:

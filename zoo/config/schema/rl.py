@@ -81,7 +81,7 @@ class RlConfig:
     importance_cap: float = number(2.0, above=0, most=1e6, when=(conditions.RL, conditions.IMPORTANCE))
     """largest such weight"""
     rewards: dict[str, float] = setting(dict, when=conditions.RL, bounds=Bounds(least=-1e6, most=1e6))
-    """weight of each reward by name, or module:function or file.py:function; default: {exact_match: 1}"""
+    """weight of each reward: exact_match, accuracy, anls, number, iou, wer, cer, format, model, module:function or file.py:function; default: {exact_match: 1}, with rl.reward_model {model: 1}"""
     reward_model: str | None = setting(None, when=conditions.RL)
     """a model that scores answers (train.loss=reward), as model.init names one; its score is the reward `model`"""
     reward_seconds: float = number(30.0, above=0, most=1e6, when=conditions.RL)

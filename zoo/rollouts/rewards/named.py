@@ -4,6 +4,7 @@
     number, number=0.05                 the last number, up to a share of the one wanted
     wer, cer                            1 - error rate, 0 at least
     format                              the answer is <think>...</think><answer>...</answer>, each once
+    model                               the score of rl.reward_model (`zoo.training.reward_model`)
     format=REGEX                        the answer matches the regular expression as a whole; `.` matches line ends too
 
 All but format read what stands in the answer's last <answer> tags, or else after its </think>, if it has either.
@@ -26,7 +27,7 @@ type Reward = Callable[[str, Sequence[str], JsonMapping], float]
 
 ERROR_RATES = ("wer", "cer")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-FORMAT = "format"
+FORMAT, MODEL = "format", "model"
 KEY = "rl.rewards"
 
 
@@ -51,7 +52,7 @@ def find_reward(name: str) -> Reward:
             )
         reward: Reward = function
         return reward
-    there = [*OWN, FORMAT]
+    there = [*OWN, FORMAT, MODEL]
     near = get_close_matches(plain, there, n=1, cutoff=0.4)
     hint = f"nearest: {near[0]}; " if near else ""
     raise UserError(

@@ -16,7 +16,7 @@ from zoo.data.sources.rows import Row
 from zoo.errors import UserError, printable
 from zoo.generation.scores.choose import shown
 from zoo.rollouts.engine import Rollout
-from zoo.rollouts.rewards.named import KEY, find_reward, is_isolated, is_own, is_referenced
+from zoo.rollouts.rewards.named import KEY, MODEL, find_reward, is_isolated, is_own, is_referenced
 from zoo.rollouts.rewards.pool import RewardProcesses
 from zoo.rollouts.rewards.process import Call, called
 from zoo.types import JsonObject
@@ -58,7 +58,9 @@ class Rewards:
         self.weights, self.zero_failures, self.tick = dict(weights), zero_failures, tick
         self.failures: Counter[str] = Counter()
         isolated = [name for name in weights if is_isolated(name)]
-        own = {name: find_reward(name) for name in weights if is_own(name)}  # a process looks for the others
+        own = {
+            name: find_reward(name) for name in weights if is_own(name) and name != MODEL
+        }  # a process looks for the others
         self._own = {name: reward for name, reward in own.items() if name not in isolated}
         self._referenced = next(filter(is_referenced, weights), None)
         self._processes = RewardProcesses(isolated, processes, seconds, tick)
@@ -71,8 +73,12 @@ class Rewards:
         """
         self._processes.start()
 
-    def score(self, rollouts: Sequence[Rollout]) -> Tensor:
+    def score(self, rollouts: Sequence[Rollout], of_model: Sequence[float] = ()) -> Tensor:
         """(B, R) float64 rewards of answers, in the order of `weights`, on the CPU.
+
+        Args:
+            rollouts: the answers.
+            of_model: a reward model's score of each, where `weights` have `model`.
 
         Raises:
             UserError: a row has no reference that a reward compares with, or, without `zero_failures`, a function has failed.
@@ -88,7 +94,7 @@ class Rewards:
                 rows.append(self._checked(prompt.row))
             index = row_of[prompt.number]
             calls.append(Call(0, rollout.text, tuple(rows[index]["answers"]), index))
-        values: dict[str, list[float]] = {}
+        values: dict[str, list[float]] = {MODEL: [*of_model]}
         for name, reward in self._own.items():
             values[name] = []
             for number, call in enumerate(calls):
