@@ -19,15 +19,17 @@ class TokenRewards:
     """A reward that a model with random weights meets now and then: the share of an answer's tokens with an odd id."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.weights, self.failures = {"odd": 1.0}, {}
+        self.weights = {"odd": 1.0}
 
     def start(self) -> None: ...
 
-    def score(self, rollouts: Sequence[Any]) -> Any:
+    def score(self, rollouts: Sequence[Any], of_model: Sequence[float] = ()) -> Any:
         import torch
 
+        from zoo.rollouts.rewards.rewards import Scores
+
         shares = [[sum(token % 2 for token in one.token_ids) / len(one.token_ids)] for one in rollouts]
-        return torch.tensor(shares, dtype=torch.float64).reshape(len(shares), 1)
+        return Scores(torch.tensor(shares, dtype=torch.float64).reshape(len(shares), 1), {})
 
     def close(self) -> None: ...
 

@@ -42,8 +42,10 @@ class HeldOutAnswers:
         chunks: Sequence[MegatronModule],
         rewards: Rewards,
         group: RankGroup,
+        reward_model: Callable[[Sequence[Rollout]], list[float]] | None = None,
     ) -> None:
-        """`chunks`: of the model in training; `group`: all ranks."""
+        """`chunks`: of the model in training; `group`: all ranks; `reward_model`: as `Connections` has it."""
+        self.reward_model = reward_model
         self.recipe, self.world, self.chunks, self.rewards, self.group = recipe, world, chunks, rewards, group
         ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
         self.decoding = Decoding(assembly, chunks, recipe, world, Sampling(recipe.rl.max_new_tokens), ends)
@@ -71,9 +73,16 @@ class HeldOutAnswers:
             chunk.train(was_training)
         if first < len(held_out):
             return {}, []
-        local = list(results)[self.world.dp_rank :: self.world.dp_size] if self.world.counts_data else []
-        rollouts = [self._rollout(generator, held_out, number, results[number]) for number in local]
-        scores = together(self.group, lambda: self.rewards.score(rollouts).tolist() if rollouts else [])
+        local = list(results)[self.world.dp_rank :: self.world.dp_size]
+        scores_here, of_model = self.world.counts_data, list[float]()
+        rollouts = []
+        if scores_here or self.reward_model is not None:
+            rollouts = [self._rollout(generator, held_out, number, results[number]) for number in local]
+        if self.reward_model is not None:
+            of_model = self.reward_model(rollouts)
+        if not scores_here:
+            local, rollouts, of_model = [], [], []
+        scores = together(self.group, lambda: self.rewards.score(rollouts, of_model)).values.tolist()
         scored = {n: self._scored(r, s) for n, r, s in zip(local, rollouts, scores, strict=True)}
         everyone = {n: row for of_rank in self.group.gather(scored) for n, row in of_rank.items()}
         ordered = {number: everyone[number] for number in sorted(everyone)}

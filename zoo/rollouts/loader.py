@@ -33,7 +33,7 @@ from zoo.rollouts.advantages import AdvantageRule
 from zoo.rollouts.batches import Answer, AnswerPacker
 from zoo.rollouts.engine import Rollout, RolloutEngine, RolloutPrompt
 from zoo.rollouts.prompts import PromptStream
-from zoo.rollouts.rewards.rewards import Rewards
+from zoo.rollouts.rewards.rewards import Rewards, Scores
 from zoo.types import JsonObject
 
 
@@ -53,6 +53,9 @@ class Connections:
     replay: bool  # training takes the experts that the rollout took
     tick: Callable[[], None]  # a sign of life
     answerer: Answerer  # gives metrics of held-out rows
+    reward_model: Callable[[Sequence[Rollout]], list[float]] | None = (
+        None  # scores a replica's answers on all of its ranks
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Sampled:
 
     numbers: list[int]  # of the prompts of all replicas
     rollouts: list[Rollout]  # of this one
-    scores: Future[Tensor]
+    scores: Future[Scores]
     step: int  # updates that the weights had seen
 
 
@@ -252,13 +255,18 @@ class RolloutLoader:
             rollouts = engine.generate(local_prompts, self.recipe.rl.samples)
         with self._timed("sync"):
             engine.sleep()
-        scored = rollouts if self.world.counts_data else []  # by one rank of a replica
-        return Sampled(list(prompts), rollouts, self._scorer.submit(rewards.score, scored), self.step)
+        of_model: list[float] = []
+        if self._connections.reward_model is not None:
+            with self._timed("rewards"):
+                of_model = self._connections.reward_model(rollouts)
+        scored = (rollouts, of_model) if self.world.counts_data else ([], [])  # by one rank of a replica
+        return Sampled(list(prompts), rollouts, self._scorer.submit(rewards.score, *scored), self.step)
 
     def _scored(self, sampled: Sampled) -> tuple[list[Group], dict[int, list[Rollout]]]:
         """Sampled answers as all ranks know them, and this replica's by prompt."""
         with self._timed("rewards"):
-            scores = iter(together(self.group, sampled.scores.result).tolist())
+            values, failures = together(self.group, sampled.scores.result)
+            scores = iter(values.tolist())
         local: dict[int, list[Rollout]] = {}
         for rollout in sampled.rollouts:
             local.setdefault(rollout.prompt.number, []).append(rollout)
@@ -267,8 +275,6 @@ class RolloutLoader:
             for number, answers in local.items():
                 lengths = [len(answer.token_ids) for answer in answers]
                 facts[number] = Group(number, [next(scores) for _ in answers], lengths, [a.finished for a in answers])
-        assert self._connections is not None
-        failures = dict(self._connections.rewards.failures) if self.world.counts_data else {}
         everyone: dict[int, Group] = {}
         for groups, failed in self.group.gather((facts, failures)):
             everyone |= groups

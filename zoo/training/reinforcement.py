@@ -23,12 +23,13 @@ from zoo.model.lora import Adapters
 from zoo.parallel.world import World
 from zoo.rollouts.engine import RolloutEngine
 from zoo.rollouts.evaluation import HeldOutAnswers
-from zoo.rollouts.loader import Connections, RolloutLoader
+from zoo.rollouts.loader import Connections, RolloutLoader, together
 from zoo.rollouts.local_engine import LocalEngine
 from zoo.rollouts.rewards.rewards import open_rewards
 from zoo.steps.packed_step import PackedStep
 from zoo.training.dataloader import RunData
 from zoo.training.evaluation import in_eval_mode, token_logprobs
+from zoo.training.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -49,7 +50,8 @@ def connect(
         return
     replay, tick = bool(rl.router_replay), data.decoder.tick
     engine, rewards = _engine(recipe, assembly, trained, world, replay), open_rewards(recipe, tick)
-    rewards.start()
+    together(loader.group, lambda: rewards.start() if world.counts_data else None)
+    reward_model = None if rl.reward_model is None else RewardModel(recipe, assembly, world, loader.group)
     passes = [PolicyLogprobs("old", step, chunks, world)] if rl.updates > 1 else []
     if rl.reference == "base":
         passes.append(PolicyLogprobs("reference", step, chunks, world, trained.adapters))
@@ -60,8 +62,8 @@ def connect(
         for copy in copies:
             copy.requires_grad_(False)
         passes.append(PolicyLogprobs("reference", step, copies, world))
-    answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group)
-    loader.connect(Connections(engine, rewards, passes, replay, tick, answerer))
+    answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group, reward_model)
+    loader.connect(Connections(engine, rewards, passes, replay, tick, answerer, reward_model))
 
 
 def _engine(recipe: Recipe, assembly: Assembly, trained: Trainable, world: World, replay: bool) -> RolloutEngine:

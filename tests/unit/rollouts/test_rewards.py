@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,12 +115,12 @@ def test_rewards_stand_in_the_order_of_their_weights(functions: str, opened: lis
     rewards = Rewards({f"{functions}:length": 2.0, "exact_match": 0.5, f"{functions}:facts": 1.0}, processes=2)
     opened.append(rewards)
     answers = rollouts(12)
-    found = rewards.score(answers)
+    found = rewards.score(answers).values
     assert found[:, 0].tolist() == [2.0] * 10 + [3.0] * 2
     assert found[:, 1].tolist() == [float(number == 3) for number in range(12)]
     assert found[:, 2].tolist() == [123.0] * 12  # what one call changes, no other sees
-    assert rewards.score(answers[::-1]).tolist() == found.tolist()[::-1]
-    assert rewards.score([]).shape == (0, 3)
+    assert rewards.score(answers[::-1]).values.tolist() == found.tolist()[::-1]
+    assert rewards.score([]).values.shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +147,17 @@ def test_a_function_that_fails_is_named_or_counts_0(
     opened += rewards
     with pytest.raises(UserError, match=rf"own\.py:{name}: .*{reason}.*'a3' to rows\.jsonl:7"):
         rewards[0].score(rollouts(16))
-    found = rewards[1].score(rollouts(16))
+    found, failures = rewards[1].score(rollouts(16))
     assert found[:, 0].tolist() == [float(number != 3) for number in range(16)]
-    assert found[:, 1].sum() == 1 and rewards[1].failures == {f"{functions}:{name}": 1}
-    assert rewards[1].score(rollouts(3)).tolist() == [[1.0, 0.0]] * 3 and not rewards[1].failures
+    assert found[:, 1].sum() == 1 and failures == {f"{functions}:{name}": 1}
+    again = rewards[1].score(rollouts(3))
+    assert again.values.tolist() == [[1.0, 0.0]] * 3 and not again.failures
 
 
 def test_numbers_of_all_kinds_forks_and_prints(functions: str, opened: list[Rewards]) -> None:
     rewards = Rewards({f"{functions}:odd": 1.0, f"{functions}:forks": 1.0}, processes=2)
     opened.append(rewards)
-    assert rewards.score(rollouts(4)).tolist() == [[1.0, 1.0]] + [[0.25, 1.0]] * 3
+    assert rewards.score(rollouts(4)).values.tolist() == [[1.0, 1.0]] + [[0.25, 1.0]] * 3
 
 
 def test_an_expression_that_never_ends_is_stopped(opened: list[Rewards]) -> None:
@@ -163,7 +165,8 @@ def test_an_expression_that_never_ends_is_stopped(opened: list[Rewards]) -> None
     opened.append(rewards)
     prompt = RolloutPrompt(0, ROW, None)  # type: ignore[arg-type]
     answers = [Rollout(prompt, number, (1,), (0.0,), True, text) for number, text in enumerate(("a" * 200, "aab"))]
-    assert rewards.score(answers).tolist() == [[0.0], [1.0]] and rewards.failures.total() == 1
+    values, failures = rewards.score(answers)
+    assert values.tolist() == [[0.0], [1.0]] and failures == {"format=(a|aa)+b": 1}
 
 
 @pytest.mark.parametrize("name", ["missing", "not_callable"])
@@ -174,14 +177,15 @@ def test_a_function_that_is_not_there_is_told_at_the_start(functions: str, name:
 
 def test_a_reward_models_scores_take_their_column() -> None:
     rewards = Rewards({"exact_match": 1.0, "model": 0.5})
-    assert rewards.score(rollouts(4), [0.5, -1.0, 2.0, 3.0]).T.tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, -1.0, 2.0, 3.0]]
+    found = rewards.score(rollouts(4), [0.5, -1.0, 2.0, 3.0]).values
+    assert found.T.tolist() == [[0.0, 0.0, 0.0, 1.0], [0.5, -1.0, 2.0, 3.0]]
 
 
 def test_a_row_without_references_is_named() -> None:
     row = Row(messages=(Message("user", "which?"),), source="rows.jsonl:9")
     with pytest.raises(UserError, match=r"exact_match: rows\.jsonl:9 has no answer"):
         Rewards({"exact_match": 1.0}).score(rollouts(2, row=row))
-    assert Rewards({"format": 1.0}).score(rollouts(2, row=row)).tolist() == [[0.0], [0.0]]
+    assert Rewards({"format": 1.0}).score(rollouts(2, row=row)).values.tolist() == [[0.0], [0.0]]
 
 
 def test_signs_of_life_come_while_a_function_works(functions: str, opened: list[Rewards]) -> None:
@@ -194,3 +198,13 @@ def test_signs_of_life_come_while_a_function_works(functions: str, opened: list[
     ticks.clear()
     rewards.score(rollouts(1))
     assert len(ticks) >= 2
+
+
+def test_two_threads_score_one_after_the_other(functions: str, opened: list[Rewards]) -> None:
+    """A rollout's rewards are computed in a thread, while held-out answers may be scored."""
+    rewards = Rewards({f"{functions}:length": 1.0}, processes=2)
+    opened.append(rewards)
+    with ThreadPoolExecutor(4) as threads:
+        every = [threads.submit(rewards.score, rollouts(count)) for count in (40, 12, 7, 99)]
+    for future, count in zip(every, (40, 12, 7, 99), strict=True):
+        assert future.result().values[:, 0].tolist() == [float(len(f"a{number}")) for number in range(count)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,14 @@ MOST_PROCESSES = 8  # by default, a rank
 TICK_EVERY = 256  # answers between two signs of life
 
 
+class Scores(NamedTuple):
+    """Rewards of B answers: (B, R) float64 `values` in the order of the rewards, on the CPU, and `failures`, how many are 0 as their
+    function has failed, by name."""
+
+    values: Tensor
+    failures: Mapping[str, int]
+
+
 class Rewards:
     """The rewards of a run, for one rank of a replica, which shares them with the others.
 
@@ -40,7 +50,6 @@ class Rewards:
 
     Attributes:
         weights: of each reward, by name.
-        failures: of the last `score`, by name, how many rewards are 0 as their function has failed.
 
     Raises:
         UserError: no such reward.
@@ -56,7 +65,7 @@ class Rewards:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.weights, self.zero_failures, self.tick = dict(weights), zero_failures, tick
-        self.failures: Counter[str] = Counter()
+        self._turn = threading.Lock()  # a thread scores a rollout while the main one may score held-out answers
         isolated = [name for name in weights if is_isolated(name)]
         own = {
             name: find_reward(name) for name in weights if is_own(name) and name != MODEL
@@ -73,8 +82,8 @@ class Rewards:
         """
         self._processes.start()
 
-    def score(self, rollouts: Sequence[Rollout], of_model: Sequence[float] = ()) -> Tensor:
-        """(B, R) float64 rewards of answers, in the order of `weights`, on the CPU.
+    def score(self, rollouts: Sequence[Rollout], of_model: Sequence[float] = ()) -> Scores:
+        """The rewards of some answers, in any thread.
 
         Args:
             rollouts: the answers.
@@ -83,7 +92,11 @@ class Rewards:
         Raises:
             UserError: a row has no reference that a reward compares with, or, without `zero_failures`, a function has failed.
         """
-        self.failures.clear()
+        with self._turn:
+            return self._score(rollouts, of_model)
+
+    def _score(self, rollouts: Sequence[Rollout], of_model: Sequence[float]) -> Scores:
+        failures: Counter[str] = Counter()
         row_of: dict[int, int] = {}  # number of a prompt -> index of its row
         rows: list[JsonObject] = []
         calls = []
@@ -101,7 +114,8 @@ class Rewards:
                 value, failure = called(reward, name, call, rows[call.row])
                 values[name].append(value)
                 if failure:
-                    self._fail(name, call, rows[call.row], failure)
+                    failures[name] += 1
+                    self._refuse(name, call, rows[call.row], failure)
                 if number % TICK_EVERY == 0:
                     self.tick()
         isolated = self._processes.names
@@ -110,12 +124,13 @@ class Rewards:
 
             def fail(number: int, reason: str) -> None:
                 call = every[number]
-                self._fail(isolated[call.reward], call, rows[call.row], reason)
+                failures[isolated[call.reward]] += 1
+                self._refuse(isolated[call.reward], call, rows[call.row], reason)
 
             flat = self._processes.call([pickle.dumps(row) for row in rows], every, fail)
             values |= {name: flat[at * len(calls) : (at + 1) * len(calls)] for at, name in enumerate(isolated)}
         columns = [values[name] if calls else [] for name in self.weights]
-        return torch.tensor(columns, dtype=torch.float64).T.nan_to_num(nan=0.0)
+        return Scores(torch.tensor(columns, dtype=torch.float64).T.nan_to_num(nan=0.0), failures)
 
     def close(self) -> None:
         """End all processes."""
@@ -129,8 +144,8 @@ class Rewards:
             )
         return row_as_dict(row)
 
-    def _fail(self, name: str, call: Call, row: JsonObject, reason: str) -> None:
-        self.failures[name] += 1
+    def _refuse(self, name: str, call: Call, row: JsonObject, reason: str) -> None:
+        """UserError for a reward that has failed, unless it counts 0."""
         if not self.zero_failures:
             where = row["source"] or "a row"
             raise UserError(
