@@ -11,7 +11,7 @@ from zoo.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "parallel", [None, "dp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tp2", "pp2", "cp2"))]
+    "parallel", [None, "dp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tp2 sp", "pp2", "cp2"))]
 )
 def test_scores_are_those_of_transformers(parallel: str | None, pool: Pool, tmp_path: Path) -> None:
     model = MODELS["text"]

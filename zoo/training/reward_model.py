@@ -74,7 +74,7 @@ class RewardModel:
         samples = [self._sample(rollout) for rollout in rollouts]
         lengths = [sample.length for sample in samples]
         budget = max(self.recipe.packing.budget, *(-(-length // self.align) * self.align for length in lengths), 1)
-        bins = [*plan_bins(lengths, budget, self.align, lookahead=max(1, len(lengths)))]
+        bins = [tuple(places) for places in plan_bins(lengths, budget, self.align, lookahead=max(1, len(lengths)))]
         unit = self.recipe.parallel.pp if self.recipe.parallel.vpp > 1 else 1
         count = -(-max(1, *self.group.gather(len(bins))) // unit) * unit
         local: dict[tuple[int, int], float] = {}
