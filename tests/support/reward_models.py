@@ -54,14 +54,15 @@ def zoo_scores(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     from zoo.parallel.object_group import object_group
     from zoo.parallel.world import open_world
     from zoo.rollouts.engine import Rollout, RolloutPrompt
-    from zoo.training.reward_model import RewardModel
+    from zoo.rollouts.rewards.model import RewardModel
+    from zoo.training.evaluation import token_logprobs
 
     made = load_effective(recipe, ["task=grpo", "hardware=cpu", "engine.threads=1", *overrides])
     with open_world(made) as world:
         made = validate(made, world.size)
         assembly = build.assemble(made)
         group = object_group()
-        model = RewardModel(made, assembly, world, group)
+        model = RewardModel(made, assembly, world, group, token_logprobs)
         rollouts: list[Any] = []
         for number, (question, answers) in enumerate(QUESTIONS.items()):
             row = Row(messages=(Message("user", question),))

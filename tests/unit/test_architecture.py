@@ -38,7 +38,7 @@ ROOMS = {
     "watchdog": "planner parallel logging subprocesses",
     "generation": "checkpoint model parallel logging packing nn data registry",
     "rollouts": "generation checkpoint optim model parallel logging packing steps nn data bridge registry subprocesses",
-    "training": "rollouts generation checkpoint watchdog planner optim model parallel logging doctor packing steps nn data subprocesses",
+    "training": "rollouts generation checkpoint watchdog planner optim model parallel logging doctor steps nn data subprocesses",
     "launch": "training watchdog planner checkpoint parallel logging data registry subprocesses",
     "rl": "launch training rollouts planner generation checkpoint optim model parallel packing steps nn data bridge",
     "tools": "launch training watchdog planner generation checkpoint model parallel logging packing steps nn data bridge registry pages subprocesses",

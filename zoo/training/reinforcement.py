@@ -25,11 +25,11 @@ from zoo.rollouts.engine import RolloutEngine
 from zoo.rollouts.evaluation import HeldOutAnswers
 from zoo.rollouts.loader import Connections, RolloutLoader, together
 from zoo.rollouts.local_engine import LocalEngine
+from zoo.rollouts.rewards.model import RewardModel
 from zoo.rollouts.rewards.rewards import open_rewards
 from zoo.steps.packed_step import PackedStep
 from zoo.training.dataloader import RunData
 from zoo.training.evaluation import in_eval_mode, token_logprobs
-from zoo.training.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -51,7 +51,9 @@ def connect(
     replay, tick = bool(rl.router_replay), data.decoder.tick
     engine, rewards = _engine(recipe, assembly, trained, world, replay), open_rewards(recipe, tick)
     together(loader.group, lambda: rewards.start() if world.counts_data else None)
-    reward_model = None if rl.reward_model is None else RewardModel(recipe, assembly, world, loader.group)
+    reward_model = None
+    if rl.reward_model is not None:
+        reward_model = RewardModel(recipe, assembly, world, loader.group, token_logprobs)
     passes = [PolicyLogprobs("old", step, chunks, world)] if rl.updates > 1 else []
     if rl.reference == "base":
         passes.append(PolicyLogprobs("reference", step, chunks, world, trained.adapters))

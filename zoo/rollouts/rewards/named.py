@@ -4,7 +4,7 @@
     number, number=0.05                 the last number, up to a share of the one wanted
     wer, cer                            1 - error rate, 0 at least
     format                              the answer is <think>...</think><answer>...</answer>, each once
-    model                               the score of rl.reward_model (`zoo.training.reward_model`)
+    model                               the score of rl.reward_model (`zoo.rollouts.rewards.model`)
     format=REGEX                        the answer matches the regular expression as a whole; `.` matches line ends too
 
 All but format read what stands in the answer's last <answer> tags, or else after its </think>, if it has either.

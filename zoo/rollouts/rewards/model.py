@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from zoo.checkpoint import initial_weights
 from zoo.checkpoint.selection import is_reward_model
@@ -24,19 +25,29 @@ from zoo.packing import plan_bins
 from zoo.packing.binning import spread
 from zoo.parallel.world import World
 from zoo.rollouts.engine import Rollout
-from zoo.training.evaluation import token_logprobs
+from zoo.steps.packed_step import PackedStep
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
+
+type Logprobs = Callable[[PackedStep, Sequence[MegatronModule], MicroBatch, World], Tensor | None]
+"""`zoo.training.evaluation.token_logprobs`."""
 
 STAND_INS = ("x", "y")  # answers of one token that differ
 
 
 class RewardModel:
-    """Scores answers as `zoo score` scores their rows: at the last token of the conversation that ends with the answer."""
+    """Scores answers as training and transformers do: at the last token of the conversation that ends with the answer."""
 
-    def __init__(self, recipe: Recipe, assembly: build.Assembly, world: World, group: RankGroup) -> None:
-        """`recipe`, `assembly`: of the run, whose weights stay in memory beside these; `group`: all ranks.
+    def __init__(
+        self, recipe: Recipe, assembly: build.Assembly, world: World, group: RankGroup, logprobs: Logprobs
+    ) -> None:
+        """A reward model in memory, beside the model in training.
+
+        Args:
+            recipe, assembly: of the run.
+            group: all ranks.
+            logprobs: runs a step's micro-batch, which every rank does.
 
         Raises:
             UserError: `rl.reward_model` names no reward model, or one of another vocabulary.
@@ -47,7 +58,7 @@ class RewardModel:
                 f"rl.reward_model={folder}: it gives no score; wanted a run of zoo with train.loss=reward, its export, or a "
                 "ForSequenceClassification of Hugging Face"
             )
-        self.world, self.group, self.align = world, group, recipe.packing.align or 1
+        self.world, self.group, self.logprobs, self.align = world, group, logprobs, recipe.packing.align or 1
         changes = {"rl.algorithm": None, "rl.reference": None, "rl.reward_model": None, "train.keep_best": None}
         recipe = build.with_other_model(recipe.replace({**changes, "train.loss": "reward"}), folder, world)
         theirs = build.assemble(recipe)
@@ -80,7 +91,7 @@ class RewardModel:
         local: dict[tuple[int, int], float] = {}
         for places in spread(bins, count):
             batch = self._batch([samples[at] for at in places])
-            values = token_logprobs(self.step, self.chunks, batch, self.world)
+            values = self.logprobs(self.step, self.chunks, batch, self.world)
             if values is not None and self.world.counts_loss and self.world.cp_rank == 0:
                 ends = [start + length - 1 for start, length in zip(batch.starts, batch.lengths, strict=True)]
                 scores = (-values.flatten()[ends]).tolist()
