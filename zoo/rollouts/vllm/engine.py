@@ -96,7 +96,9 @@ class VllmEngine:
         if self.asleep or self.weightless:
             raise UserError("vLLM has no weights: call wake() and update_weights() before generate()")
         if self.cacheless:
-            self._llm.wake_up(tags=["kv_cache"])
+            with self._as_vllm():
+                torch.cuda.empty_cache()  # of what the weights came in
+                self._llm.wake_up(tags=["kv_cache"])
             self.cacheless = False
         dealt = self.sharing.deal(prompts)
         answers = self._answers(list(dealt.values()), samples)

@@ -24,7 +24,7 @@ def register(weights: Callable[[], Weights]) -> None:
     from vllm.model_executor import model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class Loader(BaseModelLoader):  # type: ignore[misc]  # vLLM need not be there
+    class Loader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
             pass
 
