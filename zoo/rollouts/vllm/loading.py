@@ -39,12 +39,22 @@ def register(weights: Callable[[], Weights]) -> None:
 def reload(worker: Any, weights: Weights) -> None:
     """Load weights into the model of a vLLM's worker that has been built."""
     model = worker.get_model()
+    if worker.device.type == "cpu":
+        _forget_experts(model)
     load = model.load_weights
     model.load_weights = lambda weights: _load(model, load, weights)
     try:
         worker.reload_weights(weights_iterator=weights)
     finally:
         del model.load_weights
+
+
+def _forget_experts(model: Any) -> None:
+    """Have experts be packed anew: vLLM's kernels of a CPU keep those of the first weights (0.32, `_setup_kernel`)."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _load(model: Any, load: Callable[[Weights], set[str]], weights: Weights) -> set[str]:
