@@ -43,6 +43,10 @@ class PublishedWeights:
         stream = self._stream(dtype, bucket)
         return stream.tensors(self._merged) if merged else stream.tensors()
 
+    def config(self) -> JsonObject:
+        """config.json of what is published."""
+        return self._stream(None, BUCKET).plan.config
+
     def shards(self, dtype: torch.dtype | None) -> Iterator[WeightShard]:
         """This rank's blocks of the same tensors."""
         stream = self._stream(dtype, BUCKET)

@@ -15,7 +15,7 @@ from zoo.config.validate import validate
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sampling import Pace
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, make_row
+from zoo.data.sources.rows import Row, make_row, read_rows
 from zoo.errors import ConfigError, UserError
 from zoo.generation.prompts import make_prompt
 from zoo.model.build import assemble
@@ -64,6 +64,15 @@ def test_settings_of_a_single_medium_are_refused() -> None:
         requests.request(assemble(recipe).processor, recipe, row, torch.tensor([1]))
 
 
+def test_a_video_that_is_heard_is_refused() -> None:
+    recipe = load_recipe("qwen3_omni_sft", TINY)
+    row = next(row for row in read_rows("digits:train") if row.use_audio_in_video)
+    with pytest.raises(
+        UserError, match=r"a video whose sound is heard, .* leave such rows out, or take rl\.rollout=zoo"
+    ):
+        requests.request(assemble(recipe).processor, recipe, row, torch.tensor([1]))
+
+
 @pytest.mark.parametrize(
     ("expanded", "short", "wanted"),
     [
@@ -79,10 +88,11 @@ def test_placeholders_are_joined(expanded: list[int], short: list[int], wanted: 
 
 def test_media_go_as_they_were_decoded() -> None:
     frames = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
-    sound = np.ones(160, np.float32)
-    media = LoadedMedia({"videos": [frames], "audio": [sound]}, [Pace(2.0, 1.5)])
-    data = requests.multi_modal_data(media)
-    assert data.keys() == {"video", "audio"} and data["audio"] == [(sound, 16000)]
+    sounds = [np.ones(160, np.float32), np.ones(110, np.float32)]
+    media = LoadedMedia({"videos": [frames], "audio": sounds}, [Pace(2.0, 1.5)])
+    data = requests.multi_modal_data(media, 50)
+    assert data.keys() == {"video", "audio"}
+    assert [(len(samples), rate) for samples, rate in data["audio"]] == [(150, 16000), (110, 16000)]
     ((clip, shown),) = data["video"]
     assert clip.shape == (2, 4, 5, 3) and clip[1, 2, 3, 0] == frames[1, 0, 2, 3]
     assert (shown["frames_indices"], shown["fps"], shown["do_sample_frames"]) == ([3, 4], 2.0, False)

@@ -77,7 +77,7 @@ class VllmEngine:
         self.sleeps = recipe.rl.vllm.sleep and world.device.type == "cuda"
         self.asleep, self.weightless, self.cacheless = False, self.lora_rank is not None, False
         self._leave()
-        self.folder = write_folder(assembly)
+        self.folder = write_folder(assembly, self.weights.config())
         options = arguments(recipe, self.folder, world.device, self.lora_rank, routing=bool(self.sparse))
         try:
             self._llm: Any = self._started(options)

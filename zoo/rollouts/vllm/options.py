@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from zoo.errors import UserError
 from zoo.model import build
 from zoo.model.lora import Adapters
 from zoo.rollouts.vllm.loading import FORMAT
-from zoo.types import JsonObject
+from zoo.types import JsonMapping, JsonObject
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CPU_CACHE = 2**30  # bytes of the cache of keys and values without a GPU
@@ -36,10 +37,11 @@ def served_rank(adapters: Adapters | None, recipe: Recipe, device: torch.device)
     return vllm_rank(recipe.lora.rank)
 
 
-def write_folder(assembly: build.Assembly) -> Path:
-    """A new temporary folder with config.json and the files of tokenizer and processor, which has limits of pixels as the run has them."""
+def write_folder(assembly: build.Assembly, config: JsonMapping) -> Path:
+    """A new temporary folder with this config.json and the files of tokenizer and processor, whose limits of pixels are the run's."""
     folder = Path(tempfile.mkdtemp(prefix="zoo-vllm-", dir=_MEMORY if _MEMORY.is_dir() else None))
     assembly.save_files(folder)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assembly.served.save_pretrained(folder)
     return folder
 

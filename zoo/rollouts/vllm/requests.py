@@ -70,21 +70,30 @@ def request(processor: Processor, recipe: Recipe, row: Row, input_ids: Tensor) -
             f"{row.source}: settings of a single image, video or sound, which vLLM can't be told; leave them out, "
             "or take rl.rollout=zoo"
         )
+    if row.use_audio_in_video:
+        raise UserError(
+            f"{row.source}: a video whose sound is heard, which vLLM reads at times of its own; leave such rows out, or take rl.rollout=zoo"
+        )
     usual = MediaLimits.from_data(recipe.data)
     limits = row.limits or usual
     text, loaded = processor.unexpanded(
         answered_row(row, processor.modalities)[0], video_fps=limits.video_fps, max_frames=limits.max_frames,
         pixels=limits.pixels, decoder=decoder_for(recipe.data),
     )  # fmt: skip
+    hearing = getattr(processor.hf, "feature_extractor", None)
     short = processor.tokenizer(text)["input_ids"]
+    if processor.media_ids.isdisjoint(short):
+        raise UserError(
+            f"{row.source}: {type(processor.hf).__name__} writes no token in the place of a medium, so vLLM can't be told where it stands; "
+            "take rl.rollout=zoo"
+        )
     made: JsonObject = {
         "prompt_token_ids": with_placeholders(input_ids.tolist(), short, processor.media_ids),
-        "multi_modal_data": multi_modal_data(loaded),
+        "multi_modal_data": multi_modal_data(loaded, getattr(hearing, "hop_length", 1)),
     }
-    further: JsonObject = {} if limits.pixels == usual.pixels else dict(processor.pixel_options(limits.pixels))
-    if row.use_audio_in_video:
-        further["use_audio_in_video"] = True
-    return made | ({"mm_processor_kwargs": further} if further else {})
+    if limits.pixels != usual.pixels:
+        made["mm_processor_kwargs"] = dict(processor.pixel_options(limits.pixels))
+    return made
 
 
 def with_placeholders(expanded: Sequence[int], short: Sequence[int], media: frozenset[int]) -> list[int]:
@@ -99,13 +108,19 @@ def with_placeholders(expanded: Sequence[int], short: Sequence[int], media: froz
     return [*short[: ends[0]], *expanded[ends[1] :]]
 
 
-def multi_modal_data(media: LoadedMedia) -> dict[str, list[Any]]:
-    """A row's media as vLLM takes them: images as they are, frames (T, H, W, 3) with their times, samples with their rate."""
+def multi_modal_data(media: LoadedMedia, hop: int = 1) -> dict[str, list[Any]]:
+    """A row's media as vLLM takes them: images as they are, frames (T, H, W, 3) with their times, samples with their rate.
+
+    `hop`: samples of a frame of a spectrogram. The longest sound keeps whole ones: there transformers drops what is left, and fills up
+    the others; vLLM fills up all.
+    """
     decoded = media.arguments
+    sounds = decoded.get("audio", [])
+    most = max(map(len, sounds), default=0)
     data = {
         "image": list(decoded.get("images", ())),
         "video": [_clip(clip, pace) for clip, pace in zip(decoded.get("videos", ()), media.paces, strict=True)],
-        "audio": [(samples, SOUND_RATE) for samples in decoded.get("audio", ())],
+        "audio": [(sound[: most // hop * hop] if len(sound) == most else sound, SOUND_RATE) for sound in sounds],
     }
     return {kind: items for kind, items in data.items() if items}
 
