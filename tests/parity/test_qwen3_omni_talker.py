@@ -181,10 +181,6 @@ def test_a_speech_that_does_not_fit_the_talker_is_refused(keys: dict, reason: st
         (["lora.rank=4", "lora.parts=[talker]"], "lora.rank=4 with train.speech_loss=1"),
         (["parallel.tp=2"], "parallel.tp=2 with train.speech_loss: a talker's ranks"),
         (["packing.mode=none"], "packing.mode=none with train.speech_loss=1"),
-        (
-            ["model.family=qwen25_omni", "model.freeze=[vision,audio]"],
-            "Qwen2.5-Omni .thinker. has no talker that is trained here",
-        ),
     ],
     ids=str,
 )
@@ -195,6 +191,15 @@ def test_what_a_talker_is_not_built_for_is_refused(overrides: list[str], reason:
 
     with pytest.raises(ConfigError, match=reason):
         recipe_for(tmp_path, *TALKS, *overrides, ranks=2)
+
+
+def test_a_family_without_a_talker_is_refused() -> None:
+    from zoo.config.checks.training import check_speech
+    from zoo.config.schema import Recipe
+    from zoo.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"Qwen2\.5-Omni .thinker. has no talker that is trained here"):
+        check_speech(Recipe().replace({"model.family": "qwen25_omni", "train.speech_loss": 1.0}))
 
 
 def test_a_checkpoint_without_a_talker_is_refused(tiny_omni: Any, cpu_world: Any) -> None:
