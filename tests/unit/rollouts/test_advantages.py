@@ -61,7 +61,7 @@ def test_long_answers_lose_up_to_one() -> None:
 def test_cut_answers_count_in_the_baseline_and_not_in_the_loss() -> None:
     finished = torch.tensor([[True, False, True, True], [True] * 4, [False] * 4])
     found = rule(mask_truncated=True)(REWARDS, LENGTHS, finished)
-    assert torch.equal(found.trained, finished)
+    torch.testing.assert_close(found.trained, finished, rtol=0, atol=0)
     torch.testing.assert_close(found.values, rule()(REWARDS, LENGTHS, finished).values)
     assert found.informative.tolist() == [True, False, False]
     assert bool(rule()(REWARDS, LENGTHS, finished).trained.all())
