@@ -26,6 +26,7 @@ def resolved(*overrides: str, recipe: str = "qwen3_vl_grpo", ranks: int = 1) -> 
         (("rl.kl=0.1",), {"reference": "initial"}),
         (("rl.kl=0.1", "lora.rank=4"), {"reference": "base"}),
         ((), {"rewards": {"exact_match": 1.0}, "router_replay": False}),
+        (("rl.reward_model=runs/reward",), {"rewards": {"model": 1.0}}),
     ],
 )  # fmt: skip
 def test_what_an_algorithm_leaves_open_is_as_its_paper_has_it(
@@ -71,3 +72,15 @@ def test_experts_that_are_not_known_cannot_be_asked_for() -> None:
         with pytest.raises(ConfigError, match=r"set rl\.router_replay=false"):
             more = ("size=tiny-moe", "rl.router_replay=true", *overrides)
             resolved(*more, recipe="qwen3_vl_moe_grpo", ranks=2 if "parallel.pp=2" in overrides else 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rl.rewards={model: 1}"], "rl.rewards has model.*name its folder by rl.reward_model"),
+        (["rl.rewards={anls: 1}", "rl.reward_model=runs/reward"], r"rl\.reward_model=runs/reward.*rl\.rewards=\{model: 1\}"),
+    ],
+)  # fmt: skip
+def test_a_reward_model_and_its_weight_go_together(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(*overrides)

@@ -123,7 +123,7 @@ def closing_tokens(processor: Processor) -> list[int]:
     first, second = (
         processor.encode(row, video_fps=1.0, max_frames=1, labels="last").input_ids.tolist()[::-1] for row in rows
     )
-    same = next(at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    same = next(at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
     tokens: list[int] = first[:same][::-1]
     return tokens
 
