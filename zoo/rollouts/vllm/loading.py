@@ -52,7 +52,7 @@ def reload(worker: Any, weights: Weights) -> None:
 def _forget_experts(model: Any) -> None:
     """Have experts be packed anew: vLLM's kernels of a CPU keep those of the first weights (0.32, `_setup_kernel`)."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
