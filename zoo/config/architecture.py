@@ -253,7 +253,7 @@ def refuse_misplaced(arch: object, changes: object, origin: str) -> None:
     """
     if not isinstance(arch, Mapping) or not isinstance(changes, Mapping):
         return
-    there = set(_paths(arch))
+    there, decoder = set(_paths(arch)), text_config(arch)  # whose keys are named first
     for path in _paths(changes):
         if isinstance(_at(changes, path), Mapping):
             continue
@@ -268,7 +268,8 @@ def refuse_misplaced(arch: object, changes: object, origin: str) -> None:
             near = [other for other in there if other[-len(end) :] == end] + ([short] if short in there else [])
         if near:
             where = f"{origin}: " if origin else ""
-            hints = ", ".join(f"model.arch.{'.'.join(hint)}" for hint in sorted(near)[:_SHOWN])
+            near.sort(key=lambda other: (_at(arch, other[:-1]) is not decoder, other))
+            hints = ", ".join(f"model.arch.{'.'.join(hint)}" for hint in near[:_SHOWN])
             raise ConfigError(f"{where}{printable(f'model.arch.{".".join(path)}', 200)}: no such key; nearest: {hints}")
 
 

@@ -69,6 +69,9 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "IMPORTANCE": ([], ["rl.importance=none"]),
     "VLLM": (["rl.rollout=vllm"], []),
     "ZOO_ROLLOUT": ([], ["rl.rollout=vllm"]),
+    "PROFILE": (["run.profile=2:3"], []),
+    "TALKER": (["recipe=qwen3_omni_sft"], ["recipe=qwen3_vl_sft"]),
+    "SPEECH": (["recipe=qwen3_omni_sft", "train.speech_loss=1"], ["recipe=qwen3_omni_sft", "train.speech_loss=0"]),
 }  # fmt: skip
 
 # Values that no type tells.
@@ -78,7 +81,7 @@ VALUES: dict[str, str] = {
     "parallel.plan": "[tp]", "data.template": "{a: 1}", "train.keep_best": "exact_match", "data.encode_in_workers": "true",
     "parallel.overlap_param_gather": "true", "max_shard_size": "2GB", "hub.repo": "me/mine",
     "rl.std_norm": "true", "rl.rewards": "{anls: 1}", "rl.vllm.options": "{a: 1}", "rl.router_replay": "true",
-    "rl.ahead": "1",
+    "rl.ahead": "1", "run.profile": "2:3", "run.profile_ranks": "[1]",
 }  # fmt: skip
 
 CASES = [key for key in keys(Recipe).values() if key.key != "recipe"]

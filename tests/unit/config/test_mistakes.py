@@ -152,8 +152,12 @@ def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
 
 def test_a_misspelt_key_of_the_architecture() -> None:
     near = "model.arch.thinker_config.text_config.hidden_size"
-    for key in ("thinker_config.text_config.hiden_size", "text_config.hidden_size"):
-        assert error_of(f"model.arch.{key}=64") == f"model.arch.{key}: no such key; nearest: {near}"
+    others = {
+        "thinker_config.text_config.hiden_size": "",
+        "text_config.hidden_size": f", {near.replace('thinker', 'talker')}",
+    }
+    for key, other in others.items():
+        assert error_of(f"model.arch.{key}=64") == f"model.arch.{key}: no such key; nearest: {near}{other}"
 
 
 def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:

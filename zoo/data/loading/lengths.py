@@ -141,7 +141,7 @@ class Lengths:
         self.block = SHARE * self.group.size
         self._cost = cost or (lambda size: size.length)
         self._known = _Table(source.variants * len(source))
-        self._place: Path | None = None  # where sizes are kept, on the first rank
+        self._file: Path | None = None  # where sizes are kept, on the first rank
         self._recalled = False
         self._errors: dict[SampleId, RowError] = {}
         self._corrected: set[SampleId] = set()
@@ -194,8 +194,8 @@ class Lengths:
         kept = None
         if self.group.rank == 0:
             with contextlib.suppress(OSError):
-                self._place = place_of(self.source)
-                kept = load_sizes(self._place, len(self.source)) if self._place is not None else None
+                self._file = place_of(self.source)
+                kept = load_sizes(self._file, len(self.source)) if self._file is not None else None
             if kept is not None and not self._holds(*kept):
                 kept = None
         kept = self.group.gather(kept)[0]
@@ -205,12 +205,12 @@ class Lengths:
 
     def keep(self) -> None:
         """Keep the sizes for later starts, where all were measured by headers and texts, and none was recalled."""
-        if self._place is None or self._recalled:
+        if self._file is None or self._recalled:
             return
         tokens, costs = self._known.sizes_of(np.arange(len(self.source)))
         tokens = np.maximum(tokens, 0)  # what is wrong with a bad row is found anew
         tokens[[*self._corrected, *self.source.shrunk_rows]] = 0
-        save_sizes(self._place, tokens, costs)
+        save_sizes(self._file, tokens, costs)
 
     def _holds(self, tokens: np.ndarray, costs: np.ndarray) -> bool:
         """Whether some rows have these sizes."""
@@ -360,18 +360,18 @@ def place_of(source: SampleSource) -> Path | None:
     return folder / f"{digest.hexdigest()}.arrow"
 
 
-def load_sizes(place: Path, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+def load_sizes(path: Path, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
     """(rows,) int32 tokens, 0 where they are not known, and (rows,) int64 costs; None where none are kept."""
-    table = read_whole(place)
+    table = read_whole(path)
     if table is None or table.column_names != ["tokens", "cost"] or len(table) != rows:
         return None
     return table["tokens"].to_numpy().astype(np.int32), table["cost"].to_numpy().astype(np.int64)
 
 
-def save_sizes(place: Path, tokens: np.ndarray, costs: np.ndarray) -> None:
+def save_sizes(path: Path, tokens: np.ndarray, costs: np.ndarray) -> None:
     """Keep sizes, as `load_sizes` gives them; does nothing where the folder can't be written to."""
     import pyarrow as pa
 
     batch = pa.record_batch([pa.array(tokens), pa.array(costs)], ["tokens", "cost"])
     with contextlib.suppress(OSError):
-        write_whole(place, batch.schema, [batch])
+        write_whole(path, batch.schema, [batch])

@@ -312,18 +312,18 @@ def _looked_at(rows: CheckedRows, data: DataConfig, on_bad: Callable[[RowError],
     """
     with_media = np.flatnonzero(rows.media)
     missing = 0
-    for place in spread(len(with_media), LOOKED_AT) if len(with_media) else ():
+    for index in spread(len(with_media), LOOKED_AT) if len(with_media) else ():
         try:
-            rows[int(with_media[place])].check_files()
+            rows[int(with_media[index])].check_files()
         except RowError as error:
             missing += 1
             if data.on_error == "raise":
                 on_bad(error)
     if len(with_media) <= LOOKED_AT:
         return []
-    found = f"{missing} of them are not there" if missing else "all are there"
+    outcome = f"{missing} of them are not there" if missing else "all are there"
     return [
-        f"{rows.name}: the files of {LOOKED_AT} of {len(with_media):,} rows were looked for, {found}; others show when they are opened"
+        f"{rows.name}: the files of {LOOKED_AT} of {len(with_media):,} rows were looked for, {outcome}; others show when they are opened"
     ]
 
 

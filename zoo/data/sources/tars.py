@@ -176,9 +176,9 @@ class TarSamples:
         """The files of the sample of an index."""
         chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
         tars, samples = self._chunks[chunk]
-        place = index - int(self._starts[chunk])
-        key, parts = json.loads(samples[place].as_py())
-        return _Members(self.files[tars[place].as_py()], key, tuple(_Member(*part) for part in parts))
+        offset = index - int(self._starts[chunk])
+        key, parts = json.loads(samples[offset].as_py())
+        return _Members(self.files[tars[offset].as_py()], key, tuple(_Member(*part) for part in parts))
 
     def __call__(self, index: int) -> JsonObject:
         """The row of an index; RowError where its members make none."""

@@ -207,15 +207,15 @@ class VllmEngine:
         """The answers of this rank's engine to its prompts."""
         if not asked:
             return []
-        prompts = [requests.request(self.processor, self.recipe, one.row, one.input_ids) for one in asked]
-        settings = [self._settings(one, samples) for one in asked]
+        prompts = [requests.request(self.processor, self.recipe, prompt.row, prompt.input_ids) for prompt in asked]
+        settings = [self._settings(prompt, samples) for prompt in asked]
         with self._as_vllm():
             outputs = self._llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter())
         made = []
-        for one, output in zip(asked, outputs, strict=True):
-            ids = one.input_ids.tolist()
+        for prompt, output in zip(asked, outputs, strict=True):
+            ids = prompt.input_ids.tolist()
             alike = self.processor.placeholders_of_servers
-            requests.check_read(output.prompt_token_ids, ids, alike, one.row.source)
+            requests.check_read(output.prompt_token_ids, ids, alike, prompt.row.source)
             sparse = self.sparse or None
             made.append([requests.answer(each, self.ends, len(ids), sparse) for each in output.outputs])
         return made
@@ -225,17 +225,17 @@ class VllmEngine:
         from vllm import SamplingParams
 
         rl, length = self.recipe.rl, len(asked.input_ids)
-        room = self._llm.model_config.max_model_len - length
-        if room < 1:
+        free_tokens = self._llm.model_config.max_model_len - length
+        if free_tokens < 1:
             raise UserError(
-                f"{asked.row.source}: a prompt of {length} tokens, and vLLM takes {length + room} with the answer; raise rl.vllm.max_model_len"
+                f"{asked.row.source}: a prompt of {length} tokens, and vLLM takes {length + free_tokens} with the answer; raise rl.vllm.max_model_len"
             )
         return SamplingParams(
             n=samples,
             temperature=rl.temperature,
             top_p=rl.top_p,
             seed=seed_of(self.recipe.run.seed, asked.number),
-            max_tokens=min(rl.max_new_tokens, room),
+            max_tokens=min(rl.max_new_tokens, free_tokens),
             logprobs=0,
             ignore_eos=True,  # its own; these are zoo's
             stop_token_ids=sorted(self.ends),

@@ -120,7 +120,7 @@ def multi_modal_data(media: LoadedMedia, hop: int = 1) -> dict[str, list[Any]]:
     data = {
         "image": list(decoded.get("images", ())),
         "video": [_clip(clip, pace) for clip, pace in zip(decoded.get("videos", ()), media.paces, strict=True)],
-        "audio": [(sound[: most // hop * hop] if len(sound) == most else sound, SOUND_RATE) for sound in sounds],
+        "audio": [(clip[: most // hop * hop] if len(clip) == most else clip, SOUND_RATE) for clip in sounds],
     }
     return {kind: items for kind, items in data.items() if items}
 
@@ -152,9 +152,9 @@ def check_read(prompt_ids: Sequence[int], input_ids: Sequence[int], alike: Mappi
     same = [ours == theirs or alike.get(theirs) == ours for ours, theirs in zip(input_ids, prompt_ids, strict=False)]
     if len(prompt_ids) == len(input_ids) and all(same):
         return
-    place = same.index(False) if False in same else min(len(prompt_ids), len(input_ids))
+    first = same.index(False) if False in same else min(len(prompt_ids), len(input_ids))
     raise UserError(
-        f"{source}: vLLM reads {len(prompt_ids)} tokens of the prompt and zoo {len(input_ids)}, which differ from token {place} on; "
+        f"{source}: vLLM reads {len(prompt_ids)} tokens of the prompt and zoo {len(input_ids)}, which differ from token {first} on; "
         "take rl.rollout=zoo, or other media limits (data.min_pixels, data.max_pixels, data.video_fps)"
     )
 
@@ -169,7 +169,9 @@ def answer(completion: Any, ends: frozenset[int], prompt_tokens: int, sparse: Se
         sparse: numbers of the decoder's layers with experts, where these are wanted.
     """
     tokens = tuple(completion.token_ids)
-    logprobs = tuple(float(of[token].logprob) for token, of in zip(tokens, completion.logprobs, strict=True))
+    logprobs = tuple(
+        float(candidates[token].logprob) for token, candidates in zip(tokens, completion.logprobs, strict=True)
+    )
     finished = bool(tokens) and tokens[-1] in ends
     routing = None
     if sparse is not None and completion.routed_experts is not None:

@@ -42,24 +42,24 @@ class Sharing:
         dist.all_gather_object(replicas, world.dp_rank)
         self.plan = plan(replicas, tensor_parallel)
         self.engine = world.rank // tensor_parallel
-        self._of_engine = _group([of.ranks for of in self.plan.engines], self.rank, self.plan.exchange_prompts)
+        self._of_engine = _group([engine.ranks for engine in self.plan.engines], self.rank, self.plan.exchange_prompts)
         self._of_replica = _group(self.plan.replicas, self.rank, self.plan.exchange_answers)
 
     def deal(self, prompts: Sequence[RolloutPrompt]) -> dict[Place, Asked]:
         """The prompts that this rank's engine answers, alike on its ranks, out of those of this rank's replica and of others."""
         engines = self.plan.engines_of(self.replica)
         mine = {
-            (self.replica, place): Asked(prompt.number, prompt.row, prompt.sample.input_ids)
-            for place, prompt in enumerate(prompts)
-            if engines[place % len(engines)] == self.engine
+            (self.replica, position): Asked(prompt.number, prompt.row, prompt.sample.input_ids)
+            for position, prompt in enumerate(prompts)
+            if engines[position % len(engines)] == self.engine
         }
         return _united(mine, self._of_engine)
 
     def collect[T](self, answers: Mapping[Place, T]) -> list[T]:
         """The answers to this rank's replica, in the order of its prompts, out of those of this rank's engine and of others."""
-        mine = {place: answer for place, answer in answers.items() if place[0] == self.replica}
+        mine = {key: answer for key, answer in answers.items() if key[0] == self.replica}
         everything = _united(mine, self._of_replica)
-        return [everything[place] for place in sorted(everything)]
+        return [everything[key] for key in sorted(everything)]
 
     def close(self) -> None:
         """Destroy the groups."""
@@ -126,5 +126,5 @@ def _united[T](mine: dict[Place, T], group: dist.ProcessGroup | None) -> dict[Pl
         return mine
     everyone: list[dict[Place, T]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group)
-    united = {place: value for of_rank in everyone for place, value in of_rank.items()}
+    united = {key: value for of_rank in everyone for key, value in of_rank.items()}
     return dict(sorted(united.items()))

@@ -198,8 +198,8 @@ def verify_served(
             name = " ".join(filter(None, (served, client.version())))
     allowed = _limit(folder) if limit is None else limit
     for (row, _), result in zip(pairs, compared, strict=True):
-        if _differs(result, allowed) and (found := read_otherwise(row)):
-            result["read_otherwise"] = found
+        if _differs(result, allowed) and (oddities := read_otherwise(row)):
+            result["read_otherwise"] = oddities
     quantity = "greedy answers" if server.only_answers else "scores" if rewards else "log-probabilities"
     return ServedVerification(name, allowed, quantity, compared)
 

@@ -67,15 +67,15 @@ def chat_request(row: Row, *, thoughts: bool) -> JsonObject:
 
 def read_otherwise(row: Row) -> list[str]:
     """What a row's images have that servers read in ways of their own; zoo's is that of `zoo.data.media.images`."""
-    found: set[str] = set()
+    oddities: set[str] = set()
     for medium in row.images:
         opened = row.opened(without_settings(medium))
         if isinstance(opened, OpenImage):
-            found |= _oddities(opened.image)
+            oddities |= _oddities(opened.image)
         elif not isinstance(opened, AudioSamples | FrameList):
             with open_binary(opened) as file:
-                found |= _oddities(Image.open(file))
-    return sorted(found)
+                oddities |= _oddities(Image.open(file))
+    return sorted(oddities)
 
 
 def _oddities(image: Image.Image) -> set[str]:

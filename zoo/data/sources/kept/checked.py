@@ -66,9 +66,9 @@ class CheckedRows(Sequence[Row]):
         """A row, or those of a slice."""
         if isinstance(index, slice):
             return self.taken(np.arange(len(self))[index])
-        place = int(self._places[index])
-        chunk = int(np.searchsorted(self._starts, place, side="right")) - 1
-        item = json_object(self._items[chunk][place - int(self._starts[chunk])].as_py())
+        line = int(self._places[index])
+        chunk = int(np.searchsorted(self._starts, line, side="right")) - 1
+        item = json_object(self._items[chunk][line - int(self._starts[chunk])].as_py())
         return make_row(item, self.source(index), self.access, self.form)
 
     def source(self, index: int) -> str:
@@ -140,9 +140,9 @@ def read_checked(
         raise UserError(no_rows(spec))
     cause = table["cause"]
     good = cause.is_null().to_numpy()
-    for place in np.flatnonzero(~good).tolist():
-        number = table["number"][place].as_py()
-        tell(number, RowError(f"{spec}:{number}", cause[place].as_py(), table["message"][place].as_py()))
+    for line in np.flatnonzero(~good).tolist():
+        number = table["number"][line].as_py()
+        tell(number, RowError(f"{spec}:{number}", cause[line].as_py(), table["message"][line].as_py()))
     if keep is not None:
         good &= np.fromiter(map(keep, table["number"].to_numpy().tolist()), bool, len(table))
     return CheckedRows(table, spec, access, form, np.flatnonzero(good))

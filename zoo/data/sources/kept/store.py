@@ -59,24 +59,24 @@ def kept_table(
     if folder is not None and sum(os.stat(file).st_size for file in files) >= least:
         key = hashlib.blake2b(repr((settings, schema.names, code_digest())).encode(), digest_size=8).hexdigest()
         path = hashlib.blake2b(os.fsencode(files[0].absolute()), digest_size=8).hexdigest()
-        place = folder / f"{path}.{key}.arrow"
-        table = _kept(place, files, by_content)
+        arrow = folder / f"{path}.{key}.arrow"
+        table = _kept(arrow, files, by_content)
         if table is None:
-            with contextlib.suppress(OSError), _alone(place):
-                table = _kept(place, files, by_content)  # who was alone before may have made it
+            with contextlib.suppress(OSError), _alone(arrow):
+                table = _kept(arrow, files, by_content)  # who was alone before may have made it
                 if table is None:
-                    _write(place, files, schema, batches, by_content)
-                    table = _kept(place, files, by_content)
+                    _write(arrow, files, schema, batches, by_content)
+                    table = _kept(arrow, files, by_content)
         with contextlib.suppress(OSError):
-            os.utime(place)  # it is in use
+            os.utime(arrow)  # it is in use
     return pa.Table.from_batches(batches(), schema) if table is None else table
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Inside the block no other process makes the table of a place; OSError where nothing can be written there."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    path = place.with_suffix(".lock")
+def _alone(arrow: Path) -> Iterator[None]:
+    """Inside the block no other process writes this Arrow file; OSError where nothing can be written there."""
+    arrow.parent.mkdir(parents=True, exist_ok=True)
+    path = arrow.with_suffix(".lock")
     with path.open("ab") as lock:
         try:
             with contextlib.suppress(OSError):  # there are no locks here
@@ -86,9 +86,9 @@ def _alone(place: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _kept(place: Path, files: Sequence[Path], by_content: bool) -> Table | None:
-    """The table that lies at a place; None where there is none, or another file's, or a broken one."""
-    table = read_whole(place)
+def _kept(arrow: Path, files: Sequence[Path], by_content: bool) -> Table | None:
+    """The table of an Arrow file; None where there is none, or another file's, or a broken one."""
+    table = read_whole(arrow)
     if table is None:
         return None
     origin = line_of_json((table.schema.metadata or {}).get(ORIGIN, b"")) or {}
@@ -102,12 +102,12 @@ def _kept(place: Path, files: Sequence[Path], by_content: bool) -> Table | None:
     return table if known else None
 
 
-def read_whole(place: Path) -> Table | None:
+def read_whole(arrow: Path) -> Table | None:
     """The table of an Arrow file, mapped into memory; None where there is none, or a broken one."""
     import pyarrow as pa
 
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(place))).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
         table.validate(full=True)
     except (OSError, ValueError):  # Arrow's errors are ValueErrors
         return None
@@ -115,9 +115,9 @@ def read_whole(place: Path) -> Table | None:
 
 
 def _write(
-    place: Path, files: Sequence[Path], schema: Schema, batches: Callable[[], Iterable[RecordBatch]], by_content: bool
+    arrow: Path, files: Sequence[Path], schema: Schema, batches: Callable[[], Iterable[RecordBatch]], by_content: bool
 ) -> None:
-    """Make a table at a place, whole or not at all; OSError where the place takes none."""
+    """Write a table to an Arrow file, whole or not at all; OSError where the folder takes none."""
     sizes, times = _state(files)
     if by_content and any(file_clock(files[0].parent) - max(of_file) / 1e9 < YOUNG for of_file in times):
         times = []  # its content alone says whether it is the same
@@ -126,11 +126,11 @@ def _write(
     def is_same() -> bool:
         return _state(files)[0] == sizes and (not by_content or _content(files) == origin["content"])
 
-    write_whole(place, schema.with_metadata({ORIGIN: json.dumps(origin)}), batches(), is_same)
+    write_whole(arrow, schema.with_metadata({ORIGIN: json.dumps(origin)}), batches(), is_same)
 
 
 def write_whole(
-    place: Path, schema: Schema, batches: Iterable[RecordBatch], is_valid: Callable[[], bool] = lambda: True
+    arrow: Path, schema: Schema, batches: Iterable[RecordBatch], is_valid: Callable[[], bool] = lambda: True
 ) -> None:
     """Write an Arrow file, whole or not at all, and remove what was not used for long beside it; OSError where that can't be.
 
@@ -138,21 +138,21 @@ def write_whole(
     """
     import pyarrow as pa
 
-    place.parent.mkdir(parents=True, exist_ok=True)
-    now = file_clock(place.parent)
-    for other in place.parent.iterdir():
+    arrow.parent.mkdir(parents=True, exist_ok=True)
+    now = file_clock(arrow.parent)
+    for other in arrow.parent.iterdir():
         with contextlib.suppress(OSError):
             if now - other.stat().st_mtime > UNUSED_DAYS * 86_400:
                 other.unlink()
-    partial = place.with_name(f"{place.name}.{secrets.token_hex(4)}.partial")
+    partial = arrow.with_name(f"{arrow.name}.{secrets.token_hex(4)}.partial")
     try:
         with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         sync(partial)
         if is_valid():
-            os.replace(partial, place)
-            sync_names(place.parent)
+            os.replace(partial, arrow)
+            sync_names(arrow.parent)
     finally:
         partial.unlink(missing_ok=True)
 
