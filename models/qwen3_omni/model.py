@@ -30,9 +30,9 @@ class Qwen3OmniModel(OmniModel):
     """Queries and keys are normed in each head; features from within the vision tower are added to the decoder's layers."""
 
     def __init__(self, config: Qwen3OmniConfig, recipe: Recipe, stage: Stage) -> None:
-        """With a `talker` where the recipe trains it."""
+        """With a `talker` where the recipe trains it and the model has one, which `Processor.train_speech` sees to in a run."""
         super().__init__(config, recipe, stage)
-        if recipe.train.speech_loss:
+        if recipe.train.speech_loss and config.talker is not None:
             talker = config.checked_talker()
             self.accepted, self.talker = int(talker.hf.accept_hidden_layer), Talker(talker, recipe)
 

@@ -1,5 +1,6 @@
 """Greedy answers of zoo's models, several prompts at once and with a cache, are transformers' `generate`, token by token."""
 
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ def test_log_probabilities_of_drawn_answers_are_those_of_transformers(asked: Ask
     assert answers.tokens == anew.tokens
     assert len({tuple(tokens) for tokens in answers.tokens[:3]}) > 1, "answers to a prompt are drawn apart"
     for at in range(0, len(answers.tokens), 2):
-        wanted = asked.wanted_logprobs(at // 3, answers.tokens[at], 0.7)
+        media = asked.zoo.assembly.processor.media_ids  # transformers takes one that is drawn for a further medium
+        tokens = [*takewhile(lambda token, media=media: token not in media, answers.tokens[at])]
+        if not tokens:
+            continue
+        wanted = asked.wanted_logprobs(at // 3, tokens, 0.7)
         for found in (answers, anew):
-            torch.testing.assert_close(torch.tensor(found.logprobs[at]), wanted, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(found.logprobs[at][: len(tokens)]), wanted, rtol=0, atol=1e-5)

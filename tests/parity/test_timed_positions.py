@@ -157,7 +157,7 @@ def wanted(hf: Any, ids: Tensor, media: dict[str, Tensor], spoken: bool) -> Tens
 def found(zoo: Zoo, ids: Tensor, media: dict[str, Tensor]) -> Tensor:
     """(3, L) of zoo, every medium of the row used up."""
     step = zoo.step()
-    cursor: MediaCursor = step._cursor(media)
+    cursor: MediaCursor = step._cursor(media, step._tokens())
     positions = sample_positions(ids, step._tokens(), cursor)
     cursor.finish()
     return positions

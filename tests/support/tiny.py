@@ -137,7 +137,7 @@ def load_plain(folder: Path) -> Any:
     """transformers' model of a checkpoint: evaluation mode, fp32, its plainest experts and attention."""
     import transformers
 
-    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]  # a server's name may follow
     plain = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     return getattr(transformers, name).from_pretrained(folder, **plain).eval()
 

@@ -236,9 +236,10 @@ class Bridge:
         return Resolution(whole, passed_through, source, problems, buffers, doubles)
 
     def has_optional(self, hf_names: Collection[str]) -> bool:
-        """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
+        """Whether a tensor that a rule maps is of a part that a model may be built without; False where there is no such part."""
         published, _ = self._translate(hf_names)
-        return any(part.fullmatch(name) for part in self._optional_regex for name in published)
+        optional = (name for name in published if any(part.fullmatch(name) for part in self._optional_regex))
+        return any(regex.fullmatch(name) for name in optional for regex, _ in self._hf_regex)
 
     def _tied_to(self, hf_name: str) -> str:
         """The published name that a tied model has in the place of this one; empty where it has none."""

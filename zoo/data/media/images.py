@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import IO
+
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from zoo.data.errors import corrupt_media
 
@@ -68,3 +70,12 @@ def _check_range(brightest: int, source: object) -> None:
         seen = f"it has 16 bits a channel, of which 65535 is white, and its brightest pixel has {brightest}"
         advice = "it would be nearly black. Scale it to 16 bits (12 bits: times 16), or save it with 8"
         raise corrupt_media(source, "image", f"{seen}, as data of 12 bits or fewer have: {advice}")
+
+
+def oddities_of(image: Image.Image | IO[bytes]) -> set[str]:
+    """What an image, or the header of a file, has that readers treat in ways of their own."""
+    opened = image if isinstance(image, Image.Image) else Image.open(image)
+    deep = opened.mode.startswith("I") or ";16" in str(getattr(opened, "tile", ""))
+    turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    seen = {"16 bits a channel": deep, "an orientation": turned, "transparent pixels": opened.has_transparency_data}
+    return {name for name, is_there in seen.items() if is_there}

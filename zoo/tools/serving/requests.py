@@ -9,8 +9,7 @@ import mimetypes
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from PIL import ExifTags, Image
-
+from zoo.data.media.images import oddities_of
 from zoo.data.media.opening import open_binary
 from zoo.data.processors.chat import chat_messages, with_thoughts
 from zoo.data.sources.references import AudioSamples, FrameList, Medium, OpenImage, settings_of_medium, without_settings
@@ -71,18 +70,11 @@ def read_otherwise(row: Row) -> list[str]:
     for medium in row.images:
         opened = row.opened(without_settings(medium))
         if isinstance(opened, OpenImage):
-            oddities |= _oddities(opened.image)
+            oddities |= oddities_of(opened.image)
         elif not isinstance(opened, AudioSamples | FrameList):
             with open_binary(opened) as file:
-                oddities |= _oddities(Image.open(file))
+                oddities |= oddities_of(file)
     return sorted(oddities)
-
-
-def _oddities(image: Image.Image) -> set[str]:
-    deep = image.mode.startswith("I") or ";16" in str(getattr(image, "tile", ""))
-    turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-    seen = {"16 bits a channel": deep, "an orientation": turned, "transparent pixels": image.has_transparency_data}
-    return {name for name, is_there in seen.items() if is_there}
 
 
 def question_of(request: JsonObject) -> JsonObject:
