@@ -31,7 +31,7 @@ class SpeechCodes:
 
     @classmethod
     def from_config(cls, whole: Any) -> SpeechCodes:
-        """Of a `transformers.Qwen3OmniMoeConfig` that speaks."""
+        """Read the ids of a `transformers.Qwen3OmniMoeConfig` that speaks."""
         talker = whole.talker_config
         residual = talker.code_predictor_config.vocab_size
         first = min(residual, whole.code2wav_config.codebook_size, talker.text_config.vocab_size)

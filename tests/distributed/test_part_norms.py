@@ -24,7 +24,7 @@ PARTS = {
 
 
 def norms(pool: Pool, folder: Path, recipe: str, ranks: int, keys: tuple[str, ...]) -> list[dict[str, float]]:
-    """Of each step, `grad_norm` and those of the parts."""
+    """`grad_norm` of each step, and those of the parts."""
     done: Any = pool.run(ranks, rank_tasks.train, (*COMMON, *keys, f"run.dir={folder}"), recipe, "tiny", timeout=600.0)
     return [{name: step[name] for name in step if name.startswith("grad_norm")} for step in done[0]["steps"]]
 

@@ -77,7 +77,7 @@ def test_packed_rows(packing: dict, pair: Pair) -> None:
 
 @pytest.mark.parametrize("layout", ["one by one", "packed", "padded between rows", "backwards", "recomputed"])
 def test_every_gradient(layout: str, pair: Pair) -> None:
-    """Of the loss that zoo trains: first codes and ends, and 0.3 times the mean of each frame's residual codes."""
+    """Gradients of the loss that zoo trains: first codes and ends, and 0.3 times the mean of each frame's residual codes."""
     rows, zoo = list(pair.rows.values()), pair.zoo
     if layout == "recomputed":
         zoo = Zoo.load(pair.folder, zoo.world, *TALKS, "engine.recompute=full")
@@ -102,7 +102,7 @@ def test_every_gradient(layout: str, pair: Pair) -> None:
 
 @pytest.mark.parametrize("packing", [{}, {"align": 4}], ids=str)
 def test_metrics_of_each_row(packing: dict, pair: Pair) -> None:
-    """Of a step and of an evaluation: sums over first codes, frames and rows."""
+    """Metrics of a step and of an evaluation: sums over first codes, frames and rows."""
     step, rows = pair.zoo.step(**packing), list(pair.rows.values())
     with torch.no_grad():
         output, loss = step(iter([packed_batch(pair.samples)]), pair.zoo.model, loss_scale=1.0, evaluate=True)

@@ -12,7 +12,7 @@ SMALLEST_STD = 1e-4  # added to the standard deviation, as TRL does; papers add 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of P groups of G answers, on the CPU.
+    """Values of P groups of G answers, on the CPU.
 
     Attributes:
         values: (P, G) float64 advantages.

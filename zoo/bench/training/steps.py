@@ -87,7 +87,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.steps: list[JsonObject] = []
-        self.main = False  # nothing is told
+        self.main = False  # nothing is printed
 
     def step(self, metrics: JsonObject, save: object = None) -> None:
         """Keep the metrics of a step."""

@@ -2,7 +2,7 @@
 
 They lie in the cache folder (not beside the data, where a stranger's could lie too); where that can't be written to, in memory. A
 table is written under another name, and gets its own once it is whole and on the disk: what is cut off is never read. It says of
-which files it was made, and its name of which settings and code. Of several processes one writes, and the others wait for it;
+which files it was made, and its name of which settings and code. One of several processes writes, and the others wait for it;
 where the file system has no locks each writes, and the last one stays.
 """
 
