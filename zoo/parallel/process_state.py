@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-_LOGGERS = ("", "megatron", "torch.utils.cpp_extension")
+# First words of what loggers say in vain: megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU
+# to report; transformers does not know `mrope_section` in the config of a talker, which zoo checks itself.
+_UNSAID = {
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "transformers.modeling_rope_utils": "Unrecognized keys in `rope_parameters`",
+}
+_LOGGERS = ("", "megatron", *_UNSAID)
 
 
 @contextmanager
@@ -55,14 +61,14 @@ def quiet() -> None:
     # megatron-core calls functions of torch.distributed by names that torch 2.14 has new ones for.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU to report.
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    if _no_toolkit not in logger.filters:
-        logger.addFilter(_no_toolkit)
+    for name in _UNSAID:
+        logger = logging.getLogger(name)
+        if _is_said not in logger.filters:
+            logger.addFilter(_is_said)
 
 
-def _no_toolkit(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("No CUDA runtime is found")
+def _is_said(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_UNSAID[record.name])
 
 
 def _saved[T](read: Callable[[], T], put_back: Callable[[T], object]) -> Callable[[], object]:

@@ -215,10 +215,10 @@ def test_a_node_passes_a_signal_on_and_waits_for_the_save() -> None:
 def test_a_container_and_a_mounted_store_in_a_batch_script() -> None:
     """What SLURM would be asked for; `rclone` and `srun` write down how they are called."""
     text = TEMPLATES["--slurm-template"][0](job("run.dir=mnt/x", "run.stage=/local/stage")).read_text()
-    shown = 'for word; do echo -n "${word@Q} "; done >> calls; echo >> calls'
+    shown = 'line=; for word; do line+="${word@Q} "; done; echo "$line" >> calls'  # tasks write side by side
     tool("srun", f'{shown}\nwhile [[ $1 == --* ]]; do shift; done\n[[ $1 == rclone ]] && exec sleep 60\nexec "$@"')
     tool("zoo", "exit 0")
-    tool("mountpoint", "exit 0")
+    tool("mountpoint", "grep -q \"'rclone' 'mount'\" calls")
     tool("rclone", "[ -e asked ] || echo '\"uploadsQueued\": 2,'; touch asked")
     filled = text.replace("IMAGE=\n", "IMAGE=reg#zoo:1\n").replace("BUCKET=\n", "BUCKET=s3:b/runs\n")
     assert filled.count("reg#zoo:1") == filled.count("s3:b/runs") == 1
