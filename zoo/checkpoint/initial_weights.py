@@ -23,7 +23,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import part_of
 from zoo.logging import terminal
 from zoo.model import lora
-from zoo.model.build import Assembly, model_dims
+from zoo.model.build import Assembly, build_model, model_dims
 from zoo.parallel.world import World, on_all_cores
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ def init_weights(chunks: list[MegatronModule], assembly: Assembly, recipe: Recip
         return
     terminal.set_status("drawing random weights")
     _draw(chunks, assembly, recipe, world)
+
+
+def load_frozen(assembly: Assembly, recipe: Recipe, world: World) -> list[MegatronModule]:
+    """This rank's chunks of a model that is not trained, with the weights of its source, in evaluation mode."""
+    chunks = build_model(assembly, recipe, world)
+    init_weights(chunks, assembly, recipe, world)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    return chunks
 
 
 def weight_bytes(assembly: Assembly) -> int:

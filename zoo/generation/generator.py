@@ -24,7 +24,7 @@ from zoo.parallel.world import World, open_world
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.module import MegatronModule
+    pass
 
 
 @dataclass(frozen=True)
@@ -123,22 +123,13 @@ class Generator:
         raise UserError(f"no row can be used ({self.bad_rows.summary()})")
 
 
-def load_model(recipe: Recipe, world: World) -> tuple[build.Assembly, list[MegatronModule]]:
-    """The model that a recipe's `model.init` names, and this rank's chunks of it, in evaluation mode."""
-    assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, world)
-    initial_weights.init_weights(chunks, assembly, recipe, world)
-    for chunk in chunks:
-        chunk.eval()
-    return assembly, chunks
-
-
 @contextmanager
 def load_generator(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Generator]:
     """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
     with open_world(recipe) as world:
         recipe = validate(recipe, world.size)
-        assembly, chunks = load_model(recipe, world)
+        assembly = build.assemble(recipe)
+        chunks = initial_weights.load_frozen(assembly, recipe, world)
         ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
         decoding = Decoding(assembly, chunks, recipe, world, sampling, ends, cached)
         yield Generator(decoding, batch, BadRows(recipe.data))

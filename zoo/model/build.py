@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from zoo.data.processors.processor import Processor
     from zoo.steps.packed_step import PackedStep
-    from zoo.types import JsonMapping
+    from zoo.types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -257,17 +258,41 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     return step
 
 
-def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
-    """The recipe for another model of its family, with that one's weights: a reference, or a teacher."""
-    changes = {
-        "model.init": init,
-        "model.arch": {},
-        "model.resize_embeddings": False,
-        "lora.rank": 0,
-        "lora.init": None,
-    }
-    changes |= {"parallel.stage_layers": [], "train.reference": "start", "distill.teacher": None}
-    return validate(recipe.replace(changes), world.size)
+OTHER_MODEL: JsonObject = {
+    "model.arch": {},
+    "model.resize_embeddings": False,
+    "lora.rank": 0,
+    "lora.init": None,
+    "parallel.stage_layers": [],
+    "train.reference": "start",
+    "distill.teacher": None,
+}
+"""Keys of a recipe that speak of its own model."""
+
+
+def assemble_other(
+    recipe: Recipe, key: str, tokens: int, world: World, changes: JsonMapping | None = None, *, larger: bool = False
+) -> tuple[Recipe, Assembly]:
+    """A second model of the recipe's family, with its weights: a reference, a teacher, or a reward model.
+
+    Args:
+        key: of the recipe, which names the weights.
+        tokens: vocabulary of the model in training.
+        changes: further keys of the second model's recipe.
+        larger: whether its vocabulary may be larger.
+
+    Raises:
+        UserError: the key names no weights, or those of a model with another vocabulary.
+    """
+    init = attrgetter(key)(recipe)
+    recipe = validate(recipe.replace(OTHER_MODEL | dict(changes or {}) | {"model.init": init}), world.size)
+    assembly = assemble(recipe)
+    size = assembly.config.text.vocab_size
+    if size < tokens or (size > tokens and not larger):
+        raise UserError(
+            f"{key}={init}: a vocabulary of {size:,} tokens, and the model in training has {tokens:,}; wanted a model of the same tokens"
+        )
+    return recipe, assembly
 
 
 def distillation_loss(recipe: Recipe) -> DistillationLoss | None:

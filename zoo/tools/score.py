@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zoo.checkpoint import initial_weights
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.sample import MicroBatch
-from zoo.generation.generator import gather_rows, load_model
+from zoo.generation.generator import gather_rows
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
 from zoo.logging.result import Model
@@ -77,7 +78,8 @@ def score_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
     """`score` on this rank, for the rows of data.eval; returns all results on every rank."""
     with open_world(recipe) as world:
         recipe = validate(recipe, world.size)
-        assembly, chunks = load_model(recipe, world)
+        assembly = build.assemble(recipe)
+        chunks = initial_weights.load_frozen(assembly, recipe, world)
         step = build.build_step(assembly, recipe, world)
         source = open_asked(recipe, assembly.processor, options["max_rows"])
         kept = KeptRows(options.get("kept"), world)

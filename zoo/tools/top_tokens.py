@@ -92,10 +92,7 @@ def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
             raise UserError("a stream has no end to write a teacher's tokens up to; read the rows as a table")
         settings = _made_by(recipe, assembly, source)
         writer = agreed(lambda: TokenWriter(Path(out), settings))
-        chunks = build.build_model(assembly, recipe, world)
-        initial_weights.init_weights(chunks, assembly, recipe, world)
-        for chunk in chunks:
-            chunk.eval()
+        chunks = initial_weights.load_frozen(assembly, recipe, world)
         step = build.build_step(assembly, recipe, world)
         missing = [number for number in range(writer.count) if not writer.has(number)]
         for number in missing:

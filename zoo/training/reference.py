@@ -76,14 +76,8 @@ class Reference:
             return cls(recipe, assembly, world, expanded(source), other_model=False, users_file=True)
         other = source != START
         if other:
-            recipe = build.with_other_model(recipe, source, world)
-            ours, assembly = assembly, build.assemble(recipe)
-            sizes = [model.config.text.vocab_size for model in (ours, assembly)]
-            if sizes[1] < sizes[0]:
-                raise UserError(
-                    f"train.reference={source}: an embedding of {sizes[1]:,} rows, and the model's has {sizes[0]:,}; wanted a reference of the "
-                    "same tokens, or train.reference=start"
-                )
+            tokens = assembly.config.text.vocab_size
+            recipe, assembly = build.assemble_other(recipe, "train.reference", tokens, world, larger=True)
         return cls(recipe, assembly, world, folder / FILE, other_model=other, users_file=False)
 
     def read(self, data: RunData, rows: KnownRows, tick: Callable[[], None]) -> bool:
@@ -114,8 +108,7 @@ class Reference:
                 f"{FILE} of a run on the same data.train and data.eval"
             )
         if self.other_model and not self.logprobs:  # which is in memory for as long
-            chunks = build.build_model(self.assembly, self.recipe, self.world)
-            initial_weights.init_weights(chunks, self.assembly, self.recipe, self.world)
+            chunks = initial_weights.load_frozen(self.assembly, self.recipe, self.world)
             self.compute(data, build.build_step(self.assembly, self.recipe, self.world), chunks, tick)
         return bool(self.logprobs)
 

@@ -59,10 +59,7 @@ def connect(
         passes.append(PolicyLogprobs("reference", step, chunks, world, trained.adapters))
     elif rl.reference == "initial":
         first = build.assemble(recipe, assembly.source)
-        copies = build.build_model(first, recipe, world)
-        initial_weights.init_weights(copies, first, recipe, world)
-        for copy in copies:
-            copy.requires_grad_(False)
+        copies = initial_weights.load_frozen(first, recipe, world)
         passes.append(PolicyLogprobs("reference", step, copies, world))
     answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group, reward_model)
     loader.connect(Connections(engine, rewards, passes, replay, tick, answerer, reward_model))

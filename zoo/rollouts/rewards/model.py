@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 type Logprobs = Callable[[PackedStep, Sequence[MegatronModule], MicroBatch, World], Tensor | None]
 """`zoo.training.evaluation.token_logprobs`."""
 
+SCORING = {
+    "rl.algorithm": None, "rl.reference": None, "rl.reward_model": None, "train.keep_best": None, "train.loss": "reward"
+}  # fmt: skip
 STAND_INS = ("x", "y")  # answers of one token that differ
 
 
@@ -59,20 +62,11 @@ class RewardModel:
                 "ForSequenceClassification of Hugging Face"
             )
         self.world, self.group, self.logprobs, self.align = world, group, logprobs, recipe.packing.align or 1
-        changes = {"rl.algorithm": None, "rl.reference": None, "rl.reward_model": None, "train.keep_best": None}
-        recipe = build.with_other_model(recipe.replace({**changes, "train.loss": "reward"}), folder, world)
-        theirs = build.assemble(recipe)
-        sizes = [a.config.text.vocab_size for a in (assembly, theirs)]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"rl.reward_model={folder}: a vocabulary of {sizes[1]:,} tokens, and the model in training has {sizes[0]:,}; wanted a "
-                "reward model of the same tokens"
-            )
+        recipe, theirs = build.assemble_other(
+            recipe, "rl.reward_model", assembly.config.text.vocab_size, world, SCORING
+        )
         self.recipe, self.processor = recipe, theirs.processor
-        self.chunks: list[MegatronModule] = build.build_model(theirs, recipe, world)
-        initial_weights.init_weights(self.chunks, theirs, recipe, world)
-        for chunk in self.chunks:
-            chunk.eval().requires_grad_(False)
+        self.chunks = initial_weights.load_frozen(theirs, recipe, world)
         self.step = build.build_step(theirs, recipe, world)
         self.closing = closing_tokens(self.processor)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from zoo.checkpoint import initial_weights
 from zoo.config.schema import Recipe
 from zoo.data.sample import MicroBatch
-from zoo.errors import UserError
 from zoo.model import build
 from zoo.nn.head import DistillationInputs, TopK, TopTokens
 from zoo.parallel.world import World
@@ -32,21 +31,9 @@ class Teacher:
         Raises:
             UserError: `distill.teacher` names no weights, or those of a model with another vocabulary.
         """
-        settings, self.world = recipe.distill, world
-        assert settings.teacher is not None
-        self.top_k, self.temperature = settings.top_k, settings.temperature
-        recipe = build.with_other_model(recipe, settings.teacher, world)
-        theirs = build.assemble(recipe)
-        sizes = [a.config.text.vocab_size for a in (assembly, theirs)]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"distill.teacher={settings.teacher}: a vocabulary of {sizes[1]:,} tokens, and the student's has {sizes[0]:,}; wanted a "
-                "teacher of the same tokens"
-            )
-        self.chunks = build.build_model(theirs, recipe, world)
-        initial_weights.init_weights(self.chunks, theirs, recipe, world)
-        for chunk in self.chunks:
-            chunk.eval().requires_grad_(False)
+        self.top_k, self.temperature, self.world = recipe.distill.top_k, recipe.distill.temperature, world
+        recipe, theirs = build.assemble_other(recipe, "distill.teacher", assembly.config.text.vocab_size, world)
+        self.chunks = initial_weights.load_frozen(theirs, recipe, world)
         self.step = build.build_step(theirs, recipe, world)
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
