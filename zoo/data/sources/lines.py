@@ -297,7 +297,7 @@ def json_value(data: bytes) -> object:
         raise bad_row(f"the line is over {LINE_MB} MiB; put media into files of their own.", "bad_json")
     try:
         text = data.decode("utf-8-sig").strip()
-        value: object = json.loads(text, object_pairs_hook=_once)
+        value: object = _DECODER.decode(text)
     except RecursionError as error:
         raise bad_row("broken JSON: it is nested too deeply.", "bad_json") from error
     except json.JSONDecodeError as error:
@@ -317,3 +317,6 @@ def _once(pairs: list[tuple[str, object]]) -> JsonObject:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {shown(twice)!r} is there twice")
     return item
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from zoo.data.errors import bad_row
@@ -14,6 +15,7 @@ PLAIN = {"role", "content"}
 OPTIONAL = {"weight", "name", "tool_calls"}  # keys of a message
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Message(NamedTuple):
@@ -133,4 +135,4 @@ def typed[T, D](item: JsonObject, key: str, kind: type[T], default: D) -> T | D:
 
 def is_torn(text: str) -> bool:
     """Whether a text holds half of a surrogate pair."""
-    return not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text)
+    return not text.isascii() and _SURROGATE.search(text) is not None
