@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError
 from zoo.nn.config_checks import check_decoder
-from zoo.nn.family import FamilyConfig, OmniConfig
+from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
 from zoo.packing.cost import TowerCost
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class TalkerConfig(FamilyConfig):
+class Qwen3TalkerConfig(TalkerConfig):
     """The `talker_config` of a whole model; `text` is its decoder, which has experts in every layer."""
 
     title = "Qwen3-Omni's talker"
+    width = "thinker_hidden_size"
     traits = ("qk_norm",)
     further = ("head_dim", "shared_expert_intermediate_size")
     mrope_section = (24, 20, 20)
@@ -86,10 +87,11 @@ class PredictorConfig(FamilyConfig):
         return "talker_config.code_predictor_config."
 
 
-class Qwen3OmniConfig(OmniConfig):
+class Qwen3OmniConfig(SpeakingConfig):
     """A `transformers.Qwen3OmniMoeConfig`: the thinker, and the talker where the whole model has one."""
 
     title = "Qwen3-Omni"
+    talks = Qwen3TalkerConfig
     kinds = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
     traits = ("qk_norm",)
     mrope_section = (24, 20, 20)
@@ -98,24 +100,10 @@ class Qwen3OmniConfig(OmniConfig):
         """UserError for an audio tower that transformers can't build, or whose clips can't be cut into its windows."""
         check_audio(self.thinker.audio_config, "max_source_positions")
 
-    @cached_property
-    def talker(self) -> TalkerConfig | None:
-        """The talker's config; None where the model does not speak."""
-        return TalkerConfig(self.hf.talker_config) if self.hf.enable_audio_output else None
-
-    def checked_talker(self) -> TalkerConfig:
-        """The config of a talker to be trained; UserError where there is none, or for what is not built of it."""
-        talker = self.talker
-        if talker is None:
-            raise UserError(
-                "train.speech_loss: the model has no talker (enable_audio_output of its config.json is false); start from a checkpoint of "
-                "the whole model"
-            )
-        talker.check()
-        if talker.hf.thinker_hidden_size != self.text.hidden_size:
-            raise UserError(
-                f"talker_config.thinker_hidden_size is {talker.hf.thinker_hidden_size}; wanted the thinker's hidden_size {self.text.hidden_size}"
-            )
+    def checked_talker(self) -> Qwen3TalkerConfig:
+        """As every speaking model's, with a layer of the thinker that its talker reads."""
+        talker = super().checked_talker()
+        assert isinstance(talker, Qwen3TalkerConfig)
         if not 0 <= talker.hf.accept_hidden_layer <= self.text.num_hidden_layers:
             raise UserError(
                 f"talker_config.accept_hidden_layer is {talker.hf.accept_hidden_layer}; wanted 0 to {self.text.num_hidden_layers}, the "
@@ -127,6 +115,7 @@ class Qwen3OmniConfig(OmniConfig):
     def further_decoders(self) -> Mapping[str, Any]:
         """The talker's two."""
         talker = self.talker
+        assert isinstance(talker, Qwen3TalkerConfig | None)
         return {} if talker is None else {"talker": talker.text, "code_predictor": talker.predictor.text}
 
     def audio_tokens(self, frames: int) -> int:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zoo.data.errors import RowError
+from zoo.data.media.codes import SpeechCodes
 from zoo.data.processors import audio, vision
 from zoo.data.sample import Sample
-from zoo.data.sources.rows import Row
-from zoo.errors import ConfigError
-from zoo.models.qwen3_omni.speech_codes import SpeechCodes
+from zoo.models.qwen3_omni.speech_codes import Qwen3SpeechCodes
 from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
 from zoo.types import JsonObject
 
@@ -25,11 +23,11 @@ def build_processor(arch_config: PretrainedConfig, source: str | None = None) ->
     n_window = vision.config_field(vision.config_field(thinker, "audio_config"), "n_window")
     audio.check_window(n_window, tokens_of_chunk(2 * n_window))
     hf = audio.OmniProcessor.load(thinker, source, "Qwen3OmniMoeProcessor")
-    speech = SpeechCodes.from_config(arch_config) if getattr(arch_config, "enable_audio_output", False) else None
+    speech = Qwen3SpeechCodes.from_config(arch_config) if getattr(arch_config, "enable_audio_output", False) else None
     return Qwen3OmniProcessor(hf, n_window, vision.config_field(thinker, "position_id_per_seconds"), speech)
 
 
-class Qwen3OmniProcessor(audio.OmniProcessor):
+class Qwen3OmniProcessor(audio.SpeakingProcessor):
     """`Processor` around transformers' Qwen3OmniMoeProcessor.
 
     Args:
@@ -43,25 +41,8 @@ class Qwen3OmniProcessor(audio.OmniProcessor):
         self, hf: ProcessorMixin, n_window: int, position_id_per_seconds: float, speech: SpeechCodes | None = None
     ) -> None:
         clock = {"position_id_per_seconds": position_id_per_seconds}
-        super().__init__(hf, partial(audio_tokens, n_window=n_window), clock)
-        self.n_window, self.speech, self.speaks = n_window, speech, False
-
-    def train_speech(self) -> None:
-        """Have every row spoken from here on; ConfigError where the checkpoint has no talker."""
-        if self.speech is None:
-            raise ConfigError("train.speech_loss: the model has no talker; start from a checkpoint of the whole model.")
-        self.speaks = True
-
-    def encode_both(self, row: Row, **options: Any) -> tuple[Sample, JsonObject]:
-        """As every processor's; where a talker is trained, RowError for codes, a speaker or an answer that it does not take as well."""
-        sample, features = super().encode_both(row, **options)
-        if not self.speaks:
-            return sample, features
-        assert self.speech is not None
-        try:
-            return self.speech.add(row, sample), features
-        except ValueError as error:
-            raise RowError(row.source, "speech", f"the row's speech can't be learnt: {error}.") from error
+        super().__init__(hf, partial(audio_tokens, n_window=n_window), clock, speech)
+        self.n_window = n_window
 
     def audio_options(self, sounds: Sequence[Any]) -> JsonObject:
         """The chunks that tokens are counted by."""

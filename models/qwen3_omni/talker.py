@@ -16,14 +16,12 @@ from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import Decoder
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.head import cross_entropy, most_likely
-from zoo.nn.inputs import Stage, Vocabulary
-from zoo.nn.multimodal import MultimodalModel
+from zoo.nn.inputs import Speech, Stage, Vocabulary
+from zoo.nn.vision_language import Talker
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
-    from zoo.models.qwen3_omni.config import PredictorConfig, TalkerConfig
-    from zoo.models.qwen3_omni.speech import Speech
+    from zoo.models.qwen3_omni.config import PredictorConfig, Qwen3TalkerConfig
 
 
 class CodePredictor(MegatronModule):
@@ -67,10 +65,10 @@ class CodePredictor(MegatronModule):
         return torch.stack([table(codes) for table, codes in zip(self.embeddings, frames.T[1:], strict=True)])
 
 
-class Talker(MultimodalModel):
-    """The decoder over a row's text and codes; `embedding` and `output_layer` are of the first codebook."""
+class Qwen3Talker(Talker):
+    """A decoder with experts, and the code predictor."""
 
-    def __init__(self, config: TalkerConfig, recipe: Recipe) -> None:
+    def __init__(self, config: Qwen3TalkerConfig, recipe: Recipe) -> None:
         super().__init__(
             transformer_config(config.text, recipe, qk_norm=True),
             vocabulary=Vocabulary(config.text.vocab_size),
@@ -83,26 +81,12 @@ class Talker(MultimodalModel):
         self.hidden_projection = Qwen3OmniMoeTalkerResizeMLP(config.hf)
         self.code_predictor = CodePredictor(config.predictor, recipe)
 
-    def losses(self, embedded: Tensor, states: Tensor, speech: Speech, *, count_correct: bool = False) -> Tensor:
-        """Negative log likelihoods (F + S + F (codebooks - 1),) fp32: of first codes and ends, then of each frame's residual codes.
-
-        Args:
-            embedded: (T + 3, hidden of the thinker) what its first layer reads, and the embeddings of `speech.specials`.
-            states: (T, hidden of the thinker) what its layer `accept_hidden_layer` gives.
-            count_correct: (2, ...), the second row 1.0 where the code was the most likely one.
-        """
-        first, residual = self.logits(embedded, states, speech, speech.label_rows)
-        every = [(first, speech.targets), (residual.transpose(0, 1).flatten(0, 1), speech.frames[:, 1:].flatten())]
-        correct = [most_likely(logits, self.tp_group) == wanted for logits, wanted in every] if count_correct else []
-        losses = torch.cat([cross_entropy(logits, wanted, self.tp_group) for logits, wanted in every])
-        return torch.stack((losses, torch.cat(correct).to(losses.dtype))) if correct else losses
-
     def logits(
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the first code behind each of the talker's `rows`, None: behind all (T', vocabulary); and of residual codes (codebooks - 1, F, vocabulary)."""
+        """As every talker's, whose rows of text are projected before codes are added."""
         hidden = self.text_projection(embedded.index_select(0, speech.text))
-        hidden = hidden.index_copy(0, speech.media, self.hidden_projection(states.index_select(0, speech.seen)))
+        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states.index_select(0, speech.seen)))
         hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
         residual = self.code_predictor.embed(speech.frames)
         hidden = hidden.index_add(0, speech.heard, residual.sum(0).to(hidden.dtype))

@@ -139,7 +139,7 @@ OPTIONS: dict[str, Any] = {"video_fps": 2.0, "max_frames": 8}
 
 
 def test_a_row_as_the_loader_has_it(pair: Pair) -> None:
-    from zoo.models.qwen3_omni.speech_codes import COUNTS, FRAMES, SPEAKERS
+    from zoo.packing.spoken import COUNTS, FRAMES, SPEAKERS
 
     sample = pair.zoo.assembly.processor.encode(spoken_row(), **OPTIONS)
     assert sample.num_labels == sample.label_weight == sample.codes == 10

@@ -95,8 +95,8 @@ def spoken_by(
 ) -> Spoken:
     """The same as zoo's sample."""
     from zoo.data.sample import Sample
-    from zoo.models.qwen3_omni.speech_codes import COUNTS, FRAMES
-    from zoo.models.qwen3_omni.speech_codes import SPEAKERS as CODES
+    from zoo.packing.spoken import COUNTS, FRAMES
+    from zoo.packing.spoken import SPEAKERS as CODES
 
     config = zoo.assembly.config.hf
     speech = {

@@ -262,6 +262,48 @@ class OmniConfig(FamilyConfig, ABC):
         """Embeddings that the audio tower makes of a clip of so many mel frames."""
 
 
+class TalkerConfig(FamilyConfig):
+    """The `talker_config` of a whole model; `text` is its decoder."""
+
+    width: ClassVar[str]  # its key of the thinker's hidden_size
+
+    @property
+    def codebooks(self) -> int:
+        """Codes of a frame."""
+        return 1
+
+
+class SpeakingConfig(OmniConfig):
+    """A transformers config of a whole model: the thinker, and the talker where the whole model has one."""
+
+    talks: ClassVar[type[TalkerConfig]]
+
+    @cached_property
+    def talker(self) -> TalkerConfig | None:
+        """The talker's config; None where the model does not speak."""
+        return self.talks(self.hf.talker_config) if self.hf.enable_audio_output else None
+
+    def checked_talker(self) -> TalkerConfig:
+        """The config of a talker to be trained; UserError where there is none, or for what is not built of it."""
+        talker = self.talker
+        if talker is None:
+            raise UserError(
+                "train.speech_loss: the model has no talker (enable_audio_output of its config.json is false); start from a checkpoint of "
+                "the whole model"
+            )
+        talker.check()
+        if (width := getattr(talker.hf, talker.width)) != self.text.hidden_size:
+            raise UserError(
+                f"talker_config.{talker.width} is {width}; wanted the thinker's hidden_size {self.text.hidden_size}"
+            )
+        return talker
+
+    @property
+    def further_decoders(self) -> Mapping[str, Any]:
+        """The talker's."""
+        return {} if self.talker is None else {"talker": self.talker.text}
+
+
 class WindowedConfig(FamilyConfig):
     """A decoder with sliding and full layers, each kind with its rotary embedding (Gemma 3 and later); norms and embeddings are Gemma's."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.head import DistillationInputs, LabelExchange, TopK
+from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device
 
 type Media = Mapping[str, Any]
@@ -122,3 +123,41 @@ def media_rows(placements: Mapping[str, Placement], encoded: Mapping[str, Encode
     """(N, hidden) embeddings in the order of the placements' rows, one tower after the other."""
     rows = [encoded[name].embeddings.index_select(0, on_device_of(p.source, like)) for name, p in placements.items()]
     return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])
+
+
+@dataclass(frozen=True)
+class Speech:
+    """The talker's packed row of T tokens, of S sequences with F frames in all."""
+
+    layout: PackedLayout
+    positions: Tensor  # (3, 1, T) float32
+    padding_mask: Tensor | None  # (1, T) bool; None where there is no padding
+    specials: Tensor  # (3 S,) int64 the thinker's tokens behind its row: BOS, EOS and PAD of each sequence
+    text: Tensor  # (T,) int64 places in the thinker's row with `specials` behind it
+    stated: Tensor  # (N,) int64 rows that read the thinker's state
+    seen: Tensor  # (N,) int64 places of these in the thinker's row
+    media: Tensor  # (M,) int64 rows that do not read the embedding
+    coded: Tensor  # (C,) int64 rows with a first code
+    codes: Tensor  # (C,) int64 that code
+    heard: Tensor  # (F,) int64 rows that read a frame
+    frames: Tensor  # (F, codebooks) int64
+    label_rows: Tensor  # (F + S,) int64 rows that predict a first code, or the end
+    targets: Tensor  # (F + S,) int64
+    owners: Tensor  # (F + S,) int64 on the host: the sequence of each of these
+
+    def moved(self, move: Callable[[Tensor], Tensor], device: torch.device) -> Speech:
+        """The same on the device, but for `owners`."""
+        tensors = {name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor) and name != "owners"}
+        return replace(self, layout=self.layout.to(device), **tensors)
+
+    @property
+    def asked(self) -> Tensor:
+        """(F,) int64 rows whose states predict a frame."""
+        return self.heard - 1
+
+
+@dataclass(frozen=True)
+class SpokenInputs(ModelInputs):
+    """A call's tensors, with those of the talker where its losses are wanted."""
+
+    speech: Speech | None = None

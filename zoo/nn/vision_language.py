@@ -1,14 +1,16 @@
-"""What families share of their models: a decoder alone, one with a vision tower of transformers, and one with an audio tower too."""
+"""What families share of their models: a decoder alone, one with a vision tower of transformers, one with an audio tower too, and a talker."""
 
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded, Media, Stage, Vocabulary, on_device_of
+from zoo.nn.head import cross_entropy, most_likely
+from zoo.nn.inputs import Encoded, Media, ModelInputs, Speech, Stage, Vocabulary, on_device_of
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 
@@ -95,3 +97,64 @@ class TileModel(VisionLanguageModel):
     def zero_of(self, name: str) -> Tensor | float:
         """The projector is idle when its tower is."""
         return super().zero_of(name) + super().zero_of("projector")
+
+
+class Talker(MultimodalModel):
+    """The decoder over a row's text and codes; `embedding` and `output_layer` are of the first codebook. A family gives `logits`."""
+
+    def losses(self, embedded: Tensor, states: Tensor, speech: Speech, *, count_correct: bool = False) -> Tensor:
+        """Negative log likelihoods (F + S + F (codebooks - 1),) fp32: of first codes and ends, then of each frame's residual codes.
+
+        Args:
+            embedded: (T + 3 S, hidden of the thinker) what its first layer reads, and the embeddings of `speech.specials`.
+            states: (T, hidden of the thinker) what its layer gives that the talker reads.
+            count_correct: (2, ...), the second row 1.0 where the code was the most likely one.
+        """
+        first, residual = self.logits(embedded, states, speech, speech.label_rows)
+        every = [(first, speech.targets)]
+        if residual is not None:
+            every.append((residual.transpose(0, 1).flatten(0, 1), speech.frames[:, 1:].flatten()))
+        correct = [most_likely(logits, self.tp_group) == wanted for logits, wanted in every] if count_correct else []
+        losses = torch.cat([cross_entropy(logits, wanted, self.tp_group) for logits, wanted in every])
+        return torch.stack((losses, torch.cat(correct).to(losses.dtype))) if correct else losses
+
+    def logits(
+        self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the first code behind each of the talker's `rows`, None: behind all (T', vocabulary); and of residual codes
+        (codebooks - 1, F, vocabulary), None where there is one codebook."""
+        raise NotImplementedError
+
+
+class SpeakingModel(OmniModel):
+    """A thinker, with a `talker` where a recipe trains it; a family builds both.
+
+    Attributes:
+        accepted: the thinker's layer whose states the talker reads, as `Decoder.forward` counts `until`; None: what its final norm gives.
+    """
+
+    talker: Talker
+    accepted: int | None = None
+
+    @property
+    def routed_config(self) -> TransformerConfig:
+        """The talker's, where it is trained."""
+        return self.talker.config if hasattr(self, "talker") else self.config
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """With `speech` in the inputs what `Talker.losses` gives; else as the thinker's."""
+        speech: Speech | None = getattr(inputs, "speech", None)
+        if speech is None:
+            return super().forward(inputs)
+        return self.talker.losses(*self.thoughts(inputs, speech), speech, count_correct=inputs.count_correct)
+
+    @torch.no_grad()
+    def thoughts(self, inputs: ModelInputs, speech: Speech) -> tuple[Tensor, Tensor]:
+        """What the talker reads of a thinker that is not trained: embeddings (T + 3 S, hidden) and states (T, hidden)."""
+        embedded, deepstack, _ = self._embed(inputs)
+        states = self.decoder(
+            embedded, self.rotary(inputs.positions), inputs.seq_params, inputs.padding_mask, deepstack,
+            most_tokens=inputs.most_tokens, until=self.accepted,
+        )  # fmt: skip
+        specials = self._embedded(speech.specials[None])
+        return torch.cat((embedded, specials))[:, 0], states[:, 0]

@@ -1,6 +1,10 @@
-"""The codes of a row's speech, out of its npy file."""
+"""The codes of a row's speech: out of its npy file, and held against the checkpoint of a talker."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,9 +12,11 @@ from torch import Tensor
 
 from zoo.data.errors import RowError, corrupt_media
 from zoo.data.media.opening import open_binary
+from zoo.data.sample import Sample
 from zoo.data.sources.formats.speech import MAX_FRAMES, checked_codes
-from zoo.data.sources.references import Blob, MediaFile
+from zoo.data.sources.references import Blob, MediaFile, shown
 from zoo.data.sources.rows import Row
+from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, SpokenRow
 
 MAX_CODES = 64 * MAX_FRAMES  # of a file: more is not read
 
@@ -41,3 +47,56 @@ def load_codes(row: Row) -> Tensor:
         return torch.from_numpy(checked_codes(codes, str(source))).long()
     except RowError as error:
         raise error.at(row.source) from error
+
+
+@dataclass(frozen=True)
+class SpeechCodes(ABC):
+    """What a talker of transformers reads and says.
+
+    limits: codes of each codebook; `generate` says none of the others.
+    speakers: the code or token of each, by names in lower case.
+    """
+
+    limits: tuple[int, ...]
+    speakers: Mapping[str, int]
+
+    @abstractmethod
+    def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
+        """The talker's sequence of a row of tokens (L,), whose last answer is spoken as frames (F, codebooks); ValueError where there is none."""
+
+    def add(self, row: Row, sample: Sample) -> Sample:
+        """The sample with its speech among its media; ValueError for what does not fit the talker, RowError for a bad file."""
+        if row.speech is None:
+            raise ValueError("it has none; give it `speech`, or leave it out")
+        if sample.weights is not None or row.weight != 1:
+            raise ValueError("weights of rows and answers are not built for speech; leave them out")
+        speaker, frames = self.speaker(row.speaker), load_codes(row)
+        if frames.shape[1] != len(self.limits):
+            raise ValueError(
+                f"its frames have {frames.shape[1]} codes; wanted {len(self.limits)}, one of each codebook"
+            )
+        beyond = (frames >= torch.tensor(self.limits)).nonzero()
+        if len(beyond):
+            frame, book = beyond[0].tolist()
+            raise ValueError(
+                f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1} (zoo "
+                "writes beginning, speaker and end itself)"
+            )
+        said = self.row(sample.input_ids, frames, speaker)
+        if not bool((said.text[-len(frames) :] == EOS).any()):
+            raise ValueError(
+                f"it has {len(frames)} frames, fewer than the answer has tokens: the talker reads one a frame, and would never read the rest"
+            )
+        media = {FRAMES: frames, COUNTS: torch.tensor([len(frames)]), SPEAKERS: torch.tensor([speaker])}
+        return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1)
+
+    def speaker(self, name: str) -> int:
+        """The code or token of a speaker; of the only one where none is named."""
+        known = ", ".join(sorted(self.speakers)) or "none"
+        if not name:
+            if len(self.speakers) == 1:
+                return next(iter(self.speakers.values()))
+            raise ValueError(f"it has no speaker; the checkpoint has {known}")
+        if name.lower() not in self.speakers:
+            raise ValueError(f"speaker {shown(name)} is not in the checkpoint, which has {known}")
+        return self.speakers[name.lower()]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zoo.config.entries import MediaLimits, PixelLimits
 from zoo.data.errors import RowError
+from zoo.data.media.codes import SpeechCodes
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
@@ -26,6 +27,7 @@ from zoo.data.processors.processor import ArchConfig, CallArguments, Features, a
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
+from zoo.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -291,3 +293,39 @@ class OmniProcessor(vision.PatchProcessor):
     def mel_frames(self, samples: Sequence[int]) -> list[int]:
         """Mel frames of a row's sounds with so many samples."""
         return mel_frames(samples, self.hf.feature_extractor.hop_length)
+
+
+class SpeakingProcessor(OmniProcessor):
+    """`Processor` around that of a thinker whose whole model may have a talker.
+
+    Args:
+        hf, audio_tokens, clock: as `OmniProcessor` has them.
+        speech: what the talker reads and says; None: there is none.
+    """
+
+    def __init__(
+        self,
+        hf: ProcessorMixin,
+        audio_tokens: Callable[[int], int],
+        clock: Mapping[str, float],
+        speech: SpeechCodes | None = None,
+    ) -> None:
+        super().__init__(hf, audio_tokens, clock)
+        self.speech, self.speaks = speech, False
+
+    def train_speech(self) -> None:
+        """Have every row spoken from here on; ConfigError where the checkpoint has no talker."""
+        if self.speech is None:
+            raise ConfigError("train.speech_loss: the model has no talker; start from a checkpoint of the whole model.")
+        self.speaks = True
+
+    def encode_both(self, row: Row, **options: Any) -> tuple[Sample, JsonObject]:
+        """As every processor's; where a talker is trained, RowError for codes, a speaker or an answer that it does not take as well."""
+        sample, features = super().encode_both(row, **options)
+        if not self.speaks:
+            return sample, features
+        assert self.speech is not None
+        try:
+            return self.speech.add(row, sample), features
+        except ValueError as error:
+            raise RowError(row.source, "speech", f"the row's speech can't be learnt: {error}.") from error

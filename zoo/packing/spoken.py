@@ -1,0 +1,28 @@
+"""A talker's sequence of one row, on the host, and the names of a spoken row's media tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+FRAMES, COUNTS, SPEAKERS = "speech_codes", "speech_frames", "speech_speaker"
+"""Media of spoken rows: (F, codebooks) int64 codes of all, (S,) int64 frames of each, (S,) int64 codes or tokens of their speakers."""
+
+BOS, EOS, PAD = (
+    -3,
+    -2,
+    -1,
+)  # in the place of a row's token: the three that are no token of it, in the order of `SpokenRow.specials`
+
+
+@dataclass(frozen=True)
+class SpokenRow:
+    """The talker's sequence of N positions, the last of which read the frames."""
+
+    ids: Tensor  # (N,) int64 token ids, by which positions are counted; of what is no token of the prompt, any text's
+    text: Tensor  # (N,) int64 places in the row, or BOS, EOS, PAD
+    stated: Tensor  # (N,) bool, where the thinker's state is read
+    media: Tensor  # (N,) bool, where the token's embedding is not read
+    codes: Tensor  # (N,) int64 first codes that are added, -1 for none
+    specials: tuple[int, int, int]  # the thinker's tokens of BOS, EOS and PAD

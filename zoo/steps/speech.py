@@ -1,0 +1,147 @@
+"""The step of thinkers with a talker: the thinker's row, and the talker's where the rows are spoken."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from zoo.nn.inputs import ModelInputs, Speech, SpokenInputs
+from zoo.packing import PackedLayout
+from zoo.packing.spoken import BOS, COUNTS, FRAMES, SPEAKERS, SpokenRow
+from zoo.steps.losses import LossInputs, speech_loss
+from zoo.steps.omni import OmniStep, Tokens, sample_positions
+from zoo.steps.shard import Parts
+
+if TYPE_CHECKING:
+    from zoo.nn.family import SpeakingConfig
+
+
+def packed_speech(
+    rows: Sequence[SpokenRow], starts: Sequence[int], frames: Sequence[Tensor], positions: Sequence[Tensor],
+    code_eos: int, total: int, align: int = 1,
+) -> Speech:  # fmt: skip
+    """The packed row of S sequences, on the host.
+
+    Args:
+        starts: where each row's tokens begin in the thinker's row of `total` tokens.
+        frames: (F_i, codebooks) of each.
+        positions: (3, N_i) of each.
+        code_eos: the code behind the last frame.
+        align: each sequence is padded to a multiple of this.
+    """
+    layout = PackedLayout.from_lengths([len(row.ids) for row in rows], align)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    offsets = itertools.accumulate(layout.padded_lengths, initial=0)
+    for number, (row, start, offset, of_row) in enumerate(zip(rows, starts, offsets, frames, strict=False)):
+        special = row.text - BOS + len(row.specials) * number + total
+        parts["text"].append(torch.where(row.text < 0, special, row.text + start))
+        stated, media, coded = (mask.nonzero()[:, 0] for mask in (row.stated, row.media, row.codes >= 0))
+        heard = offset + len(row.ids) - len(of_row) + torch.arange(len(of_row))
+        parts["stated"].append(stated + offset)
+        parts["seen"].append(row.text[stated] + start)
+        parts["media"].append(media + offset)
+        parts["coded"].append(coded + offset)
+        parts["codes"].append(row.codes[coded])
+        parts["heard"].append(heard)
+        parts["label_rows"].append(torch.cat((heard - 1, heard[-1:])))
+        parts["targets"].append(torch.cat((of_row[:, 0], torch.tensor([code_eos]))))
+        parts["owners"].append(torch.full((len(of_row) + 1,), number))
+    mask, texts = layout.padding_mask, parts.pop("text")
+    return Speech(
+        layout=layout,
+        positions=layout.pack_list([of_row.T for of_row in positions]).permute(2, 0, 1),
+        padding_mask=mask if bool(mask.any()) else None,
+        specials=torch.tensor([token for row in rows for token in row.specials]),
+        text=layout.pack_list(texts, fill=total)[0],
+        frames=torch.cat(list(frames)),
+        **{name: torch.cat(values) for name, values in parts.items()},
+    )
+
+
+class SpeakingStep(OmniStep):
+    """Rows of text and media, and their speech."""
+
+    config: SpeakingConfig
+
+    @property
+    @abstractmethod
+    def code_eos(self) -> int:
+        """The code behind the last frame."""
+
+    @abstractmethod
+    def spoken_rows(
+        self, segments: Sequence[Tensor], frames: Sequence[Tensor], media: Mapping[str, Tensor]
+    ) -> list[SpokenRow]:
+        """The talker's sequences of rows of tokens (L_i,), spoken as (F_i, codebooks); ValueError for a row that can't be."""
+
+    def shard(
+        self,
+        parts: Parts,
+        media: Mapping[str, Tensor],
+        *,
+        evaluate: bool,
+        logits: bool | Literal["last"],
+        training: bool = True,
+    ) -> tuple[ModelInputs, LossInputs]:
+        """As every step's, with the talker's row in the inputs where the rows have speech and losses are wanted."""
+        rest = {name: x for name, x in media.items() if name not in (FRAMES, COUNTS, SPEAKERS)}
+        inputs, loss_inputs = super().shard(parts, rest, evaluate=evaluate, logits=logits, training=training)
+        if FRAMES not in media or logits:
+            return inputs, loss_inputs
+        speech = self.talker_row(parts.input_ids, parts.layout, media)
+        spoken = SpokenInputs(**vars(inputs), speech=speech.moved(self._move, self.device))
+        source = torch.zeros_like(speech.owners)
+        return spoken, LossInputs(speech.owners, parts.layout.num_segments, source, (), source[:0])
+
+    def loss(
+        self, output: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, evaluate: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As every step's, and that of speech where it is trained."""
+        if self.speech is None:
+            return super().loss(output, loss_inputs, loss_scale, evaluate)
+        assert self.config.talker is not None
+        total, metrics = speech_loss(output, loss_inputs, self.speech, self.config.talker.codebooks, evaluate=evaluate)
+        total = total * loss_scale
+        if loss_inputs.filler:
+            return total * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}
+        return total, metrics
+
+    def talker_row(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Speech:
+        """The talker's packed row for the thinker's, ids (1, T), on the host; ValueError where a row is not spoken."""
+        counts = media[COUNTS].tolist()
+        if len(counts) != layout.num_segments:
+            raise ValueError(
+                f"{len(counts)} of the batch's {layout.num_segments} rows are spoken; every row is wanted with speech"
+            )
+        segments = [
+            row[:length] for row, length in zip(ids[0].split(layout.padded_lengths), layout.lengths, strict=True)
+        ]
+        frames = media[FRAMES].split(counts)
+        rows = self.spoken_rows(segments, frames, media)
+        cursor = self._cursor(media, self._talker_tokens)
+        positions = [sample_positions(row.ids, self._talker_tokens, cursor) for row in rows]
+        cursor.finish()
+        starts = list(itertools.accumulate(layout.padded_lengths, initial=0))[:-1]
+        return packed_speech(rows, starts, frames, positions, self.code_eos, layout.total, self.packing.align or 1)
+
+    @cached_property
+    def _talker_tokens(self) -> Tokens:
+        """Special tokens and scales of the talker's positions."""
+        talker = self.config.hf.talker_config
+        return Tokens(
+            image=talker.image_token_id,
+            video=talker.video_token_id,
+            audio=talker.audio_token_id,
+            vision_start=talker.vision_start_token_id,
+            audio_start=talker.audio_start_token_id,
+            merge=talker.spatial_merge_size,
+            per_second=talker.position_id_per_seconds,
+            whole=self.whole_positions,
+        )
