@@ -33,7 +33,7 @@ from zoo.tools.runs.history import read_run
 from zoo.tools.runs.page import page
 from zoo.tools.runs.status import describe, find_runs, read_status
 from zoo.tools.runs.status import table as table_of_runs
-from zoo.training.bad_step_detector import BadStepDetector
+from zoo.training.bad_steps.detector import BadStepDetector
 from zoo.training.distillation.token_files import RowTokens, TokenReader, TokenWriter
 from zoo.watchdog.run_lock import refuse_second
 

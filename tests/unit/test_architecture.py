@@ -247,7 +247,6 @@ LONGER = {
     "zoo/data/loading/sample_source.py": 495,
     "zoo/data/processors/processor.py": 427,
     "zoo/data/sources/rows.py": 460,
-    "zoo/training/trainer.py": 620,
     "zoo/nn/multimodal.py": 423,
     "zoo/packing/layout.py": 500,
     "zoo/steps/packed_step.py": 414,

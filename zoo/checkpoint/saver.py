@@ -27,9 +27,8 @@ from zoo.checkpoint.storage.cpu_copy import CpuCopy
 from zoo.checkpoint.writer import ControlGroup, SaveRequest, write
 from zoo.config.derived import STAGED
 from zoo.config.schema import Recipe
-from zoo.logging.messages import at_last_copy, late_save
+from zoo.logging.messages import at_last_copy
 from zoo.logging.result import records
-from zoo.logging.run_log import RunLog
 from zoo.parallel.world import TIMEOUT, World, cores_beside_gpu
 from zoo.types import JsonObject
 
@@ -201,34 +200,6 @@ class Saver:
             self._writing.thread.join(LEAVE_SECONDS)
         if self._writing is None or self._writing.ended:
             self._copied.release()
-
-
-class SaveReport:
-    """What the log says of saves: each that is published, and once that one takes longer than a signal leaves time for."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._warned = False
-
-    def note(self, saved: Saved | Copied, log: RunLog) -> None:
-        """Log a checkpoint that has been published, or that has come from the stage to the run folder."""
-        if isinstance(saved, Copied):
-            took = round(saved.seconds * 1e3, 1)
-            log.event("copied", saved.step, path=str(saved.folder), copy_ms=took, bytes=saved.size)
-            return
-        waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
-        staged = {"staged": True} if saved.staged else {}
-        log.event(
-            "save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote, bytes=saved.size, **staged
-        )
-        self.expect(saved.stall_seconds + saved.write_seconds, log, "")
-
-    def expect(self, seconds: float | None, log: RunLog, about: str = "about ") -> None:
-        """Warn where a save takes `seconds`, None while that is not known, and `run.save_within` allows fewer."""
-        late = None if seconds is None or self._warned else late_save(seconds, self._recipe, about)
-        if late is not None:
-            self._warned = True
-            log.say(late)
 
 
 class _Writing:

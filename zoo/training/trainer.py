@@ -1,4 +1,4 @@
-"""Training on one rank, top to bottom: `run_rank` opens the run; a `Trainer` builds it, takes its steps, evaluates, saves and exports.
+"""Training on one rank, top to bottom: `run_rank` opens the run; a `Trainer` takes its steps, evaluates, saves and exports.
 
 What happens in a step: `Trainer.train_step`. What happens between two steps: `Trainer.train_loop`.
 """
@@ -9,58 +9,47 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from zoo.checkpoint import initial_weights, loading, lora_files
-from zoo.checkpoint.saver import Saved, Saver, SaveReport
-from zoo.checkpoint.selection import choose, repaired_source
-from zoo.checkpoint.sharded_state import Trainable
 from zoo.checkpoint.staging.exports import export_trained
-from zoo.checkpoint.staging.leftovers import open_and_finish
-from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.checks.training import flat
-from zoo.config.locate import STATE, checkpoints, read_state, step_of
-from zoo.config.resume import Change, refuse_unwanted
+from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import evaluated_on
 from zoo.data.sample import MicroBatch
 from zoo.generation.predictions import predict
 from zoo.logging import messages
-from zoo.logging.callbacks.callbacks import Callbacks, open_callbacks
-from zoo.logging.memory_use import MemoryUse
-from zoo.logging.result import TrainResult, losses_by_step, was_completed
-from zoo.logging.run_log import RowCounts, RunLog
+from zoo.logging.callbacks.callbacks import open_callbacks
+from zoo.logging.result import TrainResult, was_completed
+from zoo.logging.run_log import RunLog
 from zoo.logging.startup_time import Startup
-from zoo.logging.step_timer import StepTimes
-from zoo.model import build, lora
-from zoo.optim import adamw, muon, part_norms
+from zoo.model import lora
+from zoo.optim import adamw
 from zoo.parallel.determinism import explain_refusals
 from zoo.parallel.object_group import agreed, refuse_different
-from zoo.parallel.signals import Interrupts, interrupts
+from zoo.parallel.signals import interrupts
 from zoo.parallel.weight_gathering import settle_all
-from zoo.parallel.world import World, on_all_cores, open_world
+from zoo.parallel.world import open_world
 from zoo.planner.plan import refuse_misfit
-from zoo.records import reading_back
-from zoo.steps.packed_step import PackedStep, Prepared
-from zoo.training import bad_step_records, optimization, reinforcement, resume
-from zoo.training.auxiliary_passes import auxiliary_passes
-from zoo.training.bad_step_detector import BadStep, BadStepDetector
-from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
+from zoo.steps.packed_step import Prepared
+from zoo.training import optimization
+from zoo.training.bad_steps import records
+from zoo.training.bad_steps.detector import BadStep
 from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
-from zoo.training.reference import Reference
+from zoo.training.run_state import FLAGS, RunState
+from zoo.training.saves import Saves
 from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, sources_of
 from zoo.watchdog.heartbeat import HeartbeatMonitor
-from zoo.watchdog.progress import Progress
 from zoo.watchdog.resources import translate_oom_errors, translate_resource_errors
 from zoo.watchdog.run_lock import RunLock
 
@@ -68,8 +57,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
     from zoo.types import JsonMapping, JsonObject
-
-FLAGS = 5  # numbers at the beginning of `Trainer.flags`
 
 
 def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
@@ -131,161 +118,50 @@ class StepResult:
     seconds: float
 
 
-class Trainer:
-    """A run on one rank. Leaving it as a context manager frees the model."""
+class Trainer(RunState):
+    """Takes a run's steps, evaluates, saves and exports."""
 
-    rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
-    keeps_adapters = True  # and so, on the disk, the weights that they belong to
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        stop: Interrupts,
-        startup: Startup,
-        progress: Progress | None = None,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        """Choose the checkpoint to resume from, and open the data; `build` makes the model."""
-        assert recipe.run.dir is not None
-        self.recipe, self.world, self.stop, self.progress = recipe, world, stop, progress or Progress()
-        self.callbacks = callbacks or Callbacks(recipe)
-        self.startup = startup.mark("process group")
-        self.folder = Path(recipe.run.dir)
-        self.assembly = build.assemble(recipe, repaired_source(recipe))
-        self.description = loading.describe(recipe, self.assembly.config.hf)
-        self.stage = open_and_finish(recipe, world, self.progress.tick)
-        self._choose_checkpoint()
-        self.prefetched: StepBatches | None = None  # of the next step, fetched while a GPU worked on this one
-        self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None  # next to its computation
-        self.flags: list[float] = []  # of the last step, summed over the ranks
-        self.saved_at, self.time_is_up_at = time.monotonic(), math.inf
-        self.adapters: lora.Adapters | None = None
-        self.exported: str | None = None
-        self.interrupted = self.preempted = self.stopped = self.save_due = False  # stopped: by a callback
-        self.evaluated: tuple[int, JsonObject] = (-1, {})  # step and metrics of the last evaluation
-        self.row_counts, self.save_report = RowCounts(recipe.packing.budget), SaveReport(recipe)
-        self.times, self.memory = StepTimes(recipe, world), MemoryUse(world)
-        self.startup.mark("data")
-
-    def _choose_checkpoint(self, known_faults: Mapping[str, dict[str, str]] | None = None) -> None:
-        """Choose the checkpoint to resume from, and open the data at its position; a load may have found faults."""
-        recipe = self.recipe
-        refuse_unwanted(self.folder, agreed(lambda: checkpoints(self.folder)), recipe)
-        self.chosen = choose(self.folder, known_faults)
-        checkpoint = self.saved = self.resume_from = self.chosen.folder
-        self.state: JsonObject = {}  # state.json of the checkpoint
-        self.changes: list[Change] = []
-        if checkpoint is not None:
-            state = self.state = agreed(lambda: read_state(checkpoint))
-            self.changes = agreed(lambda: resume.allowed_changes(checkpoint, state, recipe, self.description))
-        self.done: int = self.state.get("step", 0)  # steps
-        self.open_data()
-        if self.state and self.rows.restart:
-            self.loader.begin_anew(self.done)
-        elif self.state:
-            void: JsonObject = {"corrected": []} if self.rows.replaced else {}
-            with reading_back(STATE, "take another checkpoint"):
-                self.loader.load_state_dict({**self.state["data"], **void}, self.rows.sizes)
-        self.detector = BadStepDetector(recipe.train)
-        self.detector.load_state_dict(self.state.get("bad_steps", {}))
-        self.callbacks.load_state_dict(self.state.get("callbacks", {}))
-        self.total_steps = self.callbacks.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
-        self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
-        self.progress.step = self.done
-
-    def open_data(self) -> None:
-        """Open the rows and the loader, and compare the rows with the checkpoint's."""
-        self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
-        self.loader, self.source, self.rows_read = self.data.loader, self.data.source, self.data.rows_read
-        if self.resume_from is None:
-            refuse_unlabelled(self.source, self.recipe)
-            self.rows = resume.KnownRows(resume.known_rows(self.data) if self.world.is_main else {})
-        else:
-            self.rows = resume.check_rows(self.resume_from, self.state, self.data, self.recipe, self.changes)
-
-    def build(self) -> None:
-        """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
-        recipe, world, assembly = self.recipe, self.world, self.assembly
-        reference = Reference.from_recipe(recipe, assembly, world, self.folder)
-        compute_reference = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
-        fresh = compute_reference or self.resume_from is None  # weights that no checkpoint has
-        if reference is None:
-            self.loader.begin()  # while the model is built
-        chunks = build.build_model(assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
-        self.startup.mark("model")
-        if recipe.lora.rank:
-            assembly, self.adapters = lora_files.adapt(
-                chunks, assembly, recipe, world, fresh=self.resume_from is None, new=fresh, kept=self.keeps_adapters
-            )
-            self.assembly = assembly
-        elif fresh:
-            initial_weights.init_weights(chunks, assembly, recipe, world)
-        self.startup.mark("weights", 0 if self.resume_from else initial_weights.weight_bytes(assembly))
-        self.step: PackedStep = build.build_step(assembly, recipe, world)
-        if reference is not None and compute_reference:
-            reference.compute(self.data, self.step, chunks, self.progress.tick)
-            self.startup.mark("reference")
-        build.freeze(chunks, recipe, assembly.family)
-        self.chunks: list[MegatronModule] = optimization.wrap_ddp(chunks, recipe)
-        self.optimizer, self.scheduler = optimization.build_optimizer(
-            self.chunks, recipe, assembly, world, self.total_steps
-        )
-        self.norms = part_norms.PartNorms(self.chunks, assembly.family, world, recipe.log.part_norms_every)
-        self.times.observe(chunks, self.chunks)
-        self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
-        self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
-        if self.resume_from is not None:
-            with on_all_cores(recipe, world):
-                try:
-                    loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
-                except Damaged as damaged:  # the newest whole checkpoint before it
-                    self.data.close()
-                    self._choose_checkpoint({self.resume_from.name: damaged.faults})
-                    assert self.resume_from is not None
-                    loading.load(self.trainable, self.resume_from, world, self.state["ranks"])
-        if reference is not None:
-            reference.give(self.data)
-        self.loader.begin()
-        self.auxiliary_passes = auxiliary_passes(recipe, assembly, self.adapters, self.step, self.chunks, world)
-        reinforcement.connect(self.data, recipe, assembly, self.trainable, self.step, world)
-        self.startup.mark("optimizer")
+    prefetched: StepBatches | None = None  # of the next step, fetched while a GPU worked on this one
+    flags: Sequence[float] = ()  # of the last step, summed over the ranks
+    evaluated: tuple[int, JsonObject] = (-1, {})  # step and metrics of the last evaluation
+    exported: str | None = None
 
     def train(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
         ended = self.done >= self.total_steps or self.callbacks.finished is not None
         if agreed(lambda: ended and was_completed(self.folder, self.done, self.recipe.export)):
             if self.world.is_main:
-                why, train = self.callbacks.finished, self.recipe.train
-                print(messages.at_finished(self.folder, self.done, self.total_steps, why, train))
+                why = self.callbacks.finished
+                print(messages.at_finished(self.folder, self.done, self.total_steps, why, self.recipe.train))
             return agreed(lambda: TrainResult.from_run_dir(self.folder))
         self.build()
         with self.stop.deferred(), self.saver, self.times:
             self.progress.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
-            self._log_start()
+            self.saves = Saves(self.saver, self.log, self.recipe, self.progress, self.callbacks, self.resume_from)
+            self.log_start(self.log)
             self.callbacks.start(self.done)
             started = time.monotonic()
             self.time_is_up_at = started + 60 * (self.recipe.train.max_minutes or math.inf)
             self.train_loop()
             seconds = time.monotonic() - started
             self.progress.enter("save")
-            self._note_saved(self.saver.wait(self._show_saving))
-            if self.saved is None or step_of(self.saved) != self.done:
+            self.saves.wait()
+            if self.saves.latest is None or step_of(self.saves.latest) != self.done:
                 self.save(wait=True)
             if self.stopped:
-                agreed(lambda: self.callbacks.raise_failure(self.done, self.saved))
+                agreed(lambda: self.callbacks.raise_failure(self.done, self.saves.latest))
             if self.evaluated[0] != self.done and not self.interrupted:
                 self.evaluate()
-            self._finish_saves()
+            self.saves.finish()
         together = True  # whether all ranks are at the same place
-        if self.recipe.export and not self.interrupted and not self._was_interrupted():
+        if self.recipe.export and not self.interrupted and not self.was_interrupted():
             together = self.export()
         self.progress.enter("end")
         result = self._summarise(seconds)
         if together:
             dist.barrier()
-        self.callbacks.raise_failure(self.done, self.saved, ended=True)
+        self.callbacks.raise_failure(self.done, self.saves.latest, ended=True)
         return result
 
     def train_loop(self) -> None:
@@ -293,8 +169,7 @@ class Trainer:
         train = self.recipe.train
         while self.done < self.total_steps and self.train_step():
             self.saver.prepare(self.trainable)
-            self._note_saved(self.saver.poll(self.flags), self.flags)
-            self.save_report.expect(self.saver.expected_seconds, self.log)
+            self.saves.poll(self.flags)
             if self.loader.within_rollout:  # nothing could be resumed from here
                 continue
             if self.should_stop(None if self.world.size == 1 or self.callbacks.follow_steps else self.flags):
@@ -343,7 +218,7 @@ class Trainer:
             squared_norm=optimization.squared_norm(self.optimizer, self.world.device),
             expert_shares=expert_shares(self.chunks[0], self.world, counts.batches),
             parts=lambda: self.times.take(batches.seconds),
-            flags=self._own_flags,
+            flags=self.own_flags,
             step=self.step,
             world=self.world,
             part_squares=self.norms.squares(self.optimizer, self.done + 1),
@@ -427,48 +302,22 @@ class Trainer:
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""
-        log, step, totals, batches = self.log, self.done, result.totals, result.batches
+        totals, batches, step, file = result.totals, result.batches, self.done, None
         adamw.allocate_state(self.optimizer)
-        if bad.cause == "labels":  # nothing to look into, and said once
-            log.event("skip", step, cause=bad.cause, why=bad.why)
-            if self.detector.counts[bad.cause] == 1:
-                log.say(messages.at_step_without_labels(step, bad.why))
-            return
-        numbers = {"step": step, "loss": totals.loss, "grad_norm": totals.grad_norm}
-        rows, position = batches.micro_batches, batches.data_position
-        file = bad_step_records.write(self.folder, numbers, bad, rows, result.loss_sums, position, self.world)
-        log.event("skip", step, cause=bad.cause, why=bad.why, file=str(file))
-        log.say(f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows")
-        if (level := self.detector.new_level) is not None:
-            log.event("new_level", step, loss=level)
-            log.say(messages.at_new_level(step, level, self.recipe.train))
-        if self.detector.ends:
+        if bad.cause != "labels":
+            numbers = {"step": step, "loss": totals.loss, "grad_norm": totals.grad_norm}
+            rows, position = batches.micro_batches, batches.data_position
+            file = records.write(self.folder, numbers, bad, rows, result.loss_sums, position, self.world)
+        records.log(self.log, step, bad, self.detector, file)
+        if file is not None and self.detector.ends:
             self.save(wait=True)
-            self._finish_saves()
-            raise bad_step_records.too_many(step, bad, self.detector, self.saved, self.folder, self.recipe.train)
+            self.saves.finish()
+            raise records.too_many(step, bad, self.detector, self.saves.latest, self.folder, self.recipe.train)
 
     def _set_total_steps(self, steps: int) -> None:
         """Correct the number of steps that train.epochs comes to."""
         self.total_steps = self.callbacks.total_steps = steps
         self.log.correct_total(self.done + 1, steps)
-
-    def _own_flags(self) -> list[float]:
-        """Whether this rank was interrupted, by a cluster, is out of time, is due to save, has a callback that stops; its memory's, its saves'."""
-        now, asked = time.monotonic(), self.stop.asked
-        save_due = now > self.saved_at + 60 * (self.recipe.train.save_minutes or math.inf)
-        flags = (asked, asked and self.stop.preempted, now > self.time_is_up_at, save_due, self.callbacks.stops)
-        return [*map(float, flags), *self.memory.flags(), *self.saver.flags()]
-
-    def should_stop(self, flags: Sequence[float] | None = None) -> bool:
-        """Whether any rank was interrupted, is out of time or has a callback that stops; without `flags`, asks now."""
-        if flags is None:
-            flags = self._own_flags() if self.world.size == 1 else self.world.sum(self._own_flags())
-        self.interrupted, self.preempted, late, self.save_due, self.stopped = (flag > 0 for flag in flags[:FLAGS])
-        return self.interrupted or late or self.stopped
-
-    def _was_interrupted(self) -> bool:
-        self.should_stop()
-        return self.interrupted
 
     def evaluate(self) -> None:
         """Evaluate on the held-out rows where there are some; an interrupt ends it without a result."""
@@ -480,7 +329,7 @@ class Trainer:
 
         def proceed(_: object = None) -> bool:
             self.progress.tick()
-            return not self._was_interrupted()
+            return not self.was_interrupted()
 
         if (answerer := self.loader.answerer) is not None:
             metrics, answers = answerer(held_out, proceed)
@@ -501,41 +350,9 @@ class Trainer:
         """Save while the next steps run, or, with `wait`, before anything else."""
         self.progress.enter("save")
         began = self.saved_at = time.monotonic()
-        self.log.note("saving ...")
-        state = {
-            "step": self.done,
-            "total_steps": self.total_steps,
-            "data": self.prefetched.data_position if self.prefetched else self.loader.state_dict(),
-            "bad_steps": self.detector.state_dict(),
-            "callbacks": self.callbacks.state_dict(),
-            "known_rows": self.rows.known,
-            "model": self.description,
-            "weights": loading.origin(self.recipe, self.assembly.source, self.assembly.fp32),
-        }
-        self._note_saved(self.saver.start(self.trainable, state))
-        if wait:
-            self._note_saved(self.saver.wait(self._show_saving))
+        position = self.prefetched.data_position if self.prefetched else self.loader.state_dict()
+        self.saves.start(self.trainable, self.state_dict(position), wait=wait)
         self.times.save += time.monotonic() - began
-
-    def _note_saved(self, saved: Saved | None, flags: Sequence[float] | None = None) -> None:
-        """Log a checkpoint that has been published, and those copied from the stage since. `flags`: as `Saver.poll` has them."""
-        for published in self.saver.news(saved, flags):
-            self.save_report.note(published, self.log)
-            step, folder, staged = published.step, published.folder, published.staged
-            if not staged:
-                self.callbacks.save(step, folder)
-            if self.saved is None or step_of(self.saved) <= step:
-                self.saved, self.progress.staged = folder, (step, folder) if staged else None
-
-    def _finish_saves(self) -> None:
-        """Wait until every save is in the run folder."""
-        self.saver.close(self._show_saving, self.log.say)
-        self._note_saved(None)
-
-    def _show_saving(self) -> None:
-        """Show how much of the save that the run waits for is written."""
-        if self.world.is_main and (saving := self.saver.under_way()) is not None:
-            self.log.note(f"{saving} ...")
 
     def export(self) -> bool:
         """Export; an interrupt ends it at once, on each rank by itself. Returns whether it was complete."""
@@ -553,31 +370,6 @@ class Trainer:
             self.interrupted, self.preempted = True, self.stop.preempted
         return not self.interrupted
 
-    def _log_start(self) -> None:
-        """Log what is trained, and what differs from the run that is resumed."""
-        parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
-        kind, facts = "resume" if self.done else "start", {"total_steps": self.total_steps, "ranks": self.world.size}
-        self.log.event(kind, self.done, parameters_of_rank=parameters, **facts)
-        if self.done:
-            self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
-            if not self.state.get("optimizer", True):
-                self.log.say(messages.WITHOUT_MOMENTS)
-        notes = self.source.rows.notes(pairs=self.recipe.train.preference)
-        resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
-        held_out = self.data.held_out
-        self.log.say(
-            messages.at_start(
-                self.recipe,
-                parameters=parameters,
-                with_adapters=lora.counts(self.adapters),
-                kept_frozen=self.adapters.whole.kept_frozen if self.adapters else (),
-                updated=muon.counts(self.chunks),
-                steps=messages.steps_of(self.recipe.train, self.total_steps, self.loader),
-                rows=None if self.source.rows.has_stream else len(self.source),
-                eval_rows=None if held_out is None else len(held_out),
-            )
-        )
-
     def _summarise(self, seconds: float) -> TrainResult:
         """Write summary.json and the plot, and say how the run ended."""
         self.data.close()
@@ -588,7 +380,7 @@ class Trainer:
             "interrupted": self.interrupted,
             "preempted": self.preempted,
             "stopped": why,
-            "checkpoint": str(self.saved) if self.saved else None,
+            "checkpoint": str(self.saves.latest) if self.saves.latest else None,
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
@@ -599,22 +391,9 @@ class Trainer:
             "metrics": self.evaluated[1],
         }
         reason = messages.reason(self.interrupted, self.preempted, self.done >= self.total_steps, self.stopped)
-        self.callbacks.end(self.done, self.saved, reason)
+        self.callbacks.end(self.done, self.saves.latest, reason)
         self.log.finish(summary, reason, why)
-        for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):
+        for line in messages.at_end(summary, self.losses, self.folder, self.folder / records.FOLDER):
             self.log.say(line)
         names = ("steps", "checkpoint", "metrics", "interrupted", "preempted", "stopped")
         return TrainResult(losses=self.losses, run_dir=str(self.folder), **{name: summary[name] for name in names})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
-        if "data" in self.__dict__:
-            self.data.abandon()
-        if "chunks" in self.__dict__:  # not there where the build failed earlier
-            optimization.release_ddp(self.chunks)
-        held = ("chunks", "optimizer", "scheduler", "trainable", "step", "auxiliary_passes", "saver", "prefetched")
-        for name in held:
-            self.__dict__.pop(name, None)

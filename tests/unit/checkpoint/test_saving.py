@@ -15,7 +15,7 @@ import torch
 
 from zoo.bench.saves import SaveBenchOptions, report, run
 from zoo.checkpoint import integrity, progress, writer
-from zoo.checkpoint.saver import Saved, Saver, SaveReport, _Writing
+from zoo.checkpoint.saver import Saved, Saver, _Writing
 from zoo.checkpoint.selection import best_of, check_beside_weights, choose, prune, repaired_source
 from zoo.checkpoint.storage import disk
 from zoo.checkpoint.storage.cpu_copy import CpuCopy
@@ -23,6 +23,8 @@ from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
 from zoo.errors import UserError
 from zoo.tools.runs.status import describe, read_status
+from zoo.training.saves import Saves
+from zoo.watchdog.progress import Progress
 
 
 def make(run_dir: Path, *steps: int, files: Mapping[str, str] = {"hf/config.json": "{}"}) -> list[Path]:
@@ -318,15 +320,16 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
         (tmp_path / "train.jsonl").write_text(json.dumps(before) + "\n")
     monkeypatch.setattr(disk, "rate", lambda folder: 1e8)
     world: Any = SimpleNamespace(device=torch.device("cpu"), size=1)
-    found, saver, log = SaveReport(recipe), Saver(recipe, world, lambda folder: None), Log()
+    saver, log = Saver(recipe, world, lambda folder: None), Log()
+    saves = Saves(saver, log, recipe, Progress(), SimpleNamespace(), None)  # type: ignore[arg-type]
     saver._expect(1e10)
     assert saver.expected_seconds == 100.0
-    found.expect(saver.expected_seconds, log)  # type: ignore[arg-type]
+    saves.expect(saver.expected_seconds)
     assert not log.messages
     saver._expect(2e10)
     for _ in range(2):
-        found.expect(saver.expected_seconds, log)  # type: ignore[arg-type]
-    found.note(Saved(tmp_path, 4, 1.0, 300.0, 10**9), log)  # type: ignore[arg-type]
+        saves.expect(saver.expected_seconds)
+    saves.log_published(Saved(tmp_path, 4, 1.0, 300.0, 10**9))
     (said,) = log.messages
     assert (
         "a save takes about 200 s" in said and "run.save_within=400" in said and "after 110 s (run.save_within)" in said

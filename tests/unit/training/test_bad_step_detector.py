@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zoo.config.schema import TrainConfig
-from zoo.training.bad_step_detector import BadStep, BadStepDetector
+from zoo.training.bad_steps.detector import BadStep, BadStepDetector
 
 TRAIN = TrainConfig(spike=10.0, spike_after=20, bad_steps=3)
 

@@ -33,12 +33,11 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
     saver._recipe = SimpleNamespace(train=SimpleNamespace(save="full"))  # type: ignore[assignment]
     saver._world = SimpleNamespace(size=1, is_main=True)  # type: ignore[assignment]
     saver._writing, saver.expected_seconds = None, None
-    monkeypatch.setattr(Saver, "poll", lambda *_: None)
     trainer: Any = Trainer.__new__(Trainer)
     trainer.recipe = SimpleNamespace(train=SimpleNamespace(eval_every=0, save_every=0))
     trainer.saver, trainer.trainable, trainer.world = saver, "chunks", SimpleNamespace(size=1)
     trainer.done, trainer.total_steps, trainer.flags, trainer.save_due, trainer.log = 0, 3, [], False, None
-    trainer.save_report = SimpleNamespace(expect=lambda *_: None)
+    trainer.saves = SimpleNamespace(poll=lambda *_: None)
     trainer.loader = SimpleNamespace(within_rollout=False)
     at: list[int] = []
 
@@ -47,6 +46,6 @@ def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pyte
         at.append(len(taken))
         return True
 
-    trainer.train_step, trainer.should_stop, trainer._note_saved = step, lambda *_: False, lambda *_: None
+    trainer.train_step, trainer.should_stop = step, lambda *_: False
     trainer.train_loop()
     assert taken == ["chunks"] and at == [0, 1, 1]

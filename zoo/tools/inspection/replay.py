@@ -10,7 +10,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model.build import Assembly
 from zoo.tools.inspection.rows import PackedRow, packed_rows
-from zoo.training import bad_step_records
+from zoo.training.bad_steps import records
 from zoo.types import JsonObject
 
 
@@ -24,8 +24,8 @@ class Step:
     @classmethod
     def read(cls, path: Path, number: int | None = None) -> Step:
         """A step's file, or step `number` of a run folder; raises UserError where there is none."""
-        file = path if number is None else path / bad_step_records.FOLDER / f"step_{number}.json"
-        return cls(file, bad_step_records.read(file))
+        file = path if number is None else path / records.FOLDER / f"step_{number}.json"
+        return cls(file, records.read(file))
 
     @property
     def run_dir(self) -> Path:

@@ -17,9 +17,11 @@ from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
+from zoo.logging import messages
+from zoo.logging.run_log import RunLog
 from zoo.parallel.world import World
 from zoo.records import Check, is_count, is_measure, is_object, is_text, list_of, read_record
-from zoo.training.bad_step_detector import BadStep, BadStepDetector
+from zoo.training.bad_steps.detector import BadStep, BadStepDetector
 from zoo.training.step_metrics import LossSums
 from zoo.types import JsonObject
 
@@ -89,6 +91,20 @@ def _rows_with_losses(everyone: Sequence[JsonObject]) -> list[JsonObject]:
             nll, weight = totals.get((rank_record["rank"], number), (0.0, 0.0))
             rows.append({"rank": rank_record["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
     return rows
+
+
+def log(log: RunLog, step: int, bad: BadStep, detector: BadStepDetector, file: Path | None) -> None:
+    """Log a bad step. `file`: with its rows; None for a step without labels, which has nothing to look into, and is said once."""
+    if file is None:
+        log.event("skip", step, cause=bad.cause, why=bad.why)
+        if detector.counts[bad.cause] == 1:
+            log.say(messages.at_step_without_labels(step, bad.why))
+        return
+    log.event("skip", step, cause=bad.cause, why=bad.why, file=str(file))
+    log.say(f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows")
+    if detector.new_level is not None:
+        log.event("new_level", step, loss=detector.new_level)
+        log.say(messages.at_new_level(step, detector.new_level, detector.train))
 
 
 def read(path: Path) -> JsonObject:
