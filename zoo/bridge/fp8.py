@@ -12,10 +12,13 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,7 @@ LARGEST = 448.0  # of e4m3
 _INFINITY = 0x7F80  # bits of bf16
 _SHOWN = 5  # matrices that an error names
 _MOST_THREADS = 8  # more than a disk keeps up with
+_IN_ADVANCE = 2  # pieces begun before they are wanted: an expert's matrix has too few strips for all threads
 
 
 def in_fp8(jobs: Iterable[Job], published: PublishedFP8) -> list[Job]:
@@ -107,14 +111,13 @@ class _Cores:
         self.count = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None
 
-    def quantise(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Codes of rows in bf16, and scales of each 128 of them."""
+    def begin(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Iterator[Tensor]]:
+        """Codes of rows, which are there once the scales of each 128 rows are: those are waited for."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.count, "zoo-fp8", torch.set_num_threads, (1,))
         codes = torch.empty(rows.shape, dtype=DTYPE)
         share = -(-len(rows) // (BLOCK * self.count)) * BLOCK
-        scales = self._threads.map(partial(_quantise, dtype=dtype), rows.split(share), codes.split(share))
-        return codes, torch.cat(list(scales))
+        return codes, self._threads.map(partial(_quantise, dtype=dtype), rows.split(share), codes.split(share))
 
 
 def _quantised(job: Job, published: PublishedFP8, cores: _Cores) -> Job:
@@ -128,38 +131,52 @@ def _quantised(job: Job, published: PublishedFP8, cores: _Cores) -> Job:
         else:
             planned.append(replace(tensor, neighbours=published.scale))
 
-    def codes(name: str, pieces: Iterable[Tensor], scales: list[Tensor]) -> Iterator[Tensor]:
-        for rows in _strips(pieces, shapes[name]):
-            piece, factors = cores.quantise(rows, published.scale)
-            if not factors.isfinite().all():
-                raise UserError(
-                    f"dtype=fp8: {name} has values that are no numbers, or infinite; convert another checkpoint"
-                )
-            scales.append(factors)
+    def begun() -> Iterator[tuple[str, Tensor, Iterator[Tensor] | None]]:
+        for name, pieces in job.make():
+            if published.has(name):
+                yield from ((name, *cores.begin(rows, published.scale)) for rows in _strips(pieces, shapes[name]))
+            else:
+                yield from ((name, piece, None) for piece in pieces)
+
+    def codes(of_name: Iterable[tuple[str, Tensor, Iterator[Tensor] | None]], scales: list[Tensor]) -> Iterator[Tensor]:
+        for name, piece, factors in of_name:
+            for scale in factors or ():
+                if not scale.isfinite().all():
+                    raise UserError(
+                        f"dtype=fp8: {name} has values that are no numbers, or infinite; convert another checkpoint"
+                    )
+                scales.append(scale)
             yield piece
 
     def make() -> Made:
-        for name, pieces in job.make():
-            if published.has(name):
-                scales: list[Tensor] = []
-                yield name, codes(name, pieces, scales)
+        for name, of_name in groupby(_in_advance(begun(), _IN_ADVANCE), itemgetter(0)):
+            scales: list[Tensor] = []
+            yield name, codes(of_name, scales)
+            if scales:
                 yield f"{name}{SCALE}", [torch.cat(scales)]
-            else:
-                yield name, pieces
 
     return Job(tuple(planned), make)
 
 
+def _in_advance[T](items: Iterator[T], count: int) -> Iterator[T]:
+    """The items, each asked for when the one `count` places before it is wanted."""
+    waiting: deque[T] = deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
+
+
 def _strips(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """The rows of a matrix, or of one expert after the other, in bf16 and in pieces of a multiple of 128 but for a matrix's last."""
+    """The rows of a matrix, or of one expert after the other, in pieces of a multiple of 128 but for a matrix's last."""
     if len(shape) > 2:
         for expert in (expert for piece in pieces for expert in piece.reshape(-1, *shape[-2:])):
-            yield expert.to("cpu", OTHERS).contiguous()
+            yield expert.cpu()
         return
     left: Tensor | None = None
     for piece in pieces:
-        piece = piece.to("cpu", OTHERS).contiguous()
-        rows = piece if left is None else torch.cat((left, piece))
+        rows = piece.cpu() if left is None else torch.cat((left, piece.cpu()))
         whole = len(rows) // BLOCK * BLOCK
         if whole:
             yield rows[:whole]
@@ -169,12 +186,12 @@ def _strips(pieces: Iterable[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor
 
 
 def _quantise(rows: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Write the codes of rows (n, C) in bf16; returns their scales (ceil(n / 128), ceil(C / 128))."""
+    """Write the codes of rows (n, C), taken in bf16; returns their scales (ceil(n / 128), ceil(C / 128))."""
     columns, scales = rows.shape[1], []
     values = rows.new_empty(BLOCK, columns, dtype=torch.float32)
     bits = rows.new_empty(BLOCK, columns, dtype=torch.int16)
-    for strip, target in zip(rows.split(BLOCK), codes.split(BLOCK), strict=True):
-        part = slice(len(strip))
+    for wide, target in zip(rows.split(BLOCK), codes.split(BLOCK), strict=True):
+        part, strip = slice(len(wide)), wide.to(OTHERS)
         # Without signs, values in bf16 are in the order of their bits.
         torch.bitwise_and(strip.view(torch.int16), 0x7FFF, out=bits[part])
         largest = F.pad(bits[part].amax(dim=0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -37,6 +38,7 @@ class MergedTensors:
         self._base, self._shapes, self._adapters, self._whole = base, shapes, adapters, whole
         parameters = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
         self._entries = fit_shapes(parameters, base.resolution, base.reader, base.dims, ShardInfo())
+        self._dtypes: dict[str, torch.dtype] = {}
         self._last: tuple[str, Tensor] | None = None
 
     def shape(self, name: str) -> Shape:
@@ -44,8 +46,14 @@ class MergedTensors:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of all tensors: adapters are added in it."""
-        return torch.float32
+        """fp32, in which adapters are added, or that of the base's tensors where none is."""
+        if name in self._adapters or name in self._whole:
+            return torch.float32
+        if name not in self._dtypes:
+            names, base = self._entries[name].all_names(self._base.dims), self._base
+            stored = (base.reader.dtype(base.resolution.source[part]) for part in names)
+            self._dtypes[name] = reduce(torch.promote_types, stored)
+        return self._dtypes[name]
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""

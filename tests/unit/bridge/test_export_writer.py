@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
 from zoo.bridge.files import stream
 from zoo.bridge.files.record import RECORD, verify_checksums
+from zoo.bridge.streams import Job, run
 from zoo.errors import UserError
 
 
@@ -235,3 +237,25 @@ def test_a_disk_that_fails_is_a_clear_error(tmp_path: Path) -> None:
     shards = ShardWriter(writer.partial / "gone", planned("a"))
     with pytest.raises(UserError, match="no such file or folder"):
         shards.write("a", [torch.ones(2, 3)])
+
+
+def test_pieces_are_made_on_one_core_beside_the_writing(tmp_path: Path) -> None:
+    """More threads of torch's own, one set to each thread of a conversion, made it five times as slow."""
+    noted: list[int] = []
+
+    def make() -> Iterator[tuple[str, list[torch.Tensor]]]:
+        noted.append(torch.get_num_threads())
+        yield "x", [torch.arange(6.0).view(2, 3).T, torch.ones(1, 2)]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ShardWriter(tmp_path, [Planned("x", (4, 2), torch.bfloat16)]) as writer:
+            run([Job((Planned("x", (4, 2), torch.bfloat16),), make)], writer, noted.append)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert noted == [1, 12, 4]
+    (shard,) = tmp_path.iterdir()
+    wanted = torch.tensor([[0.0, 3], [1, 4], [2, 5], [1, 1]], dtype=torch.bfloat16)
+    assert torch.equal(load_file(shard)["x"], wanted)
