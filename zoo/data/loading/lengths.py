@@ -30,6 +30,7 @@ from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sources.kept.checked import CheckedRows
+from zoo.data.sources.kept.columns import numbers, record_batch
 from zoo.data.sources.kept.store import read_whole, write_whole
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
@@ -365,13 +366,13 @@ def load_sizes(path: Path, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
     table = read_whole(path)
     if table is None or table.column_names != ["tokens", "cost"] or len(table) != rows:
         return None
-    return table["tokens"].to_numpy().astype(np.int32), table["cost"].to_numpy().astype(np.int64)
+    return numbers(table["tokens"]), numbers(table["cost"])
 
 
 def save_sizes(path: Path, tokens: np.ndarray, costs: np.ndarray) -> None:
     """Keep sizes, as `load_sizes` gives them; does nothing where the folder can't be written to."""
     import pyarrow as pa
 
-    batch = pa.record_batch([pa.array(tokens), pa.array(costs)], ["tokens", "cost"])
+    schema = pa.schema({"tokens": pa.int32(), "cost": pa.int64()})
     with contextlib.suppress(OSError):
-        write_whole(path, batch.schema, [batch])
+        write_whole(path, schema, [record_batch([tokens, costs], schema)])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zoo.data.errors import bad_row
+from zoo.data.sources.kept.columns import record_batch
 from zoo.data.sources.references import Blob, is_image, shown, undecoded
 from zoo.errors import UserError
 from zoo.types import JsonObject
@@ -51,8 +52,7 @@ def write_objects(rows: Iterable[object], path: Path, name: str) -> int:
         with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
             for batch in _batches(rows, name):
                 count += len(batch)
-                texts, media = zip(*batch, strict=True)
-                writer.write_batch(pa.record_batch([list(texts), list(media)], schema=schema))
+                writer.write_batch(record_batch([*zip(*batch, strict=True)], schema))
         if not count:
             raise UserError(f"{name} has no rows; a list of dicts is wanted")
         partial.replace(path)

@@ -16,6 +16,7 @@ import numpy as np
 
 from zoo.data.errors import bad_row
 from zoo.data.sources.energon import MOST_TARS, SPAN, EnergonSet, field_of, spread_braces
+from zoo.data.sources.kept.columns import record_batch
 from zoo.data.sources.kept.store import kept_table
 from zoo.data.sources.lines import json_object, json_value, reading
 from zoo.data.sources.references import Blob
@@ -130,8 +131,6 @@ def _schema() -> Schema:
 
 def _batches(files: list[Path], left_out: frozenset[str]) -> Iterator[RecordBatch]:
     """A record of each sample: the number of its tar, and [key, [[extension, start, size], ...]] as JSON."""
-    import pyarrow as pa
-
     records = (
         (number, json.dumps([sample.key, sample.parts]))
         for number, file in enumerate(files)
@@ -139,7 +138,7 @@ def _batches(files: list[Path], left_out: frozenset[str]) -> Iterator[RecordBatc
         if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
     )
     for batch in batched(records, 2**16):
-        yield pa.record_batch(list(map(list, zip(*batch, strict=True))), schema=_schema())
+        yield record_batch([*zip(*batch, strict=True)], _schema())
 
 
 class TarSamples:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from PIL import Image
 from support.row_files import dialogue, write_jsonl, write_tar
@@ -20,6 +21,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.processors.processor import Processor
 from zoo.data.sources import identity, row_set, tars
 from zoo.data.sources.kept import checked, store
+from zoo.data.sources.kept.columns import record_batch
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import Row, read_rows
@@ -253,3 +255,22 @@ def test_the_index_of_tars_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert answers() == ["x", "w"] and len(scanned) == 3
     write("x", "w", "v")
     assert answers() == ["x", "w", "v"] and len(scanned) == 4
+
+
+COLUMNS: dict[str, tuple[list[Any], Any]] = {
+    "integers": ([3, -1, 2**40], pa.int64()),
+    "small integers": ([0, 7, 255], pa.uint8()),
+    "texts": (["é", None, ""], pa.string()),
+    "bytes": ([b"\x00", b"", b"abc"], pa.large_binary()),
+    "bytes of one length": ([b"ab", b"cd", b"ef"], pa.binary(2)),
+    "lists": ([[b"a", b"bc"], None, []], pa.list_(pa.large_binary())),
+    "empty lists": ([[], [], []], pa.list_(pa.large_binary())),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_batch_is_the_one_that_pyarrow_makes(name: str) -> None:
+    values, kind = COLUMNS[name]
+    batch = record_batch([values], pa.schema({"a": kind}))
+    batch.validate(full=True)
+    assert batch == pa.record_batch([values], schema=pa.schema({"a": kind}))

@@ -22,6 +22,7 @@ from zoo.config.entries import FORMS
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.identity import row_digest
+from zoo.data.sources.kept.columns import numbers, record_batch
 from zoo.data.sources.kept.store import kept_table
 from zoo.data.sources.lines import json_object, locate, numbered_items
 from zoo.data.sources.references import Access
@@ -54,10 +55,10 @@ class CheckedRows(Sequence[Row]):
 
     def __init__(self, table: Table, name: str, access: Access, form: Form | str | None, places: np.ndarray) -> None:
         self._table, self.name, self.access, self.form, self._places = table, name, access, form, places
-        self._numbers = table["number"].to_numpy()
+        self._numbers = numbers(table["number"])
         self._items = table["row"].chunks
         self._starts = np.cumsum([0, *map(len, self._items)])
-        self.media = table["media"].to_numpy()[places]
+        self.media = numbers(table["media"])[places]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -97,7 +98,7 @@ class CheckedRows(Sequence[Row]):
 
     def kinds(self) -> np.ndarray:
         """(N,) objects, the kind of each row or None."""
-        return self._table["kind"].to_numpy()[self._places]
+        return np.array(self._table["kind"].to_pylist(), object)[self._places]
 
     def skipped(self) -> set[str]:
         """Columns that are not read, of all rows."""
@@ -139,12 +140,12 @@ def read_checked(
     if not len(table):
         raise UserError(no_rows(spec))
     cause = table["cause"]
-    good = cause.is_null().to_numpy()
+    good = numbers(cause.is_null().cast("uint8")) == 1
     for line in np.flatnonzero(~good).tolist():
         number = table["number"][line].as_py()
         tell(number, RowError(f"{spec}:{number}", cause[line].as_py(), table["message"][line].as_py()))
     if keep is not None:
-        good &= np.fromiter(map(keep, table["number"].to_numpy().tolist()), bool, len(table))
+        good &= np.fromiter(map(keep, table["number"].to_pylist()), bool, len(table))
     return CheckedRows(table, spec, access, form, np.flatnonzero(good))
 
 
@@ -160,8 +161,6 @@ def _batches(
     path: Path, spec: str, form: Form, access: Access, tell: Callable[[int, RowError], None]
 ) -> Iterator[RecordBatch]:
     """A record of each row of a file; bad ones are told as well."""
-    import pyarrow as pa
-
     columns: list[list[Any]] = [[] for _ in _schema()]
     size = 0
     for number, content in numbered_items(path, spec):
@@ -179,10 +178,10 @@ def _batches(
         for column, value in zip(columns, record, strict=True):
             column.append(value)
         if len(columns[0]) == BATCH_ROWS or size > BATCH_MB * 2**20:
-            yield pa.record_batch(columns, schema=_schema())
+            yield record_batch(columns, _schema())
             columns, size = [[] for _ in columns], 0
     if columns[0]:
-        yield pa.record_batch(columns, schema=_schema())
+        yield record_batch(columns, _schema())
 
 
 def media_bits(row: Row) -> int:
