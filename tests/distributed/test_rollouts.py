@@ -1,5 +1,6 @@
 """Reinforcement learning under every layout: the trainer agrees with its rollouts, and trains as one rank does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,26 @@ def test_rollouts_of_one_seed_are_the_same_and_of_another_are_not(pool: Pool, tm
     )
     assert [plain(one) for one in first] == [plain(one) for one in again]
     assert first[0]["reward"] != other[0]["reward"]
+
+
+def test_groups_of_equal_rewards_are_told_and_rewards_get_what_rows_have_for_them(pool: Pool, tmp_path: Path) -> None:
+    model, file, own = MODELS["text"], tmp_path / "rows.jsonl", tmp_path / "own.py"
+    own.write_text(
+        "def reward(answer, references, row, *, bonus, unit='kg'):\n    return bonus + 10 * (unit == 'lb')\n"
+    )
+    overrides = write_rows(file, 4, ("text",))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    extras = [{"bonus": 0.25}, {"bonus": 1, "unit": "lb"}, {"unit": "g", "bonus": -2}, {"bonus": 3}]
+    file.write_text("".join(json.dumps(row | {"extra": one}) + "\n" for row, one in zip(rows, extras, strict=True)))
+    common = (
+        *overrides, *SHORT, f"model.init={model.write(tmp_path / 'model')}", f"rl.rewards={{'{own}:reward': 1}}",
+        "rl.dynamic_sampling=2", "rl.algorithm=dapo", "rl.overlong_buffer=0", f"run.dir={tmp_path / 'run'}", "train.steps=1",
+    )  # fmt: skip
+    ((step,),) = pool.run(1, policy_run, model.recipe, common, True, timeout=400.0)
+    assert step["reward"] == pytest.approx((0.25 + 11 - 2 + 3) / 4)
+    assert (step["groups"], step["groups_kept"], step["labels"], step["skipped"]) == (8, 0, 0, "labels")
+    for name in ("loss", "ratio", "entropy", "importance/max", "logprob_difference/max"):
+        assert step[name] is None, name
+    lines = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    (why,) = [line["why"] for line in lines if line.get("event") == "skip"]
+    assert "answers to 0 of 8 prompts in 2 rounds (rl.dynamic_sampling) have different rewards; take prompts" in why

@@ -49,13 +49,16 @@ def write_rows(file: Path, count: int, kinds: Sequence[str]) -> tuple[str, ...]:
     return (f"data.train=[{file}]", "data.eval=none", *root)
 
 
-def policy_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A run on this rank, by `TokenRewards`; the lines of its steps and evaluations, of the first rank's log."""
+def policy_run(
+    rank: int, size: int, recipe: str, overrides: tuple[str, ...], own: bool = False
+) -> list[dict[str, Any]]:
+    """A run on this rank, by `TokenRewards` or the rewards of its `own`; the lines of its steps and evaluations, of the first rank's log."""
     from support.recipes import load_effective
+    from zoo.rollouts.rewards.rewards import open_rewards
     from zoo.training import reinforcement
     from zoo.training.trainer import run_rank
 
-    reinforcement.open_rewards = TokenRewards  # type: ignore[assignment]
+    reinforcement.open_rewards = open_rewards if own else TokenRewards  # type: ignore[assignment]
     fixed = [
         "task=grpo",
         "hardware=cpu",

@@ -146,6 +146,18 @@ class RolloutLoader:
         """Whether updates of the last rollout are still to come, so that a run can't be resumed from here."""
         return bool(self._pending)
 
+    @property
+    def unlabelled(self) -> str:
+        """Why the step that was handed out last has no token to learn, if it has none."""
+        groups, kept = self.metrics["groups"], self.metrics.get("groups_kept")
+        if kept is None:
+            return "all its answers were cut, and rl.mask_truncated leaves them out; raise rl.max_new_tokens"
+        rounds = self.recipe.rl.dynamic_sampling
+        return (
+            f"answers to {kept} of {groups} prompts in {rounds} rounds (rl.dynamic_sampling) have different rewards; take prompts that are "
+            "neither too easy nor too hard, rewards with more levels, or more rl.samples"
+        )
+
     def begin(self) -> None:
         """Nothing is prepared ahead."""
 

@@ -14,6 +14,7 @@ A masked answer has no loss and need not be packed. The group's answers count in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -124,8 +125,8 @@ class PolicyLoss:
         return _exp(total / labels.clamp(min=1))[segments] * (logprobs - now).exp()
 
     def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
-        """Metrics for the log of `names` summed over all ranks, means over labels; largest values come apart."""
-        tokens = max(totals["tokens"], 1.0)
+        """Metrics for the log of `names` summed over all ranks, means over labels, nan of none; largest values come apart."""
+        tokens = totals["tokens"] or math.nan
         optional = {"kl": self.referenced, "capped": self.importance_cap is not None}
         shown = (name for name in self.names[1:] if optional.get(name, True))
         return {LOGGED.get(name, name): totals[name] / tokens for name in shown}

@@ -176,7 +176,7 @@ class RunState:
             log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
             if not self.state.get("optimizer", True):
                 log.say(messages.WITHOUT_MOMENTS)
-        notes = self.source.rows.notes(pairs=self.recipe.train.preference)
+        notes = self.source.rows.notes(pairs=self.recipe.train.preference, rewards=self.recipe.rl.algorithm is not None)
         resume.log_differences(log, self.done, self.changes, self.rows, self.chosen, notes)
         held_out = self.data.held_out
         log.say(

@@ -147,7 +147,7 @@ class StepTotals:
         by_source = {name: next(summed) for name in counts.by_source}
         ranks = [[next(summed) for _ in of_rank] for _ in range(world.size)]
         for number, name in enumerate(maxima):
-            further = {**further, LOGGED[name]: max(values[number] for values in ranks)}
+            further = {**further, LOGGED[name]: max(values[number] for values in ranks) if loss["labels"] else math.nan}
         return cls(
             real=real,
             total=total,

@@ -223,7 +223,8 @@ class Trainer(RunState):
             world=self.world,
             part_squares=self.norms.squares(self.optimizer, self.done + 1),
         )
-        bad = self.detector.check(totals.loss, totals.grad_norm, labels=totals.labels > 0)
+        why = "" if totals.labels > 0 else self.loader.unlabelled
+        bad = self.detector.check(totals.loss, totals.grad_norm, unlabelled=why)
         if bad is None:
             self.scheduler.step(increment=1)
             adamw.clip(self.optimizer, totals.grad_norm)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def forks(answer, references, row):
     os.fork()
     print("x" * 100000)
     return 1
+def takes_all(answer, references, row, **extra):
+    return sum(extra.values())
 not_callable = 1
 """
 ROW = Row(messages=(Message("user", "which?"),), answers=("b", "a3"), source="rows.jsonl:7")
@@ -152,6 +155,19 @@ def test_a_function_that_fails_is_named_or_counts_0(
     assert found[:, 1].sum() == 1 and failures == {f"{functions}:{name}": 1}
     again = rewards[1].score(rollouts(3))
     assert again.values.tolist() == [[1.0, 0.0]] * 3 and not again.failures
+
+
+def test_a_function_takes_what_the_row_has_for_it_or_is_named(functions: str, opened: list[Rewards]) -> None:
+    row = replace(ROW, extra='{"bonus": 2, "malus": -0.5}')
+    rewards = Rewards({f"{functions}:takes_all": 1, "exact_match": 1, f"{functions}:forks": 1})
+    opened.append(rewards)
+    with pytest.raises(
+        UserError, match=r"own\.py:forks: it takes no argument 'bonus', which the row has in `extra`, for"
+    ):
+        rewards.score(rollouts(2, row=row))
+    assert rewards.score(rollouts(2)).values[:, 0].tolist() == [0.0, 0.0]
+    opened.append(alone := Rewards({f"{functions}:takes_all": 1, "exact_match": 1}))
+    assert alone.score(rollouts(2, row=row)).values[:, 0].tolist() == [1.5, 1.5]
 
 
 def test_numbers_of_all_kinds_forks_and_prints(functions: str, opened: list[Rewards]) -> None:

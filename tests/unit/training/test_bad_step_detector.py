@@ -201,7 +201,7 @@ def test_a_detector_resumes_from_another_s_state() -> None:
 def test_steps_without_labels_are_counted_and_leave_the_window_as_it_is() -> None:
     detector = after(noisy(60))
     for _ in range(200):
-        found = detector.check(math.nan, 0.0, labels=False)
+        found = detector.check(math.nan, 0.0, unlabelled="no row of it has a token to learn")
         assert found is not None and found.cause == "labels" and not detector.ends
     assert detector.check(2.2, 1.0) is None
     found = detector.check(9.0, 1.0)

@@ -126,6 +126,7 @@ class BatchLoader:
         )
         self._length: RunLength | None = None  # None: without end
         self.short_step: int | None = None  # bins of the last step, where it is known to have fewer than others
+        self.unlabelled = "no row of it has a token to learn"  # as `RolloutLoader.unlabelled`
         self._left = 0  # steps behind the last one handed out, by what is known of them
         self._state = self._stream_state()
         self._executor = ThreadPoolExecutor(1, "zoo-data") if prefetch else None

@@ -123,8 +123,11 @@ class RowSet(Sequence[Row]):
         shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
         return Mixture(shares, seed, shuffle)
 
-    def notes(self, *, pairs: bool = False) -> list[str]:
-        """Notes for the user on how rows are read, by the rows in memory or the first one of each part; `pairs`: both answers are trained on."""
+    def notes(self, *, pairs: bool = False, rewards: bool = False) -> list[str]:
+        """Notes for the user on how rows are read, by the rows in memory or the first one of each part.
+
+        `pairs`: both answers are trained on; `rewards`: answers are sampled for them.
+        """
         notes = list(self.opening)
         for part, name in zip(self.parts, self.names, strict=True):
             first = None
@@ -133,6 +136,8 @@ class RowSet(Sequence[Row]):
             if first is not None and first.form == PREFERENCE and not pairs:
                 learnt = "the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
                 notes.append(f"{name} has preference pairs: {learnt}")
+            if first is not None and first.extra and not rewards:
+                notes.append(f"{name} has extra, which rewards of rl.algorithm alone take")
             if isinstance(part, CheckedRows):
                 skipped = sorted(part.skipped())
             else:

@@ -45,6 +45,7 @@ TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up t
 MAX_MEDIA = 4096  # of a row
 MAX_ANSWERS = 4096  # of a row, of which any is right
 MAX_KIND = 100  # characters of a label
+OF_EVERY_REWARD = ("answer", "references", "row")  # arguments that users' rewards have whatever the row
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Row:
     label: bool | None = None  # whether its last answer is desirable, where the row says so
     speech: Medium | None = None  # what its last answer is spoken as: an npy file of codes
     speaker: str = ""  # who speaks it, "" where the row does not say
+    extra: str = ""  # what users' rewards get beside, by name: an object in JSON, "" for none
     limits: MediaLimits | None = None  # of its media, where its entry has its own
     skipped: tuple[str, ...] = field(default=(), compare=False)  # its columns that say nothing of the sample
     # In a preference pair: the same row with the rejected answer, or what is wrong with that.
@@ -264,6 +266,7 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
         label=label,
         speech=speech,
         speaker=speaker,
+        extra=_extra(item),
         skipped=skipped,
         rejected=rejected,
     )
@@ -332,8 +335,21 @@ def _answers(item: JsonObject) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _plain_json(values: list[object] | list[JsonObject], where: str) -> str:
-    """A list as JSON, "" for an empty one."""
+def _extra(item: JsonObject) -> str:
+    """What the row holds for users' rewards, each by a name that a function may have for an argument."""
+    extra = item.get("extra") or {}
+    if not isinstance(extra, Mapping):
+        text = f"extra is of type {type(extra).__name__}; an object is wanted, or columns: {{extra: null}} where it says something else."
+        raise bad_row(text)
+    wrong = [key for key in extra if not str(key).isidentifier() or key in OF_EVERY_REWARD]
+    if wrong:
+        taken = ", ".join(OF_EVERY_REWARD)
+        raise bad_row(f"extra has {shown(repr(wrong[0]))}; names of arguments are wanted, other than {taken}.")
+    return _plain_json(dict(extra), "extra")
+
+
+def _plain_json(values: list[object] | list[JsonObject] | JsonObject, where: str) -> str:
+    """A list or object as JSON, "" for an empty one."""
     if not values:
         return ""
     try:

@@ -22,8 +22,8 @@ from zoo.generation.scores.choose import OWN, Scorer
 from zoo.registry import imported
 from zoo.types import JsonMapping
 
-type Reward = Callable[[str, Sequence[str], JsonMapping], float]
-"""A reward: answer, references, row -> number. `row` has the messages, answers and further columns of the answer's row."""
+type Reward = Callable[..., float]
+"""A reward: answer, references, row -> number. A user's takes what the row has in `extra` by name, too."""
 
 ERROR_RATES = ("wer", "cer")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

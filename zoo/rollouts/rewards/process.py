@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import pickle
 import signal
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 from zoo.data.media.worker_sockets import MessageSocket
 from zoo.errors import UserError, printable
-from zoo.rollouts.rewards.named import KEY, Reward, find_reward
+from zoo.rollouts.rewards.named import KEY, Reward, find_reward, is_own
 from zoo.subprocesses import find_users_modules
+from zoo.types import JsonMapping
 from zoo.user_code import calling
 
 
@@ -63,7 +65,10 @@ def called(reward: Reward, name: str, call: Call, row: dict[str, Any]) -> Reply:
     """The reward's value for a call, or why it has none."""
     try:
         with calling(f"{KEY}={name}"):
-            value: Any = reward(call.answer, call.references, row)
+            extra = {} if is_own(name) else row["extra"]
+            if unknown := _not_taken(reward, extra):
+                return Reply(math.nan, f"it takes no argument {unknown!r}, which the row has in `extra`")
+            value: Any = reward(call.answer, call.references, row, **extra)
     except BaseException as error:  # of the user's function, whatever it raises
         return Reply(math.nan, printable(f"it raised {type(error).__name__}: {error}", 300))
     try:
@@ -75,6 +80,18 @@ def called(reward: Reward, name: str, call: Call, row: dict[str, Any]) -> Reply:
     if not math.isfinite(number):
         return Reply(math.nan, printable(f"it returned {value!r:.200}, and a finite number is wanted", 300))
     return Reply(number)
+
+
+def _not_taken(reward: Reward, extra: JsonMapping) -> str | None:
+    """The first name that a function has no argument for; None where it has all, or does not tell."""
+    try:
+        arguments = inspect.signature(reward).parameters.values() if extra else ()
+    except (TypeError, ValueError):
+        return None
+    if not extra or any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return None
+    named = {each.name for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return next((name for name in extra if name not in named), None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import threading
@@ -39,7 +40,7 @@ class Rewards:
     """The rewards of a run, for one rank of a replica, which shares them with the others.
 
     A user's function is `(answer: str, references: Sequence[str], row: Mapping) -> float`: `references` are the texts that the row
-    accepts as its answer, `row` is what `row_as_dict` makes of it.
+    accepts as its answer, `row` is what `row_as_dict` makes of it. What the row has in `extra` comes by name.
 
     Args:
         weights: by name, as `zoo.rollouts.rewards.named` has them, or by `module:function` or `file.py:function`.
@@ -173,4 +174,5 @@ def row_as_dict(row: Row) -> JsonObject:
         "kind": row.kind,
         "task": row.task,
         "source": row.source,
+        "extra": json.loads(row.extra) if row.extra else {},
     }

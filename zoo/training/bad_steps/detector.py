@@ -54,12 +54,12 @@ class BadStepDetector:
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
 
-    def check(self, loss: float, grad_norm: float, *, labels: bool = True) -> BadStep | None:
-        """The fault of a step; None where it is good. Call it once a step. `labels`: whether it has any."""
-        if not labels:
+    def check(self, loss: float, grad_norm: float, *, unlabelled: str = "") -> BadStep | None:
+        """The fault of a step; None where it is good. Call it once a step. `unlabelled`: why it has no label, "" where it has some."""
+        if unlabelled:
             self.new_level = None
             self.counts["labels"] += 1
-            return BadStep("labels", "no row of it has a token to learn")
+            return BadStep("labels", unlabelled)
         bad, self.new_level = self._fault(loss, grad_norm), None
         self._step += 1
         while self._bad_at and self._bad_at[0] <= self._step - self.span:

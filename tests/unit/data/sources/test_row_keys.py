@@ -64,7 +64,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 VALUES: dict[str, Any] = {
     "image": "b.png", "images": ["b.png"], "video": "v.mp4", "videos": ["v.mp4"], "audio": "b.wav", "audios": ["b.wav"],
     "kind": "k", "task": "vqa", "answers": ["c", "d"], "weight": 0.5, "label": True, "use_audio_in_video": True, "tools": [TOOL],
-    "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}, "system": "s", "history": [["j", "k"]],
+    "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}, "extra": {"unit": "kg"}, "system": "s", "history": [["j", "k"]],
     "chosen": OTHER, "messages": OTHER, "conversations": OTHER, "conversation": OTHER, "texts": [{"user": "r", "assistant": "b"}], "ground_truth": RECEIPT % 2,
     **dict.fromkeys(SOUNDS[2:], "b.wav"), **dict.fromkeys(IMAGES[2:], "b.png"), "labels": ["c"], "loss_scale": 0.5, "margin": 0.5, **{name: 1 for name in ("fps", "nframes", "max_pixels")},
 }  # fmt: skip

@@ -1,6 +1,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,19 @@ def test_every_text_of_a_row_counts(change: dict, words: str, tmp_path: Path) ->
         make_row(item, "x:1", Access(tmp_path))
     assert caught.value.cause == "bad_row" and len(str(caught.value)) < 1100
     make_row({"messages": [ASKED, TOLD], "answers": [LONG[:1000]], "task": "x" * 1000}, "x:1", Access(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("kg", "extra is of type str; an object is wanted, or columns"),
+        ({"two words": 1}, "extra has 'two words'; names of arguments are wanted"),
+        ({"row": 1}, "extra has 'row'; names of arguments are wanted, other than answer, references, row"),
+        ({"number": float("nan")}, "extra can't be written as JSON"),
+    ],
+)
+def test_what_no_reward_could_take_is_refused(extra: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        make_row(
+            {"messages": [{"role": "user", "content": "q"}], "answers": ["a"], "extra": extra}, "x:1", Access(Path())
+        )

@@ -38,7 +38,7 @@ type Format = Callable[[JsonObject], JsonObject]
 
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
-    "messages", "conversations", "conversation", "images", "videos", "audios", "history", "tools", "objects", "texts", "answers",
+    "messages", "conversations", "conversation", "images", "videos", "audios", "history", "tools", "objects", "texts", "answers", "extra",
     "prompt", "completion", "chosen", "rejected",
 )  # fmt: skip
 # A row with these columns is of that format; one with the columns of several is asked about, but for preferences.

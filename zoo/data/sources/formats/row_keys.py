@@ -23,7 +23,7 @@ MEDIA = tuple(name for kind in KINDS for name in (kind, f"{kind}s"))
 # Keys that mean the same in every format with messages.
 COMMON = (
     "kind", "task", "answers", "weight", "label", "use_audio_in_video", "tools", "objects", "system",
-    "speech", "speaker",
+    "speech", "speaker", "extra",
 )  # fmt: skip
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 # What the rejected conversation has of its own, in the place of the row's key of that name (ms-swift).
