@@ -25,11 +25,13 @@ def code(names: Iterable[str]) -> str:
 def table(family: ModelFamily) -> str:
     """The block of a family: what it is registered with, the recipes that train it, and its sizes."""
     names = [name for name in recipe_names() if about(name)["family"] == family.name]
+    own = [name for name in names if name not in matrix()]
     inner = [f"; in `{family.within(part)}`: `{part}`" for part in family.inner]
     rows = [
         ("`model_type`", code(family.load("config").kinds)),
         ("`model.freeze`", code(family.parts) + "".join(inner)),
-        ("recipes", recipes(names)),
+        ("recipes", recipes(name for name in names if name in matrix())),
+        *([("recipes of its own", recipes(own))] if own else []),
         *((f"`size={size}`", about_size(family.name, size)) for size in size_names(family.name)),
     ]
     lines = ["| registered | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from zoo.models.qwen3_omni.config import PredictorConfig, Qwen3TalkerConfig
 
 
+class CodeHead(torch.nn.Module):
+    """The weight (codes, hidden) that says one residual code; no linear, so that adapters leave it alone, as they do every head."""
+
+    def __init__(self, codes: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(codes, hidden))
+
+
 class CodePredictor(MegatronModule):
     """A dense decoder over the codebooks of each frame by itself: a frame is a row of a batch, a codebook a token."""
 
@@ -40,7 +48,7 @@ class CodePredictor(MegatronModule):
         self.rotary = Rotary.from_shape(decoder_config.kv_channels, config.rotary)
         shape, std = (text.vocab_size, text.hidden_size), text.initializer_range
         tables = [torch.nn.Embedding(*shape) for _ in range(residual)]
-        heads = [torch.nn.Linear(*shape[::-1], bias=False) for _ in range(residual)]
+        heads = [CodeHead(*shape) for _ in range(residual)]
         for module in (*tables, *heads):
             torch.nn.init.normal_(module.get_parameter("weight"), std=std)
         self.embeddings, self.heads = torch.nn.ModuleList(tables), torch.nn.ModuleList(heads)
@@ -85,8 +93,8 @@ class Qwen3Talker(Talker):
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As every talker's, whose rows of text are projected before codes are added."""
-        hidden = self.text_projection(embedded.index_select(0, speech.text))
-        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states.index_select(0, speech.seen)))
+        hidden = self.text_projection(embedded)
+        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
         hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
         residual = self.code_predictor.embed(speech.frames)
         hidden = hidden.index_add(0, speech.heard, residual.sum(0).to(hidden.dtype))

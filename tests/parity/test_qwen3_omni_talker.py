@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engine import Zoo, packed_batch
+from support.adapted import with_adapters
+from support.adapters import peft_gradients, published_gradients
+from support.engine import Zoo, packed_batch, recipe_for
+from support.gathered import worst as worst_gradient
 from support.pairs import relative_errors, worst
 from support.rows import make_examples
-from support.spoken import Spoken, losses, say, teacher_forced
+from support.spoken import Spoken, losses, say, teacher_forced, text_loss
 from support.tiny_talker import CODES, VOCABULARY, write_tiny_talker
 from support.weights import export, same, tensors
 
@@ -38,10 +41,10 @@ class Pair:
     def logits(self, samples: list[Any], **packing: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """zoo's logits of first codes and ends, and of residual codes, of each sample of a packed row."""
         step, model = self.zoo.step(**packing), self.zoo.model
-        inputs, _ = step.prepare(packed_batch(samples))
-        speech = inputs.speech
+        inputs, _ = step.prepare(packed_batch(samples), evaluate=True)
+        speech, noted = inputs.speech, model.noted_states()
         with torch.no_grad():
-            first, residual = model.talker.logits(*model.thoughts(inputs, speech), speech, speech.label_rows)
+            first, residual = model.talker.logits(*model.read(inputs, speech, noted), speech, speech.label_rows)
         counts = [len(sample.media["speech_codes"]) for sample in samples]
         firsts = first.split([count + 1 for count in counts])
         return list(zip(firsts, residual.split(counts, dim=1), strict=True))
@@ -89,8 +92,7 @@ def test_every_gradient(layout: str, pair: Pair) -> None:
     wanted = {name: p.grad for name, p in pair.hf.named_parameters() if p.grad is not None}
     wanted = tiny.experts_apart(wanted)
     assert {name.partition(".")[0] for name in wanted} == {"talker"}
-    samples = pair.samples[::-1] if layout == "backwards" else pair.samples
-    batches = [packed_batch([sample]) for sample in samples] if layout == "one by one" else [packed_batch(samples)]
+    batches = laid_out(layout, pair.samples)
     frozen = [p for name, p in zoo.model.named_parameters() if not name.startswith("talker.")]
     loss, gradients = zoo.gradients(batches, count, **({"align": 4} if "padded" in layout else {}))
     assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
@@ -98,6 +100,65 @@ def test_every_gradient(layout: str, pair: Pair) -> None:
     errors = relative_errors(found, wanted)
     assert not {name: error for name, error in errors.items() if not error < 1e-5}
     assert all(p.grad is None for p in frozen), "a thinker that is not trained"
+
+
+def laid_out(layout: str, samples: list[Any]) -> list[Any]:
+    samples = samples[::-1] if layout == "backwards" else samples
+    return [packed_batch([sample]) for sample in samples] if layout == "one by one" else [packed_batch(samples)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("one by one", marks=pytest.mark.slow), "packed", pytest.param("padded between rows", marks=pytest.mark.slow),
+     pytest.param("recomputed", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_every_gradient_of_a_thinker_that_learns_to_be_spoken(layout: str, pair: Pair) -> None:
+    """Thinker and talker as one network: the text's loss, 0.7 times the first codes' and 0.7 * 0.4 times the residual ones'."""
+    more = ["engine.recompute=full"] if layout == "recomputed" else []
+    zoo = Zoo.load(pair.folder, pair.zoo.world, "train.speech_loss=0.7", "train.residual_loss=0.4", *more)
+    rows = list(pair.rows.values())
+    count = sum(len(row.frames) + 1 for row in rows)
+    (first, residual), texts = losses(pair.hf, rows, joint=True), text_loss(pair.hf, rows)
+    wanted_loss = (texts + 0.7 * (first + 0.4 * residual / 3)) / count
+    pair.hf.zero_grad(set_to_none=True)
+    wanted_loss.backward()
+    wanted = tiny.experts_apart({name: p.grad for name, p in pair.hf.named_parameters() if p.grad is not None})
+    assert {name.partition(".")[0] for name in wanted} == {"talker", "thinker"}
+    packing = {"align": 4} if "padded" in layout else {}
+    loss, gradients = zoo.gradients(laid_out(layout, pair.samples), count, **packing)
+    assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
+    found = zoo.published(gradients)
+    assert worst_gradient({name: found[name] for name in wanted}, wanted)[0] < 1e-5
+    assert not any(float(found[name].abs().max()) for name in found.keys() - wanted.keys())
+
+
+@pytest.mark.parametrize("name", ["talker", pytest.param("speech", marks=pytest.mark.slow)])
+def test_adapters_as_peft_has_them(name: str, pair: Pair, tmp_path: Path) -> None:
+    """Of the talker's decoders and projections, and of the thinker's decoder where it learns: peft loads them and has zoo's gradients."""
+    import peft
+
+    from zoo.checkpoint import lora_files
+
+    if pair.hf.config.talker_config.accept_hidden_layer != 3:
+        pytest.skip("one layer is enough")
+    world, joint = pair.zoo.world, name == "speech"
+    recipe = recipe_for(pair.folder, "lora.rank=3", "lora.dropout=0", recipe=f"qwen3_omni_{name}_sft_lora")
+    zoo, adapters = with_adapters(recipe, world)
+    folder = lora_files.export_adapters(adapters, tmp_path / "adapter", zoo.assembly, recipe, world, steps=0)
+    wrapped = peft.PeftModel.from_pretrained(tiny.load_plain(pair.folder), folder, is_trainable=True).eval()
+    hf, rows = wrapped.base_model.model, list(pair.rows.values())
+    count = sum(len(row.frames) + 1 for row in rows)
+    first, residual = losses(hf, rows, joint=joint)
+    wanted_loss = (first + 0.3 * residual / 3 + (text_loss(hf, rows) if joint else 0.0)) / count
+    wanted_loss.backward()
+    wanted = {adapters.renames.former(key): grad for key, grad in peft_gradients(wrapped).items()}
+    loss, gradients = zoo.gradients([packed_batch(pair.samples)], count)
+    assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
+    names = {id(p): name for name, p in zoo.model.named_parameters()}
+    found = published_gradients(adapters, gradients, names)
+    assert {key.split(".")[2] for key in found} == ({"talker", "thinker"} if joint else {"talker"})
+    assert not any("head" in key for key in found)
+    assert worst_gradient(found, wanted)[0] < 1e-5
 
 
 @pytest.mark.parametrize("packing", [{}, {"align": 4}], ids=str)
@@ -149,6 +210,26 @@ def test_a_row_as_the_loader_has_it(pair: Pair) -> None:
     assert first.shape == (10, VOCABULARY) and residual.shape == (3, 9, CODES)
 
 
+def test_a_row_weighs_as_often_as_its_weight_says(pair: Pair) -> None:
+    """Its text and its codes: of weight 2 they are worth the row twice."""
+    from zoo.data.sample import collate
+    from zoo.packing import PackedLayout
+
+    zoo = Zoo.load(pair.folder, pair.zoo.world, "train.speech_loss=0.7")
+
+    def sums(*weights: float) -> list[float]:
+        samples = [zoo.assembly.processor.encode(spoken_row(weight=weight), **OPTIONS) for weight in weights]
+        samples.append(pair.samples[1])
+        batch = collate(samples, PackedLayout.from_lengths([sample.length for sample in samples]))
+        with torch.no_grad():
+            output, loss = zoo.step()(iter([batch]), zoo.model, loss_scale=1.0)
+            _, metrics = loss(output)
+        assert batch.loss_weight == 10 * sum(weights) + samples[-1].label_weight
+        return [float(metrics[key]) for key in ("nll", "weight", "text_nll", "code_nll", "residual_nll", "frames")]
+
+    assert sums(2.0) == pytest.approx(sums(1.0, 1.0), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
@@ -161,7 +242,6 @@ def test_a_row_as_the_loader_has_it(pair: Pair) -> None:
         ({"speech": [[1, 2, 3, 4]] * 2}, "it has 2 frames, fewer than the answer has tokens"),
         ({"speaker": "Nobody"}, "speaker Nobody is not in the checkpoint, which has chelsie, ethan"),
         ({"speaker": None}, "it has no speaker; the checkpoint has chelsie, ethan"),
-        ({"weight": 2.0}, "weights of rows and answers are not built for speech"),
     ],
     ids=str,
 )
@@ -175,18 +255,14 @@ def test_a_speech_that_does_not_fit_the_talker_is_refused(keys: dict, reason: st
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["model.freeze=[vision]"], r"set model.freeze=\[vision,audio,language\]"),
         (["model.freeze=[vision,audio,language,talker]"], "nothing would be left to train"),
         (["train.speech_loss=0"], "nothing would be left to train"),
-        (["lora.rank=4", "lora.parts=[talker]"], "lora.rank=4 with train.speech_loss=1"),
         (["parallel.tp=2"], "parallel.tp=2 with train.speech_loss: a talker's ranks"),
         (["packing.mode=none"], "packing.mode=none with train.speech_loss=1"),
     ],
     ids=str,
 )
 def test_what_a_talker_is_not_built_for_is_refused(overrides: list[str], reason: str, tmp_path: Path) -> None:
-    from support.engine import recipe_for
-
     from zoo.errors import ConfigError
 
     with pytest.raises(ConfigError, match=reason):

@@ -95,7 +95,7 @@ def spoken_by(
 ) -> Spoken:
     """The same as zoo's sample."""
     from zoo.data.sample import Sample
-    from zoo.packing.spoken import COUNTS, FRAMES
+    from zoo.packing.spoken import COUNTS, FRAMES, WEIGHTS
     from zoo.packing.spoken import SPEAKERS as CODES
 
     config = zoo.assembly.config.hf
@@ -103,27 +103,23 @@ def spoken_by(
         FRAMES: frames,
         COUNTS: torch.tensor([len(frames)]),
         CODES: torch.tensor([config.talker_config.speaker_id[speaker.lower()]]),
+        WEIGHTS: torch.ones(1),
     }
     whole = torch.cat((ids, torch.tensor([config.im_end_token_id, 10])))
     labels = torch.full_like(whole, -100)
     labels[prompt["input_ids"].shape[1] :] = whole[prompt["input_ids"].shape[1] :]
-    sample = Sample(whole, labels, {**example.sample.media, **speech})
+    sample = Sample(whole, labels, {**example.sample.media, **speech}, codes=len(frames) + 1)
     return Spoken(example.name, sample, prompt, ids, frames, speaker, heard)
 
 
-def teacher_forced(hf: Any, spoken: Spoken) -> tuple[Tensor, Tensor]:
+def teacher_forced(hf: Any, spoken: Spoken, *, joint: bool = False) -> tuple[Tensor, Tensor]:
     """transformers' logits of first codes and ends (F + 1, vocabulary) and of residual codes (codebooks - 1, F, vocabulary), given the row.
 
-    Inputs are made by the functions that its `generate` calls, with gradients.
+    Inputs are made by the functions that its `generate` calls, with gradients, `joint` through the thinker, too.
     """
     config, talker, frames = hf.config, hf.talker, spoken.frames
-    with torch.no_grad():
-        arguments = {
-            **spoken.prompt,
-            "input_ids": spoken.ids[None],
-            "attention_mask": torch.ones(1, len(spoken.ids), dtype=torch.long),
-        }
-        states = hf.thinker(**arguments, output_hidden_states=True).hidden_states
+    with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
+        states = hf.thinker(**arguments(spoken, spoken.ids), output_hidden_states=True).hidden_states
         specials = hf.thinker.get_input_embeddings()(
             torch.tensor([[config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]])
         )
@@ -164,12 +160,26 @@ def teacher_forced(hf: Any, spoken: Spoken) -> tuple[Tensor, Tensor]:
     return out.logits[0, -len(frames) - 1 :], residual
 
 
-def losses(hf: Any, rows: Sequence[Spoken]) -> tuple[Tensor, Tensor]:
+def arguments(spoken: Spoken, ids: Tensor) -> dict[str, Any]:
+    """Those of transformers' thinker for a row of these ids (L,)."""
+    return {**spoken.prompt, "input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+
+
+def text_loss(hf: Any, rows: Sequence[Spoken]) -> Tensor:
+    """The mean loss of each row's text, times its first codes and ends; their sum."""
+    total = torch.zeros(())
+    for row in rows:
+        logits = hf.thinker(**arguments(row, row.sample.input_ids)).logits[0]
+        total = total + F.cross_entropy(logits[:-1], row.sample.labels[1:]) * (len(row.frames) + 1)
+    return total
+
+
+def losses(hf: Any, rows: Sequence[Spoken], *, joint: bool = False) -> tuple[Tensor, Tensor]:
     """Sums of the losses of all rows: of first codes and ends, and of residual codes."""
     first_sum = residual_sum = torch.zeros(())
     end = torch.tensor([hf.config.talker_config.codec_eos_token_id])
     for row in rows:
-        first, residual = teacher_forced(hf, row)
+        first, residual = teacher_forced(hf, row, joint=joint)
         first_sum = first_sum + F.cross_entropy(first, torch.cat((row.frames[:, 0], end)), reduction="sum")
         residual_sum = residual_sum + F.cross_entropy(
             residual.flatten(0, 1), row.frames.T[1:].flatten(), reduction="sum"

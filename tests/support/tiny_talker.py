@@ -55,8 +55,14 @@ CODE2WAV: dict[str, Any] = {
 }
 
 
-def whole_config(*, accept_hidden_layer: int = 3, talker: dict[str, Any] | None = None, **text: Any) -> Any:
-    """transformers' config for the bundled tokenizer; `text` replaces keys of the thinker's decoder, `talker` of the talker's."""
+def whole_config(
+    *,
+    accept_hidden_layer: int = 3,
+    talker: dict[str, Any] | None = None,
+    predictor: dict[str, Any] | None = None,
+    **text: Any,
+) -> Any:
+    """transformers' config for the bundled tokenizer; `text` replaces keys of the thinker's decoder, others of the talker's."""
     from transformers import AutoTokenizer, Qwen3OmniMoeConfig
 
     from zoo.data.tokenizer import ROOT
@@ -72,7 +78,7 @@ def whole_config(*, accept_hidden_layer: int = 3, talker: dict[str, Any] | None 
     )}  # fmt: skip
     talker_config = {
         "text_config": TALKER_TEXT | (talker or {}),
-        "code_predictor_config": PREDICTOR,
+        "code_predictor_config": PREDICTOR | (predictor or {}),
         "num_code_groups": PREDICTOR["num_code_groups"],
         "thinker_hidden_size": thinker.text_config.hidden_size,
         "accept_hidden_layer": accept_hidden_layer,

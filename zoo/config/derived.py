@@ -9,6 +9,7 @@ from pathlib import Path
 from zoo.config.architecture import num_experts
 from zoo.config.schema import Recipe
 from zoo.files import expanded
+from zoo.registry import get_family
 
 TEACHER = "teacher.json"  # the index of a folder of a teacher's tokens (zoo.training.distillation.token_files)
 STAGED = 2  # checkpoints that run.stage holds at most: one that is copied, and one that is written or waits
@@ -28,6 +29,20 @@ def teacher_on_disk(recipe: Recipe) -> bool:
     """Whether `distill.teacher` is a folder of a teacher's tokens, in the place of a model."""
     folder = recipe.distill.teacher
     return folder is not None and (expanded(folder) / TEACHER).is_file()
+
+
+def trained_parts(recipe: Recipe) -> set[str]:
+    """Parts of the family's model that the recipe trains, whole or by adapters: a talker where its loss counts."""
+    if recipe.lora.rank:
+        return {*recipe.lora.parts, *recipe.lora.whole_parts}
+    family = get_family(recipe.model.family)
+    absent = set() if recipe.train.speech_loss else {"talker"}
+    return {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze) - absent
+
+
+def trains_thinker(recipe: Recipe) -> bool:
+    """Whether anything but the talker is trained."""
+    return trained_parts(recipe) != {"talker"}
 
 
 def data_parallel(recipe: Recipe, world_size: int) -> int:

@@ -65,6 +65,7 @@ class Sample:
         mismatched: of a labelled answer, the same conversation with the answer of another row.
         taught: a teacher's logits of the labels, from disk.
         codes: of a spoken row, the first codes that a talker learns of it, and its end: these are its labels then. 0: it is not spoken.
+        code_weight: weight of each of them in the loss.
     """
 
     input_ids: Tensor
@@ -80,6 +81,7 @@ class Sample:
     mismatched: Sample | None = None
     taught: TeacherLogits | None = None
     codes: int = 0
+    code_weight: float = 1.0
 
     @property
     def length(self) -> int:
@@ -93,7 +95,9 @@ class Sample:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of the tokens with loss: their number where all weigh 1."""
+        """Sum of the weights of the tokens with loss, or of codes: their number where all weigh 1."""
+        if self.codes:
+            return self.codes * self.code_weight
         if self.weights is None:
             return float(self.num_labels)
         return float(self.weights[1:].double()[self.labels[1:] != IGNORE].sum())
@@ -298,7 +302,7 @@ def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
 
 def _common(samples: Sequence[Sample], pinned: bool) -> dict:
     names = dict.fromkeys(name for sample in samples for name in sample.media)
-    weighted = any(sample.weights is not None for sample in samples)
+    weighted = any(sample.weights is not None or sample.code_weight != 1 for sample in samples)
     return {
         "lengths": tuple(sample.length for sample in samples),
         "media": {name: _joined([s.media[name] for s in samples if name in s.media], pinned) for name in names},

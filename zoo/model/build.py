@@ -20,6 +20,7 @@ from zoo.bridge.files.side_files import GENERATION, write_generation_config
 from zoo.bridge.load import Patterns, fitting_names, stored_in_fp32
 from zoo.bridge.parallel import default_comm, model_parameters, together
 from zoo.config.checks.engine import uses_transformer_engine
+from zoo.config.derived import trains_thinker
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -250,7 +251,7 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
         encodes_media=world.pp_rank == 0,
     )
     train, losses, policy = recipe.train, (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
-    speech = SpeechLoss(train.speech_loss, train.residual_loss) if train.speech_loss else None
+    speech = SpeechLoss(train.speech_loss, train.residual_loss, trains_thinker(recipe)) if train.speech_loss else None
     objective = Objective(*losses, mtp_layers, train.mtp_loss, policy, speech)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size

@@ -253,7 +253,10 @@ def find_targets(
         for name, (module, parameter) in _linears_of(chunks, recipe).items()
         if parameter.requires_grad
         and family.part_of(name, recipe.named_parts) in recipe.lora.parts
-        and not name.startswith(("output_layer.", "multi_token."))  # nor embedding and routers, which are no linears
+        and not name.startswith(
+            "multi_token."
+        )  # nor embedding, routers and a talker's heads of residual codes, which are no linears
+        and "output_layer" not in name.split(".")
     }
     targets = candidates(linears, family.load("bridge"), arch)
     names = comm.gather_objects([name for target in targets for name in target.modules])

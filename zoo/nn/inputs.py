@@ -132,8 +132,7 @@ class Speech:
     layout: PackedLayout
     positions: Tensor  # (3, 1, T) float32
     padding_mask: Tensor | None  # (1, T) bool; None where there is no padding
-    specials: Tensor  # (3 S,) int64 the thinker's tokens behind its row: BOS, EOS and PAD of each sequence
-    text: Tensor  # (T,) int64 places in the thinker's row with `specials` behind it
+    text: Tensor  # (T,) int64 tokens of the thinker whose embeddings are read
     stated: Tensor  # (N,) int64 rows that read the thinker's state
     seen: Tensor  # (N,) int64 places of these in the thinker's row
     media: Tensor  # (M,) int64 rows that do not read the embedding
@@ -143,11 +142,13 @@ class Speech:
     frames: Tensor  # (F, codebooks) int64
     label_rows: Tensor  # (F + S,) int64 rows that predict a first code, or the end
     targets: Tensor  # (F + S,) int64
+    ends: Tensor  # (F + S,) bool on the host, whether it is the end
     owners: Tensor  # (F + S,) int64 on the host: the sequence of each of these
 
     def moved(self, move: Callable[[Tensor], Tensor], device: torch.device) -> Speech:
-        """The same on the device, but for `owners`."""
-        tensors = {name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor) and name != "owners"}
+        """The same on the device, but for `ends` and `owners`."""
+        kept = ("ends", "owners")
+        tensors = {name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor) and name not in kept}
         return replace(self, layout=self.layout.to(device), **tensors)
 
     @property

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.attention.rotary import Rotary
-from zoo.nn.decoder.block import Decoder, Deepstack
+from zoo.nn.decoder.block import Decoder, Deepstack, NotedStates
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
 from zoo.nn.decoder.mtp import MultiTokenPrediction
@@ -163,9 +163,9 @@ class MultimodalModel(LanguageModule):
             self.multi_token = MultiTokenPrediction(config, provider, layer, groups)
 
     @property
-    def routed_config(self) -> TransformerConfig:
-        """The config of the decoder whose routers' losses are logged."""
-        return self.config
+    def routed_configs(self) -> tuple[TransformerConfig, ...]:
+        """The configs of the decoders whose routers' losses are logged."""
+        return (self.config,)
 
     def encode(self, media: Media) -> dict[str, Encoded]:
         """Tower outputs by tower name, without towers that have no media in this batch: none of a decoder alone."""
@@ -190,8 +190,8 @@ class MultimodalModel(LanguageModule):
         """mcore's schedules hand over what the previous stage sent."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, inputs: ModelInputs) -> Tensor:
-        """One pipeline stage.
+    def forward(self, inputs: ModelInputs, noted: NotedStates | None = None) -> Tensor:
+        """One pipeline stage; `noted`: states within the decoder that are wanted besides.
 
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
         prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token, with `entropy`
@@ -205,7 +205,8 @@ class MultimodalModel(LanguageModule):
         mask, routing = self._local_mask(inputs.padding_mask), inputs.routing
         if routing is not None and self.config.sequence_parallel:
             routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, inputs.most_tokens)
+        most = inputs.most_tokens
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most, noted)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
             sent = _join(hidden, (*features, *mtp_media))

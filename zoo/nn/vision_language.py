@@ -6,7 +6,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.config.derived import trains_thinker
 from zoo.config.schema import Recipe
+from zoo.nn.decoder.block import NotedStates
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
 from zoo.nn.head import cross_entropy, most_likely
@@ -106,8 +108,8 @@ class Talker(MultimodalModel):
         """Negative log likelihoods (F + S + F (codebooks - 1),) fp32: of first codes and ends, then of each frame's residual codes.
 
         Args:
-            embedded: (T + 3 S, hidden of the thinker) what its first layer reads, and the embeddings of `speech.specials`.
-            states: (T, hidden of the thinker) what its layer gives that the talker reads.
+            embedded: (T, hidden of the thinker) its embeddings of `speech.text`.
+            states: (N, hidden of the thinker) its states of `speech.seen`.
             count_correct: (2, ...), the second row 1.0 where the code was the most likely one.
         """
         first, residual = self.logits(embedded, states, speech, speech.label_rows)
@@ -130,31 +132,54 @@ class SpeakingModel(OmniModel):
     """A thinker, with a `talker` where a recipe trains it; a family builds both.
 
     Attributes:
-        accepted: the thinker's layer whose states the talker reads, as `Decoder.forward` counts `until`; None: what its final norm gives.
+        accepted: the thinker's layer whose states the talker reads, as `NotedStates` counts; None: what its final norm gives.
+        joint: whether the thinker is trained, too.
     """
 
     talker: Talker
     accepted: int | None = None
 
-    @property
-    def routed_config(self) -> TransformerConfig:
-        """The talker's, where it is trained."""
-        return self.talker.config if hasattr(self, "talker") else self.config
+    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
+        super().__init__(config, recipe, stage)
+        self.joint = trains_thinker(recipe)
 
-    def forward(self, inputs: ModelInputs) -> Tensor:
-        """With `speech` in the inputs what `Talker.losses` gives; else as the thinker's."""
+    @property
+    def routed_configs(self) -> tuple[TransformerConfig, ...]:
+        """That of the talker where it is trained, and that of a thinker that is."""
+        if not hasattr(self, "talker"):
+            return (self.config,)
+        return (self.config, self.talker.config) if self.joint else (self.talker.config,)
+
+    def forward(self, inputs: ModelInputs, noted: NotedStates | None = None) -> Tensor:
+        """With `speech` in the inputs the losses of the text, if the thinker is trained, and what `Talker.losses` gives; else the thinker's.
+
+        Gradients go through what the talker reads, so that a thinker that is trained learns to be spoken, too: `generate` of
+        transformers hands the thinker's embeddings and states over as they are, and the report of the models (arXiv 2503.20215) has both
+        trained end to end as one. A thinker that is frozen has no backward pass.
+        """
         speech: Speech | None = getattr(inputs, "speech", None)
         if speech is None:
-            return super().forward(inputs)
-        return self.talker.losses(*self.thoughts(inputs, speech), speech, count_correct=inputs.count_correct)
+            return super().forward(inputs, noted)
+        noted = self.noted_states()
+        texts = super().forward(inputs, noted) if self.joint else None
+        codes = self.talker.losses(*self.read(inputs, speech, noted), speech, count_correct=inputs.count_correct)
+        return codes if texts is None else torch.cat((texts, codes), dim=-1)
 
-    @torch.no_grad()
-    def thoughts(self, inputs: ModelInputs, speech: Speech) -> tuple[Tensor, Tensor]:
-        """What the talker reads of a thinker that is not trained: embeddings (T + 3 S, hidden) and states (T, hidden)."""
-        embedded, deepstack, _ = self._embed(inputs)
-        states = self.decoder(
-            embedded, self.rotary(inputs.positions), inputs.seq_params, inputs.padding_mask, deepstack,
-            most_tokens=inputs.most_tokens, until=self.accepted,
-        )  # fmt: skip
-        specials = self._embedded(speech.specials[None])
-        return torch.cat((embedded, specials))[:, 0], states[:, 0]
+    def noted_states(self) -> NotedStates:
+        """A place for the states that the talker reads, at which a thinker that is not trained ends."""
+        layer = self.config.num_layers if self.accepted is None else self.accepted
+        return NotedStates(layer, alone=not self.joint)
+
+    def read(self, inputs: ModelInputs, speech: Speech, noted: NotedStates) -> tuple[Tensor, Tensor]:
+        """What the talker reads: embeddings (T, hidden) of its text, and states (N, hidden).
+
+        `noted`: the states of a thinker that has run; of one that has not, which is not trained, they are worked out here.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.joint):
+            if noted.states is None:
+                hidden, deepstack, _ = self._embed(inputs)
+                rotary, params = self.rotary(inputs.positions), inputs.seq_params
+                mask, most = inputs.padding_mask, inputs.most_tokens
+                self.decoder(hidden, rotary, params, mask, deepstack, most_tokens=most, noted=noted)
+            assert noted.states is not None
+            return self._embedded(speech.text[None])[:, 0], noted.states[:, 0].index_select(0, speech.seen)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-FRAMES, COUNTS, SPEAKERS = "speech_codes", "speech_frames", "speech_speaker"
-"""Media of spoken rows: (F, codebooks) int64 codes of all, (S,) int64 frames of each, (S,) int64 codes or tokens of their speakers."""
+FRAMES, COUNTS, SPEAKERS, WEIGHTS = "speech_codes", "speech_frames", "speech_speaker", "speech_weight"
+"""Media of spoken rows: (F, codebooks) int64 codes of all, (S,) int64 frames of each, (S,) int64 codes or tokens of their speakers, (S,)
+float32 weights of their codes in the loss."""
 
 BOS, EOS, PAD = (
     -3,

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class SpokenLabels:
+    """What a talker learns on this rank, N first codes and ends."""
+
+    segments: Tensor  # (N,) int64 the segment of each
+    ends: Tensor  # (N,) bool, whether it is a segment's end, which is no frame
+    weights: Tensor  # (N,) float32 the weight of each, and of its frame's residual codes
+    text_share: Tensor  # (M,) float32 factor of each text label's weight; M is 0 where no text is learnt
+
+
+@dataclass(frozen=True)
 class LossInputs:
     """What the loss needs besides the model's output, on this rank."""
 
@@ -36,6 +46,7 @@ class LossInputs:
     desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
     kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
     policy: PolicyInputs | None = None  # of sampled answers
+    spoken: SpokenLabels | None = None  # of rows whose speech is learnt
     filler: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 
 
@@ -58,18 +69,28 @@ class DistillationLoss:
 
 @dataclass(frozen=True)
 class SpeechLoss:
-    """The loss of a talker: weight * (first codes' + residual * the mean over a frame's residual codes), divided by the first codes."""
+    """The loss of spoken rows: text + weight * (first codes' + residual * the mean over a frame's residual codes).
+
+    Each is a mean over the first codes and ends of all rows, by their weights. A row's text counts as much as its speech: its labels
+    together weigh as much as its first codes. So the loss of a row is the same whatever rows it is packed with.
+    """
 
     weight: float
     residual: float
-    names: ClassVar[tuple[str, ...]] = ("code_nll", "residual_nll", "frames")
+    text: bool = False  # whether the thinker learns, and its text has a loss
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sums over a micro-batch that the metrics are made of."""
+        return ("code_nll", "residual_nll", "frames", *(("text_nll",) if self.text else ()))
 
     def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
-        """Metrics for the log: the mean loss of first codes, ends included, and that of residual ones."""
-        return {
+        """Metrics for the log: the mean loss of first codes, ends included, that of residual ones, and that of the text."""
+        means = {
             "code_loss": totals["code_nll"] / (count or 1.0),
             "residual_loss": totals["residual_nll"] / (totals["frames"] or 1.0),
         }
+        return means | ({"text_loss": totals["text_nll"] / (count or 1.0)} if self.text else {})
 
 
 class _SumContext(FunctionCtx):
@@ -156,35 +177,45 @@ def label_loss(
 def speech_loss(
     output: Tensor, loss_inputs: LossInputs, loss: SpeechLoss, codebooks: int, *, evaluate: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum over this rank's first codes, and their frames' residual codes, as `SpeechLoss` weighs them.
+    """Sum over this rank's first codes, their frames' residual codes and its text labels, as `SpeechLoss` weighs them.
 
     Args:
-        output: negative log likelihoods (N + F (codebooks - 1),), of first codes and ends, of which there is one a segment, then of
-            residual codes, frame by frame; under `evaluate` (2, ...), with whether each code was the most likely one.
-        loss_inputs: `label_segments` are of the N.
+        output: negative log likelihoods (M + N + F (codebooks - 1),), of text labels, of first codes and ends, then of residual codes, frame by
+            frame; under `evaluate` (2, ...), with whether each was the most likely one.
 
     Returns:
         The sum, and metrics as `label_loss` has them, where labels are first codes but for `segment_labels` and `segment_correct`, which
-        count all codes; and those of the loss's `names`.
+        count all codes and text labels; and those of the loss's `names`.
     """
-    segments, rest = loss_inputs.label_segments.to(output.device), codebooks - 1
+    spoken = loss_inputs.spoken
+    assert spoken is not None
+    segments, rest = spoken.segments.to(output.device), codebooks - 1
     values = output if evaluate else output[None]
-    first, residual = values.split([len(segments), values.shape[1] - len(segments)], dim=1)
+    texts, codes = values.tensor_split([len(spoken.text_share)], dim=1)
+    first, residual = codes.tensor_split([len(segments)], dim=1)
+    weights, of_text = spoken.weights, spoken.text_share
+    if loss_inputs.label_weights is not None:
+        of_text = of_text * loss_inputs.label_weights
     by_frame = residual.unflatten(1, (-1, rest)).sum(-1)
-    last = torch.ones_like(segments, dtype=torch.bool)  # a segment's last label is its end, which is no frame
-    last[:-1] = segments[1:] != segments[:-1]
-    of_frames = first.new_zeros(first.shape).masked_scatter(~last, by_frame)
-    nll = loss.weight * (first[0] + loss.residual / rest * of_frames[0])
-    labels = nll.new_full((), float(len(segments)))
-    metrics = {"nll": nll.sum().detach().float(), "labels": labels, "weight": labels}
-    totals = (first[0].sum(), of_frames[0].sum() / rest, labels - last.sum())
-    metrics |= {name: value.detach().float() for name, value in zip(loss.names, totals, strict=True)}
+    of_frames = first.new_zeros(first.shape).masked_scatter(~spoken.ends, by_frame)
+    code_nll, residual_nll, text_nll = weights * first[0], weights * of_frames[0] / rest, of_text * texts[0]
+    nll = loss.weight * (code_nll + loss.residual * residual_nll)
+    total = nll.sum() + text_nll.sum()
+    totals = (code_nll.sum(), residual_nll.sum(), (weights * ~spoken.ends).sum(), text_nll.sum())
+    metrics = {"nll": total, "labels": nll.new_full((), float(len(segments))), "weight": weights.sum()}
+    metrics |= dict(zip(loss.names, totals, strict=False))
     if evaluate:
+        places = torch.cat((segments, loss_inputs.label_segments.to(output.device)))
+        counted = torch.where(spoken.ends, 1, codebooks).to(nll.dtype)
+        by_label = {
+            "nll": (nll, text_nll),
+            "labels": (counted, torch.ones_like(text_nll)),
+            "weight": (weights, torch.zeros_like(text_nll)),
+            "correct": ((first + of_frames)[1], texts[1]),
+        }
         zeros = nll.new_zeros(loss_inputs.num_segments)
-        codes = torch.where(last, 1, codebooks).to(nll.dtype)
-        by_label = {"nll": nll, "labels": codes, "weight": torch.ones_like(nll), "correct": (first + of_frames)[1]}
-        metrics |= {f"segment_{name}": zeros.index_add(0, segments, value) for name, value in by_label.items()}
-    return nll.sum(), metrics
+        metrics |= {f"segment_{name}": zeros.index_add(0, places, torch.cat(pair)) for name, pair in by_label.items()}
+    return total, {name: value.detach().float() for name, value in metrics.items()}
 
 
 def answer_loss(

@@ -6,6 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -14,23 +15,24 @@ from torch import Tensor
 
 from zoo.nn.inputs import ModelInputs, Speech, SpokenInputs
 from zoo.packing import PackedLayout
-from zoo.packing.spoken import BOS, COUNTS, FRAMES, SPEAKERS, SpokenRow
-from zoo.steps.losses import LossInputs, speech_loss
+from zoo.packing.spoken import BOS, COUNTS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
+from zoo.steps.losses import LossInputs, SpokenLabels, speech_loss
 from zoo.steps.omni import OmniStep, Tokens, sample_positions
-from zoo.steps.shard import Parts
+from zoo.steps.shard import IGNORE, Parts
 
 if TYPE_CHECKING:
     from zoo.nn.family import SpeakingConfig
 
 
 def packed_speech(
-    rows: Sequence[SpokenRow], starts: Sequence[int], frames: Sequence[Tensor], positions: Sequence[Tensor],
-    code_eos: int, total: int, align: int = 1,
+    rows: Sequence[SpokenRow], segments: Sequence[Tensor], starts: Sequence[int], frames: Sequence[Tensor],
+    positions: Sequence[Tensor], code_eos: int, align: int = 1,
 ) -> Speech:  # fmt: skip
     """The packed row of S sequences, on the host.
 
     Args:
-        starts: where each row's tokens begin in the thinker's row of `total` tokens.
+        segments: (L_i,) tokens of each row.
+        starts: where they begin in the thinker's row.
         frames: (F_i, codebooks) of each.
         positions: (3, N_i) of each.
         code_eos: the code behind the last frame.
@@ -39,9 +41,11 @@ def packed_speech(
     layout = PackedLayout.from_lengths([len(row.ids) for row in rows], align)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     offsets = itertools.accumulate(layout.padded_lengths, initial=0)
-    for number, (row, start, offset, of_row) in enumerate(zip(rows, starts, offsets, frames, strict=False)):
-        special = row.text - BOS + len(row.specials) * number + total
-        parts["text"].append(torch.where(row.text < 0, special, row.text + start))
+    for number, (row, ids, start, offset, of_row) in enumerate(
+        zip(rows, segments, starts, offsets, frames, strict=False)
+    ):
+        tokens = torch.cat((ids, torch.tensor(row.specials)))
+        parts["text"].append(tokens[torch.where(row.text < 0, row.text - BOS + len(ids), row.text)])
         stated, media, coded = (mask.nonzero()[:, 0] for mask in (row.stated, row.media, row.codes >= 0))
         heard = offset + len(row.ids) - len(of_row) + torch.arange(len(of_row))
         parts["stated"].append(stated + offset)
@@ -52,14 +56,14 @@ def packed_speech(
         parts["heard"].append(heard)
         parts["label_rows"].append(torch.cat((heard - 1, heard[-1:])))
         parts["targets"].append(torch.cat((of_row[:, 0], torch.tensor([code_eos]))))
+        parts["ends"].append(torch.arange(len(of_row) + 1) == len(of_row))
         parts["owners"].append(torch.full((len(of_row) + 1,), number))
     mask, texts = layout.padding_mask, parts.pop("text")
     return Speech(
         layout=layout,
         positions=layout.pack_list([of_row.T for of_row in positions]).permute(2, 0, 1),
         padding_mask=mask if bool(mask.any()) else None,
-        specials=torch.tensor([token for row in rows for token in row.specials]),
-        text=layout.pack_list(texts, fill=total)[0],
+        text=layout.pack_list(texts, fill=rows[0].specials[-1])[0],
         frames=torch.cat(list(frames)),
         **{name: torch.cat(values) for name, values in parts.items()},
     )
@@ -90,15 +94,20 @@ class SpeakingStep(OmniStep):
         logits: bool | Literal["last"],
         training: bool = True,
     ) -> tuple[ModelInputs, LossInputs]:
-        """As every step's, with the talker's row in the inputs where the rows have speech and losses are wanted."""
-        rest = {name: x for name, x in media.items() if name not in (FRAMES, COUNTS, SPEAKERS)}
+        """As every step's, with the talker's row in the inputs where the rows have speech and its losses are wanted."""
+        rest = {name: x for name, x in media.items() if name not in (FRAMES, COUNTS, SPEAKERS, WEIGHTS)}
         inputs, loss_inputs = super().shard(parts, rest, evaluate=evaluate, logits=logits, training=training)
-        if FRAMES not in media or logits:
+        if FRAMES not in media or logits or not (training or evaluate):
             return inputs, loss_inputs
         speech = self.talker_row(parts.input_ids, parts.layout, media)
         spoken = SpokenInputs(**vars(inputs), speech=speech.moved(self._move, self.device))
-        source = torch.zeros_like(speech.owners)
-        return spoken, LossInputs(speech.owners, parts.layout.num_segments, source, (), source[:0])
+        if self.speech is None or not self.speech.text:
+            loss_inputs = replace(loss_inputs, label_segments=speech.owners[:0], label_source=speech.owners[:0])
+        labelled = (parts.labels != IGNORE) & (parts.token_index > 0)
+        labels = torch.bincount(parts.segment_ids[labelled], minlength=len(media[COUNTS])).clamp(min=1)
+        share = ((media[COUNTS].cpu() + 1) / labels)[loss_inputs.label_segments]
+        of_codes = (speech.ends, media[WEIGHTS].cpu()[speech.owners], share)
+        return spoken, replace(loss_inputs, spoken=SpokenLabels(speech.owners, *map(self._move, of_codes)))
 
     def loss(
         self, output: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, evaluate: bool
@@ -129,7 +138,8 @@ class SpeakingStep(OmniStep):
         positions = [sample_positions(row.ids, self._talker_tokens, cursor) for row in rows]
         cursor.finish()
         starts = list(itertools.accumulate(layout.padded_lengths, initial=0))[:-1]
-        return packed_speech(rows, starts, frames, positions, self.code_eos, layout.total, self.packing.align or 1)
+        align = self.packing.align or 1
+        return packed_speech(rows, segments, starts, frames, positions, self.code_eos, align)
 
     @cached_property
     def _talker_tokens(self) -> Tokens:

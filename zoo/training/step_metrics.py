@@ -216,15 +216,14 @@ def expert_shares(model: MegatronModule, world: World, micro_batches: int) -> di
     """
     from megatron.core.utils import get_attr_wrapped_model
 
-    config: TransformerConfig = get_attr_wrapped_model(model, "routed_config")
+    configs: Sequence[TransformerConfig] = get_attr_wrapped_model(model, "routed_configs")
+    config = configs[0]
     if not config.num_moe_experts:
         return {}
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     losses = {"load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
-    every = config.moe_layer_freq
-    layers = len(range(0, config.num_layers, every)) if isinstance(every, int) else sum(every)
-    layers += config.mtp_num_layers or 0
+    layers = sum(map(_routed_layers, configs))
     tracker, shares = get_moe_metrics_tracker(), {}
     for name in (name for name, coefficient in losses.items() if coefficient):
         entry = tracker.metrics.get(name)
@@ -241,3 +240,10 @@ def expert_shares(model: MegatronModule, world: World, micro_batches: int) -> di
         shares[f"moe_{name}"] = share
     tracker.clear()
     return shares
+
+
+def _routed_layers(config: TransformerConfig) -> int:
+    """Layers with experts."""
+    every = config.moe_layer_freq
+    layers = len(range(0, config.num_layers, every)) if isinstance(every, int) else sum(every)
+    return layers + (config.mtp_num_layers or 0)

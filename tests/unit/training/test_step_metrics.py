@@ -38,7 +38,7 @@ def test_balance_is_a_mean_over_all_layers_with_experts(layers: int, freq: Any, 
         for layer in [*sparse, *range(layers + 1, total + 1)]:
             tracker.record("load_balancing_loss", torch.tensor(1.25), layer, total)
     world: Any = SimpleNamespace(size=1, dp_size=1, pp_size=1, device=torch.device("cpu"))
-    model: Any = SimpleNamespace(routed_config=config)
+    model: Any = SimpleNamespace(routed_configs=(config,))
     found = expert_shares(model, world, micro_batches)
     assert found == {"moe_load_balancing_loss": pytest.approx(1.25)}
 

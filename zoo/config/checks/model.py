@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.config.derived import trained_parts
 from zoo.config.layers.keys import nearest
 from zoo.config.locate import is_hub_id
 from zoo.config.schema import Recipe
@@ -22,9 +23,7 @@ def check_model(recipe: Recipe) -> None:
             raise ConfigError(f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two")
         if not scale > 0:
             raise ConfigError(f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part")
-    absent = set() if recipe.train.speech_loss else {"talker"}
-    trained = {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze) - absent
-    if not trained:
+    if not trained_parts(recipe):
         raise ConfigError(
             f"model.freeze={','.join(recipe.model.freeze)}: nothing would be left to train; leave a part out"
         )

@@ -67,21 +67,14 @@ def check_speech(recipe: Recipe) -> None:
     if not train.speech_loss:
         return
     family = families().get(recipe.model.family)
-    others = [part for part in family.parts if part != "talker"] if family else []
     if family is not None and "talker" not in family.parts:
         raise ConfigError(
             f"train.speech_loss={train.speech_loss:g}: {family.title} has no talker that is trained here; leave it out"
-        )
-    if not set(others) <= set(recipe.model.freeze):
-        raise ConfigError(
-            f"train.speech_loss={train.speech_loss:g} with model.freeze={recipe.model.freeze}: the talker is trained on a thinker that stays "
-            f"as it is; set model.freeze=[{','.join(others)}]"
         )
     wanted: tuple[tuple[str, object, object], ...] = (
         ("train.loss", train.loss, "nll"),
         ("train.optimizer", train.optimizer, "adamw"),
         ("distill.teacher", recipe.distill.teacher, None),
-        ("lora.rank", recipe.lora.rank, 0),
         ("packing.mode", recipe.packing.mode, "thd"),
         ("engine.fp8", recipe.engine.fp8, False),
     )

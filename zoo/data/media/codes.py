@@ -16,7 +16,7 @@ from zoo.data.sample import Sample
 from zoo.data.sources.formats.speech import MAX_FRAMES, checked_codes
 from zoo.data.sources.references import Blob, MediaFile, shown
 from zoo.data.sources.rows import Row
-from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, SpokenRow
+from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
 
 MAX_CODES = 64 * MAX_FRAMES  # of a file: more is not read
 
@@ -68,8 +68,6 @@ class SpeechCodes(ABC):
         """The sample with its speech among its media; ValueError for what does not fit the talker, RowError for a bad file."""
         if row.speech is None:
             raise ValueError("it has none; give it `speech`, or leave it out")
-        if sample.weights is not None or row.weight != 1:
-            raise ValueError("weights of rows and answers are not built for speech; leave them out")
         speaker, frames = self.speaker(row.speaker), load_codes(row)
         if frames.shape[1] != len(self.limits):
             raise ValueError(
@@ -87,8 +85,15 @@ class SpeechCodes(ABC):
             raise ValueError(
                 f"it has {len(frames)} frames, fewer than the answer has tokens: the talker reads one a frame, and would never read the rest"
             )
-        media = {FRAMES: frames, COUNTS: torch.tensor([len(frames)]), SPEAKERS: torch.tensor([speaker])}
-        return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1)
+        first = int(said.text[-len(frames) - 1])  # token of the answer, whose weight its codes have
+        weight = 1.0 if sample.weights is None else float(sample.weights[first])
+        media = {
+            FRAMES: frames,
+            COUNTS: torch.tensor([len(frames)]),
+            SPEAKERS: torch.tensor([speaker]),
+            WEIGHTS: torch.tensor([weight]),
+        }
+        return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1, code_weight=weight)
 
     def speaker(self, name: str) -> int:
         """The code or token of a speaker; of the only one where none is named."""

@@ -57,6 +57,27 @@ class Deepstack:
         return Deepstack(self.rows, self.features[max(0, layer - self.first) :], max(layer, self.first))
 
 
+@dataclass
+class NotedStates:
+    """States within the decoder that something else reads: what comes out of a layer, before deepstack features are added to it.
+
+    layer: counted from 1 over the whole model; 0: what goes into the first, the last one's number: what the final norm gives.
+    alone: whether nothing behind it is wanted, so that the decoder ends there.
+    states: (T, B, C), once the decoder has come to them.
+    """
+
+    layer: int
+    alone: bool = False
+    states: Tensor | None = None
+
+    def at(self, layer: int, hidden: Tensor) -> bool:
+        """Note what comes out of `layer`, if it is wanted; whether the decoder ends there."""
+        if layer != self.layer:
+            return False
+        self.states = hidden
+        return self.alone
+
+
 class SandwichLayer(TransformerLayer):
     """mcore's layer with a norm behind attention and one behind the MLP, before what they give is added (Gemma 2 and later)."""
 
@@ -141,20 +162,19 @@ class Decoder(TransformerBlock):
         routing: Routing | None = None,
         local_rotary: Angles | None = None,
         most_tokens: int | None = None,
-        until: int | None = None,
+        noted: NotedStates | None = None,
     ) -> Tensor:
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding.
 
         `local_rotary`: the angles of layers that see a window, where these have their own. `most_tokens`: T B of the rank that has most,
-        among those that exchange tokens, before sequence parallelism shares rows out; None: they ask one another. `until`: what comes out of
-        the layer of this number, counted from 1, before deepstack features are added to it; 0: what goes into the first.
+        among those that exchange tokens, before sequence parallelism shares rows out; None: they ask one another.
         """
-        graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary) if until is None else None
+        graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary) if noted is None else None
         sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
         if most_tokens is not None and self.config.sequence_parallel:
             most_tokens //= self.config.tensor_model_parallel_size
         exchange = None if sparse is None else sparse.shared_exchange(hidden, most_tokens)
-        if until == 0:
+        if noted is not None and self.pre_process and noted.at(0, hidden):
             return hidden
         for index, layer in enumerate(self.layers):
             if graphs is not None:
@@ -162,11 +182,16 @@ class Decoder(TransformerBlock):
             else:
                 angles = self._angles(layer, rotary, local_rotary)
                 hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing, exchange)
-            if until == layer.layer_number < len(self.layers):
+            inner = layer.layer_number < self.config.num_layers
+            if noted is not None and inner and noted.at(layer.layer_number, hidden):
                 return hidden
             if deepstack:
                 hidden = deepstack.add(hidden, layer.layer_number - 1)
-        return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+        if noted is not None and self.post_process:
+            noted.at(self.config.num_layers, hidden)
+        return hidden
 
     def _angles(self, layer: TransformerLayer, rotary: Angles, local: Angles | None) -> Angles:
         """Those of a layer."""
