@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zoo.tools.runs.page import report
     from zoo.tools.score import score
     from zoo.tools.serving.comparison import verify_served
+    from zoo.tools.speaking.speak import speak
     from zoo.tools.top_tokens import top_tokens
     from zoo.tools.verify import verify
 
@@ -52,7 +53,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
     "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RlConfig", "RunConfig", "TrainConfig", "TrainResult", "VllmConfig", "__version__",
-    "convert", "evaluate", "generate", "load_recipe", "plan", "report", "score", "top_tokens", "train", "verify", "verify_served",
+    "convert", "evaluate", "generate", "load_recipe", "plan", "report", "score", "speak", "top_tokens", "train", "verify", "verify_served",
 ]  # fmt: skip
 
 # models/ lies beside zoo/ in a clone; an install makes it zoo.models.
@@ -90,6 +91,7 @@ _WHERE = {
     "plan": ("zoo.planner.plan", "plan"),
     "report": ("zoo.tools.runs.page", "report"),
     "score": ("zoo.tools.score", "score"),
+    "speak": ("zoo.tools.speaking.speak", "speak"),
     "top_tokens": ("zoo.tools.top_tokens", "top_tokens"),
     "train": ("zoo.launch.launcher", "launch"),
     "verify": ("zoo.tools.verify", "verify"),

@@ -14,6 +14,7 @@ from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
 from zoo.packing.cost import TowerCost
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 
@@ -110,6 +111,17 @@ class Qwen3OmniConfig(SpeakingConfig):
                 "thinker's layers"
             )
         return talker
+
+    def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
+        """transformers' module that turns codes (1, codebooks, F) into sound by `chunked_decode`, what its tensors' names begin with, and Hz.
+
+        UserError where the model does not speak.
+        """
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
+        self.checked_talker()
+        vocoder = Qwen3OmniMoeCode2Wav._from_config(self.hf.code2wav_config)
+        return vocoder, "code2wav.", round(12.5 * int(vocoder.total_upsample))
 
     @property
     def further_decoders(self) -> Mapping[str, Any]:

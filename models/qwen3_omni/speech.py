@@ -84,10 +84,8 @@ def spoken_row(ids: Tensor, frames: Tensor, speaker: int, tokens: SpeechTokens) 
     is_media = torch.isin(ids, torch.tensor(tokens.media))
     if int(is_media.sum()) != int(is_media[user].sum()):
         raise ValueError("media stand outside of the user's turns, which the talker does not read")
-    trailing = torch.full((len(frames),), PAD)
-    trailing[: max(0, words - 1)] = torch.arange(first + 1, stop)[: len(frames)]
-    if words <= len(frames):
-        trailing[words - 1] = EOS
+    rest = torch.cat((torch.arange(first + 1, stop), torch.tensor([EOS])))
+    trailing = torch.nn.functional.pad(rest[: len(frames)], (0, max(0, len(frames) - words)), value=PAD)
     opening = torch.tensor([answer, answer + 1, answer + 2, PAD, PAD, PAD, PAD, BOS, first])
     prefix = torch.tensor([-1, -1, -1, *tokens.codes, speaker, tokens.code_pad, tokens.code_bos])
     count = len(user) + PREFIX + len(frames)
@@ -99,4 +97,5 @@ def spoken_row(ids: Tensor, frames: Tensor, speaker: int, tokens: SpeechTokens) 
         media=media,
         codes=torch.cat((torch.full((len(user),), -1), prefix, frames[:, 0])),
         specials=tokens.texts,
+        rest=rest,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP
 
 from zoo.nn.backend import decoder_layer, get_backend
+from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import Decoder
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.inputs import Speech, Stage, Vocabulary
 from zoo.nn.vision_language import Talker
+from zoo.packing import PackedLayout
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
@@ -68,6 +71,23 @@ class CodePredictor(MegatronModule):
             torch.stack([head.get_parameter("weight") for head in self.heads]).transpose(1, 2).to(hidden.dtype),
         )
 
+    def say(self, states: Tensor, first: Tensor, pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Residual codes (F, codebooks - 1) int64 of frames, one after the other, and the sum (F, hidden) of their embeddings.
+
+        Args:
+            states: (F, hidden) as for `forward`.
+            first: (F, hidden) embeddings of the frames' first codes.
+            pick: chooses codes (F,) by logits (F, vocabulary).
+        """
+        # A frame has few codes: its sequence is read anew for each, without a cache.
+        read, codes = torch.stack((states, first)), list[Tensor]()
+        for table, head in zip(self.embeddings, self.heads, strict=True):
+            positions = torch.arange(len(read), device=read.device).expand(1, read.shape[1], -1)
+            hidden = self.decoder(read, self.rotary(positions), None, None, None)
+            codes.append(pick(torch.nn.functional.linear(hidden[-1], head.get_parameter("weight"))))
+            read = torch.cat((read, table(codes[-1])[None]))
+        return torch.stack(codes, dim=1), read[2:].sum(0)
+
     def embed(self, frames: Tensor) -> Tensor:
         """(codebooks - 1, F, hidden) of the residual codes of frames (F, codebooks)."""
         return torch.stack([table(codes) for table, codes in zip(self.embeddings, frames.T[1:], strict=True)])
@@ -85,6 +105,7 @@ class Qwen3Talker(Talker):
             stage=Stage(),
             towers={},
         )
+        self.codebooks, self.end = config.codebooks, int(config.hf.codec_eos_token_id)
         self.text_projection = Qwen3OmniMoeTalkerResizeMLP(config.hf)
         self.hidden_projection = Qwen3OmniMoeTalkerResizeMLP(config.hf)
         self.code_predictor = CodePredictor(config.predictor, recipe)
@@ -93,15 +114,52 @@ class Qwen3Talker(Talker):
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As every talker's, whose rows of text are projected before codes are added."""
-        hidden = self.text_projection(embedded)
-        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
-        hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
         residual = self.code_predictor.embed(speech.frames)
-        hidden = hidden.index_add(0, speech.heard, residual.sum(0).to(hidden.dtype))
-        rotary, mask = self.rotary(speech.positions), speech.padding_mask
-        hidden = self.decoder(hidden[:, None], rotary, SeqParams.from_layout(speech.layout), mask, None)[:, 0]
+        hidden = self._read(embedded, states, speech, residual.sum(0))
         firsts = self._embedded(speech.frames[None, :, 0])[:, 0]
         asked = hidden.index_select(0, speech.asked)
         predicted = self.code_predictor(asked, speech.frames, torch.cat((firsts[None], residual)))
         hidden = hidden if rows is None else hidden.index_select(0, rows)
         return self._logits(hidden, None), predicted
+
+    def _read(
+        self, embedded: Tensor, states: Tensor, speech: Speech, heard: Tensor, cache: DecodeCache | None = None
+    ) -> Tensor:
+        """States (T', hidden) behind the last layer; `heard`: (F, hidden) sums of the embeddings of each frame's residual codes."""
+        hidden = self.text_projection(embedded)
+        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
+        hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
+        hidden = hidden.index_add(0, speech.heard, heard.to(hidden.dtype))
+        params = SeqParams.from_layout(speech.layout)
+        params.cache = cache
+        out: Tensor = self.decoder(hidden[:, None], self.rotary(speech.positions), params, speech.padding_mask, None)
+        return out[:, 0]
+
+    def begin(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache) -> Tensor:
+        """Read S sequences of no frames yet, as `logits` does: states (S, hidden) that predict their first ones."""
+        hidden = self._read(embedded, states, speech, embedded.new_zeros(0, self.config.hidden_size), cache)
+        return hidden.index_select(0, speech.label_rows)
+
+    def first_logits(self, states: Tensor) -> Tensor:
+        """Logits (S, vocabulary) of the first codes that states (S, hidden) predict."""
+        return self._logits(states, None)
+
+    def go_on(
+        self, states: Tensor, firsts: Tensor, text: Tensor, position: Tensor, cache: DecodeCache, pick: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Complete a frame of each sequence and read it: residual codes (S, codebooks - 1), and states (S, hidden) that predict the next one.
+
+        Args:
+            states: (S, hidden) that predicted these frames.
+            firsts: (S,) int64 first codes.
+            text: (S, hidden of the thinker) embeddings of what is read with the frames.
+            position: (3, S).
+            pick: as `CodePredictor.say` has it.
+        """
+        first = self._embedded(firsts[None])[:, 0]
+        residual, heard = self.code_predictor.say(states, first.to(states.dtype), pick)
+        params = SeqParams.from_layout(PackedLayout.from_lengths([1] * len(states)).to(states.device))
+        params.cache = cache
+        hidden = (first + heard + self.text_projection(text)).to(states.dtype)
+        out: Tensor = self.decoder(hidden[:, None], self.rotary(position[:, None]), params, None, None)
+        return residual, out[:, 0]

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
+import torch
 from support.commands import Zoo, write_rows
 from support.tiny import load_plain
 from support.tiny_talker import CODES, write_tiny_talker
@@ -73,7 +75,27 @@ def test_a_talker_learns_and_speaks_in_transformers(zoo: Zoo, tmp_path: Path) ->
         assert done.code == 0, done
     same(tensors(tmp_path / "back"), before)
 
+    out = tmp_path / "own"
+    done = zoo(
+        "speak", str(run), str(tmp_path / "rows.jsonl"), f"out={out}", "answers=rows", "max_rows=2", "talker_temperature=0",
+        "talker_max_new_tokens=12", "nproc=1",
+    )  # fmt: skip
+    assert done.code == 0, done
     model = load_plain(run / "export")
+    written = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    cut = done.err.count("its speech is cut after 11 frames (talker_max_new_tokens)")
+    assert f"{len(written)} of 2 rows spoken in {out}" in done.out and cut == 2 - len(written)
+    for number, (question, answer) in enumerate(SAID.items()):
+        codes = np.load(out / f"speech/{number:06d}.npy")
+        assert codes.dtype == np.int32 and codes.shape[1:] == (4,) and 1 <= len(codes) <= 11
+        with torch.no_grad():
+            wanted = model.code2wav.chunked_decode(torch.from_numpy(codes).long().T[None])[0, 0]
+        sound, rate = soundfile.read(out / f"audio/{number:06d}.wav")
+        assert rate == round(12.5 * model.code2wav.total_upsample) and np.abs(sound - wanted.numpy()).max() < 1e-4
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        row = {"messages": messages, "speech": f"speech/{number:06d}.npy", "speaker": ("ethan", "chelsie")[number]}
+        assert (row in written) == (len(codes) < 11)
+
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     asked: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Say 1."}], add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -30,6 +30,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("zoo.cli.checkpoints.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.checkpoints.verify", "compare two checkpoints, tensors and log-probabilities"),
     "generate": ("zoo.cli.checkpoints.generate", "a model's answers: to a prompt with files, to rows, in a chat"),
+    "speak": ("zoo.cli.checkpoints.speak", "speech of a model's answers to rows: codes, audio, and rows to train on"),
     "eval": ("zoo.cli.checkpoints.eval", "scores of a model's answers to held-out rows"),
     "score": ("zoo.cli.checkpoints.score", "log-probabilities of the answers of a file's rows"),
     "doctor": ("zoo.cli.runs.doctor", "check the kernels that training would use on this machine"),
@@ -38,7 +39,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 
-_RANKED = ("train", "generate", "eval", "score")  # whose process is a rank under torchrun and SLURM
+_RANKED = ("train", "generate", "speak", "eval", "score")  # whose process is a rank under torchrun and SLURM
 
 # subcommand -> what others call it
 _ALIKE = {

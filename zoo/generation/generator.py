@@ -58,14 +58,16 @@ class Generator:
         while decoding.any((prompts := next(bins, {})) != {}):
             if not prompts:  # other ranks have some left, which this one takes passes with
                 filler = filler or self._filler(rows, numbers, unanswered)
-            read = prompts or filler
-            samples = [prompt.sample for prompt in read.values()]
-            tokens = decoding.answer(samples, list(read))
-            answered = zip(prompts.items(), tokens, strict=False)
-            new = {number: self.result(prompt, answer) for (number, prompt), answer in answered}
+            results = self.answered(prompts or filler)
+            new = {number: results[number] for number in prompts}
             keep(new)
             local_results |= new
         return gather_rows(local_results, world)
+
+    def answered(self, prompts: Mapping[int, Prompt]) -> Mapping[int, JsonObject]:
+        """The results of prompts by number, which are answered at once."""
+        tokens = self.decoding.answer([prompt.sample for prompt in prompts.values()], list(prompts))
+        return {n: self.result(prompt, new) for (n, prompt), new in zip(prompts.items(), tokens, strict=True)}
 
     def result(self, prompt: Prompt, tokens: list[int]) -> JsonObject:
         """An answer as users read it.

@@ -30,6 +30,7 @@ class Prompt:
     row: Row  # as it was read
     sample: Sample  # tokens and media before the answer; no labels
     reference: str | None  # the row's own answer; None where it has none
+    answer: tuple[int, ...]  # its tokens with all that stands behind them; of a stand-in where it has none
 
 
 def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, answered: bool = True) -> Prompt:
@@ -55,7 +56,8 @@ def make_prompt(processor: Processor, row: Row, data: DataConfig, *, most: int, 
         text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."
         raise RowError(row.source, "overlong", text)
     kept = replace(sample, input_ids=sample.input_ids[:length], labels=sample.labels[:length], weights=None)
-    return Prompt(row, kept, plain(reference) if answered and reference is not None else None)
+    own = plain(reference) if answered and reference is not None else None
+    return Prompt(row, kept, own, tuple(sample.input_ids[length:].tolist()))
 
 
 def answered_row(row: Row, modalities: Sequence[str]) -> tuple[Row, str | None]:

@@ -144,6 +144,8 @@ class Speech:
     targets: Tensor  # (F + S,) int64
     ends: Tensor  # (F + S,) bool on the host, whether it is the end
     owners: Tensor  # (F + S,) int64 on the host: the sequence of each of these
+    # (S, R) int64 tokens of the thinker that frames are read with which are still to be said, the last of each row PAD; None where none are.
+    rest: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor], device: torch.device) -> Speech:
         """The same on the device, but for `ends` and `owners`."""

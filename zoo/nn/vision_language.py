@@ -183,3 +183,8 @@ class SpeakingModel(OmniModel):
                 self.decoder(hidden, rotary, params, mask, deepstack, most_tokens=most, noted=noted)
             assert noted.states is not None
             return self._embedded(speech.text[None])[:, 0], noted.states[:, 0].index_select(0, speech.seen)
+
+    def to_say(self, speech: Speech) -> Tensor:
+        """(S, R, hidden) embeddings of the texts that frames are read with which are still to be said."""
+        assert speech.rest is not None
+        return self._embedded(speech.rest.T)

@@ -27,3 +27,6 @@ class SpokenRow:
     media: Tensor  # (N,) bool, where the token's embedding is not read
     codes: Tensor  # (N,) int64 first codes that are added, -1 for none
     specials: tuple[int, int, int]  # the thinker's tokens of BOS, EOS and PAD
+    rest: Tensor | None = (
+        None  # (R,) int64 as `text`, what frames are read with that are still to be said; None where none can be
+    )

@@ -41,20 +41,24 @@ def packed_speech(
     layout = PackedLayout.from_lengths([len(row.ids) for row in rows], align)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     offsets = itertools.accumulate(layout.padded_lengths, initial=0)
+    rest, widest = list[Tensor](), max(0 if row.rest is None else len(row.rest) for row in rows) + 1
     for number, (row, ids, start, offset, of_row) in enumerate(
         zip(rows, segments, starts, offsets, frames, strict=False)
     ):
         tokens = torch.cat((ids, torch.tensor(row.specials)))
         parts["text"].append(tokens[torch.where(row.text < 0, row.text - BOS + len(ids), row.text)])
+        if row.rest is not None and not len(of_row):
+            further = tokens[torch.where(row.rest < 0, row.rest - BOS + len(ids), row.rest)]
+            rest.append(torch.nn.functional.pad(further, (0, widest - len(further)), value=row.specials[-1]))
         stated, media, coded = (mask.nonzero()[:, 0] for mask in (row.stated, row.media, row.codes >= 0))
-        heard = offset + len(row.ids) - len(of_row) + torch.arange(len(of_row))
+        asked = offset + len(row.ids) - len(of_row) - 1 + torch.arange(len(of_row) + 1)
         parts["stated"].append(stated + offset)
         parts["seen"].append(row.text[stated] + start)
         parts["media"].append(media + offset)
         parts["coded"].append(coded + offset)
         parts["codes"].append(row.codes[coded])
-        parts["heard"].append(heard)
-        parts["label_rows"].append(torch.cat((heard - 1, heard[-1:])))
+        parts["heard"].append(asked[1:])
+        parts["label_rows"].append(asked)
         parts["targets"].append(torch.cat((of_row[:, 0], torch.tensor([code_eos]))))
         parts["ends"].append(torch.arange(len(of_row) + 1) == len(of_row))
         parts["owners"].append(torch.full((len(of_row) + 1,), number))
@@ -65,6 +69,7 @@ def packed_speech(
         padding_mask=mask if bool(mask.any()) else None,
         text=layout.pack_list(texts, fill=rows[0].specials[-1])[0],
         frames=torch.cat(list(frames)),
+        rest=torch.stack(rest) if rest else None,
         **{name: torch.cat(values) for name, values in parts.items()},
     )
 

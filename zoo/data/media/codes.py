@@ -80,11 +80,20 @@ class SpeechCodes(ABC):
                 f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1} (zoo "
                 "writes beginning, speaker and end itself)"
             )
-        said = self.row(sample.input_ids, frames, speaker)
+        spoken, said = self.spoken(sample, speaker, frames)
         if not bool((said.text[-len(frames) :] == EOS).any()):
             raise ValueError(
                 f"it has {len(frames)} frames, fewer than the answer has tokens: the talker reads one a frame, and would never read the rest"
             )
+        return spoken
+
+    def to_say(self, sample: Sample, speaker: str) -> Sample:
+        """The sample with a speech of no frames yet; ValueError for an answer or a speaker that can't be spoken."""
+        return self.spoken(sample, self.speaker(speaker), torch.zeros(0, len(self.limits), dtype=torch.int64))[0]
+
+    def spoken(self, sample: Sample, speaker: int, frames: Tensor) -> tuple[Sample, SpokenRow]:
+        """The sample with these frames (F, codebooks) among its media, and the talker's sequence; ValueError as `row` raises it."""
+        said = self.row(sample.input_ids, frames, speaker)
         first = int(said.text[-len(frames) - 1])  # token of the answer, whose weight its codes have
         weight = 1.0 if sample.weights is None else float(sample.weights[first])
         media = {
@@ -93,7 +102,7 @@ class SpeechCodes(ABC):
             SPEAKERS: torch.tensor([speaker]),
             WEIGHTS: torch.tensor([weight]),
         }
-        return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1, code_weight=weight)
+        return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1, code_weight=weight), said
 
     def speaker(self, name: str) -> int:
         """The code or token of a speaker; of the only one where none is named."""

@@ -1,0 +1,81 @@
+"""zoo says what transformers' `generate(return_audio=True)` says, code by code: greedily, and drawn with the same seeds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.engine import Zoo, packed_batch
+from support.rows import Example, make_examples
+from support.spoken import SPEAKERS, listening
+from support.tiny_talker import write_tiny_talker
+
+from zoo.generation.speaking import Voice, say
+
+# transformers' talker can't place sound beside pictures: its config has no audio_config.
+ROWS = ("text-short", "text-long", "image-short", "multi_image-long", "video-long", "audio-long", "turns")
+VOICES = {
+    "greedy": Voice(talker_max_new_tokens=12, talker_temperature=0),
+    "no penalty": Voice(talker_max_new_tokens=4, talker_temperature=0, talker_repetition_penalty=1.0),
+    "drawn": Voice(talker_max_new_tokens=24, seed=5),
+    "from few": Voice(
+        talker_max_new_tokens=12, talker_temperature=1, talker_top_k=0, talker_top_p=0.9, talker_repetition_penalty=1.3
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    folder: Path
+    hf: Any
+    zoo: Zoo
+    examples: dict[str, Example]
+
+    def said(self, name: str, number: int, voice: Voice) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """zoo's sample of prompt and answer, transformers' codes (F, codebooks) and its sound."""
+        tokens, example = self.zoo.step().speech_tokens, self.examples[name]
+        ids, speaker = example.sample.input_ids, SPEAKERS[number % 2]
+        starts = ((ids[:-1] == tokens.start) & (ids[1:] == tokens.assistant)).nonzero()[:, 0]
+        prompt = {**example.features, "input_ids": ids[None, : int(starts[-1]) + 3]}
+        prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+        specials = [*range(tokens.start, self.hf.config.thinker_config.text_config.vocab_size), tokens.end]
+        settings = {name: value for name, value in vars(voice).items() if name != "seed"}
+        temperature = settings.pop("talker_temperature")
+        drawn = (
+            {"talker_do_sample": True, "talker_temperature": temperature}
+            if temperature
+            else {"talker_do_sample": False}
+        )
+        torch.manual_seed(voice.seed * 1_000_003 + number)
+        with listening(self.hf) as heard:
+            answer, sound = self.hf.generate(
+                **prompt, speaker=speaker, return_audio=True, thinker_do_sample=False, thinker_max_new_tokens=3 + 2 * number,
+                thinker_suppress_tokens=specials, **settings, **drawn,
+            )  # fmt: skip
+        grown = replace(example.sample, input_ids=answer[0, :-1], labels=torch.full_like(answer[0, :-1], -100))
+        codes = torch.stack(heard.frames)
+        return self.zoo.assembly.processor.speech.to_say(grown, speaker), codes, sound
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any, cpu_world: Any) -> Iterator[Pair]:
+    folder = write_tiny_talker(tmp_path_factory.mktemp("talker"), accept_hidden_layer=3)
+    hf = tiny.load_plain(folder)
+    zoo = Zoo.load(folder, cpu_world, "train.speech_loss=1", "model.freeze=[vision,audio,language]")
+    zoo.model.eval()
+    return Pair(folder, hf, zoo, make_examples(tiny.processor("qwen3_omni", hf.config)))
+
+
+@pytest.mark.parametrize("voice", VOICES)
+def test_codes(voice: str, pair: Pair) -> None:
+    """Rows that are said together, those of transformers one by one; some end, others are cut."""
+    settings = VOICES[voice]
+    samples, wanted, _ = zip(*(pair.said(name, number, settings) for number, name in enumerate(ROWS)), strict=True)
+    found = say(pair.zoo.model, pair.zoo.step(), packed_batch(samples), range(len(samples)), settings)
+    assert [codes.tolist() for codes in found] == [codes.tolist() for codes in wanted]
+    lengths = {len(codes) for codes in found}
+    if voice == "drawn":
+        assert len(lengths) > 1, "all of one length: none has ended by itself"
