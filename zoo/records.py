@@ -103,6 +103,11 @@ def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def is_flag(value: object) -> bool:
+    """True or false."""
+    return isinstance(value, bool)
+
+
 def is_object(value: object) -> bool:
     """Whether a value is a mapping."""
     return isinstance(value, dict)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import adapt
 from support.engine import packed_batch, recipe_for
 from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
@@ -35,6 +36,8 @@ class Trained:
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, world)
         initial_weights.init_weights(chunks, assembly, recipe, world)
+        if recipe.lora.rank:
+            adapt(chunks, assembly, recipe, world)
         build.freeze(chunks, recipe, assembly.family)
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
         self.optimizer, scheduler = optimization.build_optimizer(self.wrapped, recipe, assembly, world, 10)
@@ -137,6 +140,17 @@ def test_a_rate_of_the_merger_is_not_that_of_its_tower(folder: Path, cpu_world: 
     assert max(far for n, far in moved.items() if is_merger(n)) == pytest.approx(3 * FIRST, rel=0.05)
     tower = [far for n, far in moved.items() if n.startswith("vision.") and not is_merger(n)]
     assert max(tower) == pytest.approx(0.1 * FIRST, rel=0.05)
+
+
+def test_b_of_adapters_has_a_rate_of_its_own(folder: Path, cpu_world: Any) -> None:
+    """LoRA+: a factor for B beside that of its part. Groups as PEFT's `create_loraplus_optimizer` makes them."""
+    lora = ("lora.rank=4", "lora.parts=[vision,language]", "lora.b_lr_scale=8", "train.lr_scale.vision=0.5")
+    run = Trained(folder, cpu_world, *lora)
+    moved = {n: float((p - run.before[n]).abs().max()) for n, p in run.model.named_parameters() if p.requires_grad}
+    for part, of_part in (("vision", 0.5), ("language", 1.0)):
+        for name, factor in ((".lora.a", 1.0), (".lora.b", 8.0)):
+            far = max(far for n, far in moved.items() if n.endswith(name) and run.family.part_of(n) == part)
+            assert far == pytest.approx(factor * of_part * FIRST, rel=0.05)
 
 
 def test_adapters_of_the_merger_alone(folder: Path, cpu_world: Any) -> None:

@@ -30,6 +30,7 @@ class Case:
     parts: str
     targets: tuple[str, ...] = ALL
     whole: str = ""  # parts that are trained whole
+    overrides: tuple[str, ...] = ()
 
 
 def _case(family: Family) -> Case:
@@ -55,6 +56,7 @@ def _whole(case: Case) -> Case:
 WHOLE = {f"{name}, parts whole": _whole(case) for name, case in CASES.items() if "," in case.parts}
 WHOLE["the merger, adapters in its tower"] = replace(CASES["qwen3_vl"], whole="merger")
 WHOLE["the tower, adapters in its merger"] = replace(CASES["qwen25_vl"], parts="merger,language", whole="vision")
+WHOLE["rank-stabilised, experts"] = replace(CASES["qwen3_vl experts"], overrides=("lora.rslora=true",))
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def recipe_of(case: Case, folder: Path, *overrides: str) -> Any:
         f"lora.parts=[{case.parts}]",
         f"lora.whole_parts=[{case.whole}]",
         "train.mtp_loss=0",
+        *case.overrides,
         *overrides,
         recipe=case.family.recipe,
     )

@@ -95,7 +95,15 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     config = read_object(folder / CONFIG)
     lora, whole = recipe.lora, adapters.whole
-    peft.check_config(config, str(folder / CONFIG), lora.rank, lora.alpha, whole.head, whole_parts=lora.whole_parts)
+    peft.check_config(
+        config,
+        str(folder / CONFIG),
+        lora.rank,
+        lora.alpha,
+        whole.head,
+        rslora=lora.rslora,
+        whole_parts=lora.whole_parts,
+    )
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
@@ -260,7 +268,7 @@ def _config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> 
     base_in_run = assembly.source.folder == Path(recipe.run.dir or "") / BASE
     base = init if is_hub_id(init) and not base_in_run else str(assembly.source.folder.absolute())
     return peft.peft_config(
-        adapters.linears, adapters.stacks, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
+        adapters.linears, adapters.stacks, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora, dropout=settings.dropout,
         base=base, experts=adapters.dims.experts > 0, whole=whole.modules, head=whole.head,
     )  # fmt: skip
 

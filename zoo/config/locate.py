@@ -21,7 +21,7 @@ from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import Hold, expanded, read_object
-from zoo.records import Check, are_texts, conforms, is_count, is_number, is_object, is_text, read_record
+from zoo.records import Check, are_texts, conforms, is_count, is_flag, is_number, is_object, is_text, read_record
 from zoo.types import JsonObject
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
@@ -43,7 +43,7 @@ _STATE_FIELDS: dict[str, Check] = {
     "model": is_object, "data": is_object, "bad_steps": is_object, "callbacks": is_object,
 }  # fmt: skip
 _LORA: dict[str, Check] = {
-    "rank": is_count, "alpha": is_number, "targets": are_texts, "parts": are_texts, "whole_parts": are_texts,
+    "rank": is_count, "alpha": is_number, "rslora": is_flag, "targets": are_texts, "parts": are_texts, "whole_parts": are_texts,
 }  # fmt: skip
 _ORIGIN: dict[str, Check] = {
     "init": is_text, "mtp_loss": is_number, "speech_loss": is_number, "fp32": are_texts, "grown_from": is_count, "freeze": are_texts,

@@ -64,7 +64,7 @@ FIXED: tuple[str, ...] = (
     "data.blank_answers", "data.bundled", "data.video_fps", "data.max_frames", "data.min_pixels", "data.max_pixels",
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
-    "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.speech_loss", "train.residual_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.keep_dropout", "lora.targets",
+    "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.speech_loss", "train.residual_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.rslora", "lora.b_lr_scale", "lora.dropout", "lora.keep_dropout", "lora.targets",
     "lora.parts", "lora.whole_parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
     "rl.algorithm", "rl.samples", "rl.updates", "rl.temperature", "rl.top_p", "rl.max_new_tokens", "rl.clip_low", "rl.clip_high",
     "rl.length_norm", "rl.std_norm", "rl.kl", "rl.reference", "rl.dynamic_sampling", "rl.overlong_buffer", "rl.mask_truncated", "rl.entropy",

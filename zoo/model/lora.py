@@ -198,7 +198,7 @@ def attach_zeros(
     frozen = [p for name, p in parameters.items() if p.requires_grad and name not in whole.trained]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
+    lowrank = lora.Lowrank(settings.rank, settings.scale, settings.dropout)
     held = [_attach(target, *linears[target.zoo], lowrank, dims, recipe, world) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
 
@@ -355,5 +355,5 @@ def seed_dropout(recipe: Recipe, step: int, world: World) -> None:
 
 def settings_of(recipe: Recipe) -> JsonObject:
     """The settings that a checkpoint keeps, so that its adapters can be loaded."""
-    kept = ("rank", "alpha", "targets", "parts", *(("whole_parts",) if recipe.lora.whole_parts else ()))
-    return {key: value for key, value in asdict(recipe.lora).items() if key in kept}
+    kept, given = ("rank", "alpha", "targets", "parts"), ("rslora", "whole_parts")
+    return {key: value for key, value in asdict(recipe.lora).items() if key in kept or (key in given and value)}

@@ -20,6 +20,7 @@ from zoo.parallel.gradient_reduction import accumulate_directly, divide_at_the_l
 from zoo.parallel.megatron import inner_optimizer
 from zoo.parallel.weight_gathering import gather_once, settle_all
 from zoo.parallel.world import World, cores_beside_gpu
+from zoo.registry import ModelFamily
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -119,11 +120,13 @@ def build_optimizer(
     config.exp_avg_dtype = MOMENTS[train.exp_avg_dtype]
     config.exp_avg_sq_dtype = MOMENTS[train.exp_avg_sq_dtype]
     groups: dict[ParamKey, dict[str, float]] = get_standard_config_overrides(config)
-    for part, scale in train.lr_scale.items():
-        in_part = ParamWithNamePredicate(
-            part, lambda _, name, part=part: assembly.family.part_of(name, recipe.named_parts) == part
+    for scale in sorted(
+        {part * b for part in (1.0, *train.lr_scale.values()) for b in (1.0, recipe.lora.b_lr_scale)} - {1.0}
+    ):
+        scaled = ParamWithNamePredicate(
+            f"times {scale:g}", lambda _, name, scale=scale: lr_scale(name, recipe, assembly.family) == scale
         )
-        groups[ParamKey(with_name_predicate=in_part)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
+        groups[ParamKey(with_name_predicate=scaled)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
     make_inner: Callable[..., AdamW]
     if train.optimizer == "muon":
         make_inner = muon.maker(train.momentum, train.matrix_lr_scale)
@@ -141,6 +144,12 @@ def build_optimizer(
     if train.optimizer == "muon":
         muon.share_out(optimizer, chunks, assembly.family, model_dims(assembly), world)
     return optimizer, build_schedule(optimizer, train, total_steps)
+
+
+def lr_scale(name: str, recipe: Recipe, family: ModelFamily) -> float:
+    """Factor of the learning rate for a parameter: its part's, and for B of an adapter that of LoRA+."""
+    of_part = recipe.train.lr_scale.get(family.part_of(name, recipe.named_parts), 1.0)
+    return of_part * (recipe.lora.b_lr_scale if ".lora." in name and name.endswith(".b") else 1.0)
 
 
 def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:

@@ -176,7 +176,7 @@ def test_stacked_parameters_are_named_as_peft_nests_them() -> None:
 
 
 def test_config() -> None:
-    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.1, "base": "org/name"}
+    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "rslora": False, "dropout": 0.1, "base": "org/name"}
     plain = peft_config(["a.q_proj", "a.up_proj"], [], experts=False, **options)
     assert (plain["target_modules"], plain["target_parameters"]) == (["a.q_proj", "a.up_proj"], None)
     assert (plain["r"], plain["lora_alpha"], plain["lora_dropout"]) == (8, 16, 0.1)
@@ -185,13 +185,17 @@ def test_config() -> None:
     assert sparse["target_modules"] == ["a.q_proj"] and sparse["lora_dropout"] == 0.0
     assert sparse["target_parameters"] == ["a.experts.down_proj", "a.up_proj.weight"]
     check_config(plain, "here", 8, 16.0)
+    stable = {**plain, "use_rslora": True}
+    check_config(stable, "here", 8, 16.0, rslora=True)
+    with pytest.raises(UserError, match="use_rslora is true there and False here; set lora.rslora=true"):
+        check_config(stable, "here", 8, 16.0)
     for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"peft_type": "IA3"}, {"r": 4}):
         with pytest.raises(UserError, match="here: "):
             check_config({**plain, **change}, "here", 8, 16.0)
 
 
 def test_a_reward_models_head_is_saved_whole() -> None:
-    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "base": "org/name", "experts": False}
+    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "rslora": False, "dropout": 0.0, "base": "org/name", "experts": False}
     config = peft_config(["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options)
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["a.merger", "score"])
     check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")

@@ -32,7 +32,7 @@ from zoo.types import JsonMapping, JsonObject
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_FOREIGN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
+_FOREIGN = ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
 # PEFT takes modules so called for experts, in models with experts.
 _EXPERTS_OF_OLD = ("gate_proj", "up_proj", "down_proj")
@@ -274,7 +274,7 @@ def to_zoo(
 
 def peft_config(
     linears: Iterable[str], stacks: Iterable[str],
-    *, rank: int, alpha: float, dropout: float, base: str, experts: bool, whole: Iterable[str] = (), head: str | None = None,
+    *, rank: int, alpha: float, rslora: bool, dropout: float, base: str, experts: bool, whole: Iterable[str] = (), head: str | None = None,
 ) -> JsonObject:  # fmt: skip
     """adapter_config.json of adapters of those modules and stacked parameters.
 
@@ -296,7 +296,7 @@ def peft_config(
         "target_parameters": sorted(parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": rslora,
         "use_dora": False,
         "init_lora_weights": True,
         "modules_to_save": saved or None,
@@ -311,16 +311,20 @@ def check_config(
     alpha: float,
     head: str | None = None,
     *,
+    rslora: bool = False,
     whole_parts: Collection[str] = (),
 ) -> None:
-    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank` and `lora.alpha` say.
+    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank`, `lora.alpha` and `lora.rslora` say.
 
     `head`: the module that is a reward model's head; without it and `whole_parts`, no module may be saved whole.
     """
-    wanted = {"peft_type": ("LORA", ""), "r": (rank, "lora.rank"), "lora_alpha": (alpha, "lora.alpha")}
+    wanted: dict[str, tuple[object, str]] = {
+        "peft_type": ("LORA", ""), "r": (rank, "lora.rank"), "lora_alpha": (alpha, "lora.alpha"), "use_rslora": (rslora, "lora.rslora"),
+    }  # fmt: skip
     for key, (value, hint) in wanted.items():
-        if config.get(key) != value:
-            there = printable(repr(config.get(key)), 100)
+        given = config.get(key, False if key == "use_rslora" else None)
+        if given != value:
+            there = printable(str(given).lower() if isinstance(given, bool) else repr(given), 100)
             fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")
     foreign = {key: config.get(key) for key in _FOREIGN}

@@ -106,8 +106,13 @@ def _adapters(reader: Reader, adapters: bool) -> None:
         "lora_target", "target_modules", "lora_target_modules", "lora_target_linear", "lora_attn_modules"
     )
     rank, alpha = reader.take("lora_rank", "lora_r", "lora_dim", "peft_r"), reader.take("lora_alpha")
+    rslora, ratio = reader.take("use_rslora", "peft_use_rslora"), reader.take("loraplus_lr_ratio", "lorap_lr_ratio")
     if not adapters:
         return
+    if rslora:
+        reader.set("lora.rslora", True)
+    if ratio is not None:
+        reader.set("lora.b_lr_scale", ratio)
     usual_rank, usual_alpha = _WIDTHS.get(reader.program, (None, None))
     rank = usual_rank if rank is None else rank
     if rank is not None:

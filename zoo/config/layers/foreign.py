@@ -85,6 +85,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("lora.rank", "", "lora_rank lora_r peft_r lora_dim lora lora_config peft_config"),
     ("lora.rank", "a rank above 0 trains adapters, 0 the model's own weights", "finetuning_type train_type tuner_type use_lora use_peft peft_type adapter full_finetuning sft_type"),
     ("lora.alpha", "", "lora_alpha"),
+    ("lora.rslora", "", "use_rslora lora_use_rslora rslora"),
+    ("lora.b_lr_scale", "LoRA+", "loraplus_lr_ratio lorap_lr_ratio lora_plus_lr_ratio"),
     ("lora.dropout", "", "lora_dropout"),
     ("lora.keep_dropout", "the other way round: false disables it, for losses of preferences", "disable_dropout"),
     ("lora.targets", "", "lora_target target_modules lora_target_modules lora_target_linear"),

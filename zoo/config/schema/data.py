@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,10 @@ class LoraConfig:
     """width of the adapters; 0: none, the model's own weights are trained"""
     alpha: float = number(32.0, above=0, most=1e6, when=conditions.ADAPTERS)
     """an adapter's output is multiplied by alpha / rank"""
+    rslora: bool = setting(False, when=conditions.ADAPTERS)
+    """rank-stabilised (rsLoRA, arXiv 2312.03732): by alpha / sqrt(rank)"""
+    b_lr_scale: float = number(1.0, above=0, most=1e6, when=conditions.ADAPTERS)
+    """factor of the learning rate for B of adapters (LoRA+, arXiv 2402.12354)"""
     dropout: float = number(0.0, 0, below=1, when=(conditions.ADAPTERS, conditions.DENSE_ADAPTERS))
     """dropout of an adapter's input; experts have none, and losses of preferences leave it out"""
     keep_dropout: bool = setting(False, when=(conditions.ADAPTERS, conditions.PAIRS_OR_LABELS, conditions.DROPOUT))
@@ -52,6 +57,11 @@ class LoraConfig:
     """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale); made dense for each product"""
     init: str | None = setting(None, when=conditions.ADAPTERS)
     """adapter folder in PEFT's format to start from; default: new adapters"""
+
+    @property
+    def scale(self) -> float:
+        """What the output of adapters is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @section

@@ -54,7 +54,7 @@ class Lowrank:
     """What all adapters of a model have in common."""
 
     rank: int
-    scale: float  # alpha / rank
+    scale: float  # of what it adds
     dropout: float = 0.0  # of the linear's input; experts have none
 
 
