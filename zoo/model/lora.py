@@ -355,5 +355,5 @@ def seed_dropout(recipe: Recipe, step: int, world: World) -> None:
 
 def settings_of(recipe: Recipe) -> JsonObject:
     """The settings that a checkpoint keeps, so that its adapters can be loaded."""
-    kept, given = ("rank", "alpha", "targets", "parts"), ("rslora", "whole_parts")
-    return {key: value for key, value in asdict(recipe.lora).items() if key in kept or (key in given and value)}
+    kept, if_set = ("rank", "alpha", "targets", "parts"), ("rslora", "whole_parts")
+    return {key: value for key, value in asdict(recipe.lora).items() if key in kept or (key in if_set and value)}

@@ -322,9 +322,9 @@ def check_config(
         "peft_type": ("LORA", ""), "r": (rank, "lora.rank"), "lora_alpha": (alpha, "lora.alpha"), "use_rslora": (rslora, "lora.rslora"),
     }  # fmt: skip
     for key, (value, hint) in wanted.items():
-        given = config.get(key, False if key == "use_rslora" else None)
-        if given != value:
-            there = printable(str(given).lower() if isinstance(given, bool) else repr(given), 100)
+        stored = config.get(key, False if key == "use_rslora" else None)
+        if stored != value:
+            there = printable(str(stored).lower() if isinstance(stored, bool) else repr(stored), 100)
             fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")
     foreign = {key: config.get(key) for key in _FOREIGN}
