@@ -187,7 +187,7 @@ def test_config() -> None:
     check_config(plain, "here", 8, 16.0)
     stable = {**plain, "use_rslora": True}
     check_config(stable, "here", 8, 16.0, rslora=True)
-    with pytest.raises(UserError, match="use_rslora is true there and False here; set lora.rslora=true"):
+    with pytest.raises(UserError, match=r"use_rslora is true there and False here; set lora.rslora=true"):
         check_config(stable, "here", 8, 16.0)
     for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"peft_type": "IA3"}, {"r": 4}):
         with pytest.raises(UserError, match="here: "):
@@ -195,7 +195,14 @@ def test_config() -> None:
 
 
 def test_a_reward_models_head_is_saved_whole() -> None:
-    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "rslora": False, "dropout": 0.0, "base": "org/name", "experts": False}
+    options: dict[str, Any] = {
+        "rank": 8,
+        "alpha": 16.0,
+        "rslora": False,
+        "dropout": 0.0,
+        "base": "org/name",
+        "experts": False,
+    }
     config = peft_config(["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options)
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["a.merger", "score"])
     check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")
