@@ -20,7 +20,6 @@ from zoo.parallel.gradient_reduction import accumulate_directly, divide_at_the_l
 from zoo.parallel.megatron import inner_optimizer
 from zoo.parallel.weight_gathering import gather_once, settle_all
 from zoo.parallel.world import World, cores_beside_gpu
-from zoo.registry import ModelFamily
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -124,7 +123,7 @@ def build_optimizer(
         {part * b for part in (1.0, *train.lr_scale.values()) for b in (1.0, recipe.lora.b_lr_scale)} - {1.0}
     ):
         scaled = ParamWithNamePredicate(
-            f"times {scale:g}", lambda _, name, scale=scale: lr_scale(name, recipe, assembly.family) == scale
+            f"times {scale:g}", lambda _, name, scale=scale: lr_scale(name, recipe, assembly) == scale
         )
         groups[ParamKey(with_name_predicate=scaled)] = {"max_lr": train.lr * scale, "min_lr": train.min_lr * scale}
     make_inner: Callable[..., AdamW]
@@ -146,9 +145,9 @@ def build_optimizer(
     return optimizer, build_schedule(optimizer, train, total_steps)
 
 
-def lr_scale(name: str, recipe: Recipe, family: ModelFamily) -> float:
+def lr_scale(name: str, recipe: Recipe, assembly: Assembly) -> float:
     """Factor of the learning rate for a parameter: its part's, and for B of an adapter that of LoRA+."""
-    of_part = recipe.train.lr_scale.get(family.part_of(name, recipe.named_parts), 1.0)
+    of_part = recipe.train.lr_scale.get(assembly.family.part_of(name, recipe.named_parts), 1.0)
     return of_part * (recipe.lora.b_lr_scale if ".lora." in name and name.endswith(".b") else 1.0)
 
 
