@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +146,18 @@ def side_file_fault(folder: str | Path) -> str | None:
             except UnicodeDecodeError as error:
                 return f"{path}: it is no UTF-8 text ({error.reason} at byte {error.start})"
     return None
+
+
+def load_from_folder(folder: str | Path, kind: str, files: str, load: Callable[[], Any]) -> Any:
+    """A Hugging Face processor or tokenizer (`kind`) of a folder that should hold `files`; ConfigError where there is none."""
+    try:
+        check_side_files(folder)
+        return load()
+    except Exception as error:  # of many kinds, by what lies in the folder
+        fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
+        message = printable(fault or " ".join(str(error).split()), 400)
+        text = f"model.init: no {kind} can be loaded from {Path(folder)}: {message}; its folder should hold {files}."
+        raise ConfigError(text) from error
 
 
 def refuse_links_outside(folder: Path) -> None:

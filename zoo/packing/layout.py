@@ -360,9 +360,7 @@ class PackedLayout:
         further: dict[str, Tensor | bool] = {}
         if "pad_between_seqs" in known:
             further["pad_between_seqs"] = self.real_tokens < self.total
-        if (
-            "seq_idx" in known
-        ):  # (1, T) int32 segment of each token, padding counted to its segment, as mcore makes it itself
+        if "seq_idx" in known:  # (1, T) int32 segment of each token, padding counted to its segment, as mcore has it
             segments = index.owner(self.padded_lengths).to(torch.int32)[None]
             further["seq_idx"] = index.cpu_to_device(segments, layout.device)
         params = PackedSeqParams(

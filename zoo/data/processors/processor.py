@@ -8,7 +8,7 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,31 +19,22 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import MediaLimits, PixelLimits
-from zoo.config.locate import check_side_files, side_file_fault
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.media_files import LoadedMedia, headers_of_media, headers_of_row, load_media, refuse_pixel_keys
 from zoo.data.media.sizes import Headers, SampleSize
+from zoo.data.processors import chat, plain_turns
 from zoo.data.processors import labels as label_spans
-from zoo.data.processors import plain_turns
 from zoo.data.processors.answers import AnswerFinder, ChatMarkers
 from zoo.data.processors.augment import Augment
 from zoo.data.processors.boxes import THOUSANDTHS, Coordinates, Size, with_boxes
-from zoo.data.processors.chat import (
-    SpecialTokens,
-    chat_messages,
-    check_template_arguments,
-    check_written,
-    wants_thoughts,
-    with_thoughts,
-)
 from zoo.data.processors.fitting import Overlong, Sketch, Written, find_fit
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.data.template_limits import check_template, limit_templates
-from zoo.errors import ConfigError, UserError, printable
+from zoo.errors import ConfigError, UserError
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -76,7 +67,7 @@ class Processor:
         self.hf, self.tokenizer, self.markers = hf, hf.tokenizer, markers
         self._header = self.tokenizer.encode(markers.header, add_special_tokens=False)
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
-        special = SpecialTokens(self.tokenizer)
+        special = chat.SpecialTokens(self.tokenizer)
         if len(end) != 1 or (self._header and self._header[0] not in special.ids.values()):
             text = f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}"
             raise UserError(f"{text}; it is not the tokenizer of this family.")
@@ -251,7 +242,7 @@ class Processor:
 
     def set_template(self, arguments: JsonMapping) -> None:
         """Arguments of the chat template, of every row; `check_template_arguments` says which are refused."""
-        check_template_arguments(self.hf, arguments)
+        chat.check_template_arguments(self.hf, arguments)
         self._template = dict(arguments)
 
     def allow_special_tokens(self, tokens: Sequence[str]) -> None:
@@ -262,8 +253,7 @@ class Processor:
 
     def answer_text(self, tokens: Sequence[int]) -> str:
         """An answer's tokens as text, without special tokens but those that rows' texts may hold."""
-        text_tokens = self.special.without(tokens)
-        return str(self.tokenizer.decode(text_tokens, clean_up_tokenization_spaces=False)).strip()
+        return str(self.tokenizer.decode(self.special.without(tokens), clean_up_tokenization_spaces=False)).strip()
 
     def check_pixels(self, keys: Sequence[str]) -> None:
         """Refuse settings that need limits of pixels, as typed ("data.max_pixels"); ConfigError where the HF processor has none."""
@@ -274,17 +264,15 @@ class Processor:
     @cached_property
     def wants_thoughts(self) -> bool:
         """Whether the chat template reads thinking under `reasoning_content` alone."""
-        return wants_thoughts(self._render)
+        return chat.wants_thoughts(self._render)
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
         self.hf.save_pretrained(folder)
 
-    # ---------------------------------------------------------------- what a family overrides
-
     def messages(self, row: Row) -> list[JsonObject]:
         """The row as the chat template takes it."""
-        return chat_messages(row)
+        return chat.chat_messages(row)
 
     def call_options(self, row: Row, media: LoadedMedia) -> CallArguments:
         """Further arguments of the HF processor's call, or other ones than `media.arguments`."""
@@ -383,7 +371,7 @@ class Processor:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
         messages, options = self.messages(row), {"tools": json.loads(row.tools)} if row.tools else {}
         if any("</think>" in content for _, content in row.messages) and self.wants_thoughts:
-            messages = with_thoughts(messages)
+            messages = chat.with_thoughts(messages)
         answers: list[Span] = []
         if self._header:
             text = self._render(messages, **options)
@@ -391,7 +379,7 @@ class Processor:
                 text += self.markers.end
         else:
             text, answers = plain_turns.write(partial(self._render, **options), messages, self.markers.end)
-        check_written(row, text)
+        chat.check_written(row, text)
         return text, answers
 
     def _render(self, messages: Sequence[JsonObject], **options: Any) -> str:
@@ -407,20 +395,6 @@ class Processor:
                 raise RowError(row.source, "placeholder_mismatch", text)
 
 
-def load_from_folder(folder: str | Path, kind: str, files: str, load: Callable[[], Any]) -> Any:
-    """A Hugging Face processor or tokenizer (`kind`) of a folder that should hold `files`; ConfigError where there is none."""
-    try:
-        check_side_files(folder)
-        return load()
-    except Exception as error:  # of many kinds, by what lies in the folder
-        fault = None if isinstance(error, ConfigError) else side_file_fault(folder)
-        message = printable(fault or " ".join(str(error).split()), 400)
-        text = f"model.init: no {kind} can be loaded from {Path(folder)}: {message}; its folder should hold {files}."
-        raise ConfigError(text) from error
-
-
 def as_tensor(value: object, dtype: torch.dtype) -> Tensor:
     """A tensor of `dtype` from what a processor returns: a tensor, an array or a list."""
-    if isinstance(value, Tensor):
-        return value.to(dtype)
-    return torch.as_tensor(np.asarray(value), dtype=dtype)
+    return torch.as_tensor(value if isinstance(value, Tensor) else np.asarray(value), dtype=dtype)

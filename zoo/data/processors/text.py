@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from zoo.config.locate import load_from_folder
 from zoo.data.processors.answers import CHATML, ChatMarkers
-from zoo.data.processors.processor import ArchConfig, Features, Processor, load_from_folder
+from zoo.data.processors.processor import ArchConfig, Features, Processor
 from zoo.data.tokenizer import ROOT
 
 if TYPE_CHECKING:

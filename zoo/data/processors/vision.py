@@ -16,11 +16,12 @@ from torch import Tensor
 
 from zoo.config.checks.media_sizes import check_media_sizes
 from zoo.config.entries import PixelLimits
+from zoo.config.locate import load_from_folder
 from zoo.data.media.sampling import Pace
 from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.boxes import Size
-from zoo.data.processors.processor import ArchConfig, CallArguments, Features, Processor, as_tensor, load_from_folder
+from zoo.data.processors.processor import ArchConfig, CallArguments, Features, Processor, as_tensor
 from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError

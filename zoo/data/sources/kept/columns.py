@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyarrow import Array, ChunkedArray, DataType, RecordBatch, Schema
 
 
-def record_batch(columns: Sequence[Sequence[Any]], schema: Schema) -> RecordBatch:
+def record_batch(columns: Sequence[Sequence[Any] | np.ndarray], schema: Schema) -> RecordBatch:
     """`pyarrow.record_batch` of integers, texts, bytes, bytes of one length, and lists of these; only texts and lists may be None."""
     import pyarrow as pa
 
@@ -25,7 +25,7 @@ def numbers(column: ChunkedArray) -> np.ndarray:
     return np.from_dlpack(column.combine_chunks())
 
 
-def _array(values: Sequence[Any], kind: DataType) -> Array:
+def _array(values: Sequence[Any] | np.ndarray, kind: DataType) -> Array:
     import pyarrow as pa
 
     if pa.types.is_integer(kind):
