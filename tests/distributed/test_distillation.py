@@ -6,27 +6,12 @@ from typing import Any
 import pytest
 from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
-from support.preference import OF_MODELS, write_pairs
+from support.preference import OF_MODELS, pair_run, write_pairs
 
 CASES = [
     ("tp2 cp2", "dense"), ("pp2 vpp2", "dense"), ("tp2", "gdn"), ("dp2", "dense"), ("ep2 etp2", "moe"), ("cp2 ep2", "omni"),
     ("cp2", "gdn"), ("pp2", "text"),
 ]  # fmt: skip
-
-
-def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A run on this rank; the records of its steps."""
-    import json
-
-    from support.recipes import load_effective
-
-    from zoo.training.trainer import run_rank
-
-    fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
-    made = load_effective(recipe, [*fixed, *overrides])
-    run_rank(made)
-    lines = (Path(str(made.run.dir)) / "train.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "kl" in line]
 
 
 def write_tokens(rank: int, size: int, recipe: str, overrides: tuple[str, ...], out: str) -> dict[str, int]:
@@ -54,11 +39,13 @@ def test_a_layout_learns_from_a_teacher_as_one_rank(parallel: str, name: str, po
         "train.lr=1e-2", "train.schedule=constant", "packing.align=8", "packing.budget=512", "data.lookahead=4", "train.aux_loss=0",
     )  # fmt: skip
     # The teacher is a run that has learnt something else.
-    pool.run(1, taught_run, model.recipe, (*common, f"run.dir={teacher}", "train.mtp_loss=0"), timeout=300.0)
+    pool.run(1, pair_run, model.recipe, (*common, f"run.dir={teacher}", "train.mtp_loss=0"), "kl", timeout=300.0)
     common = (*common, f"distill.teacher={teacher}", "distill.top_k=7", "distill.temperature=1.5", "data.eval=none")
     alone, spread = (f"run.dir={tmp_path / one}" for one in ("alone", "spread"))
-    wanted = pool.run(1, taught_run, model.recipe, (*common, alone), timeout=300.0)[0]
-    found = pool.run(setting.ranks, taught_run, model.recipe, (*common, *setting.overrides, spread), timeout=300.0)[0]
+    wanted = pool.run(1, pair_run, model.recipe, (*common, alone), "kl", timeout=300.0)[0]
+    found = pool.run(setting.ranks, pair_run, model.recipe, (*common, *setting.overrides, spread), "kl", timeout=300.0)[
+        0
+    ]
     as_one(found, wanted)
     if name == "dense":
         speak = (*common, *setting.overrides, f"model.init={teacher}", "distill.teacher=null", "packing.budget=256")
@@ -66,7 +53,7 @@ def test_a_layout_learns_from_a_teacher_as_one_rank(parallel: str, name: str, po
         done = pool.run(setting.ranks, write_tokens, model.recipe, speak, str(tmp_path / "spoken"), timeout=300.0)
         assert done[0]["rows"] == 7 and done[0]["files"] == 1
         disk = (*common, *setting.overrides, f"distill.teacher={tmp_path / 'spoken'}", f"run.dir={tmp_path / 'disk'}")
-        as_one(pool.run(setting.ranks, taught_run, model.recipe, disk, timeout=300.0)[0], wanted)
+        as_one(pool.run(setting.ranks, pair_run, model.recipe, disk, "kl", timeout=300.0)[0], wanted)
 
 
 def as_one(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

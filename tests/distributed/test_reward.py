@@ -16,10 +16,9 @@ from zoo.model.build import assemble
 
 def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run on this rank, and the scores that its step gives the pairs from its export."""
-    from support.engine import recipe_for
+    from support.engine import load_model, recipe_for
     from support.recipes import load_effective
 
-    from zoo.checkpoint import initial_weights
     from zoo.data.loading.batches import make_batch
     from zoo.model import build
     from zoo.parallel.world import open_world
@@ -34,9 +33,7 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     if size > 1:
         return {"metrics": result.metrics}
     with open_world(again) as here:
-        assembly = build.assemble(again)
-        chunks = build.build_model(assembly, again, here)
-        initial_weights.init_weights(chunks, assembly, again, here)
+        assembly, chunks = load_model(again, here)
         _, found = encoded_pairs(assembly.processor, again)
         step = build.build_step(assembly, again, here)
         batch = make_batch([pair.sample for pair in found], "thd", again.packing.align or 1, None, 0)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import packed_batch, recipe_for
+from support.engine import load_model, packed_batch, recipe_for
 from support.rows import vision_examples
 from support.tiny_qwen35 import write_tiny_qwen35
 
-from zoo.checkpoint import initial_weights
 from zoo.model import build
 from zoo.nn import kernels, weight_gradients
 from zoo.nn.decoder.experts import products
@@ -31,9 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[int, dict[str, torch.Tensor]]:
     """How many linears add in place, and each parameter's gradient of two micro-batches."""
     recipe = recipe_for(folder, *overrides, recipe="qwen35_vl_sft")
-    assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, world)
-    initial_weights.init_weights(chunks, assembly, recipe, world)
+    assembly, chunks = load_model(recipe, world)
     build.freeze(chunks, recipe, assembly.family)
     (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     count = weight_gradients.accumulate_in_place(chunks) if in_place else 0

@@ -12,7 +12,6 @@ from support.preference import KINDS, write_pairs
 from support.tiny import load_thinker
 from torch import Tensor
 
-from zoo.checkpoint import initial_weights
 from zoo.data.loading.batches import make_batch
 from zoo.data.loading.sample_source import SampleSource
 from zoo.errors import UserError
@@ -65,10 +64,8 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     )  # fmt: skip
     with single_process_world() as world:
         recipe = recipe_for(folder, *data, *model.overrides, *more, recipe=model.recipe)
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, world)
-        initial_weights.init_weights(chunks, assembly, recipe, world)
-        zoo = Zoo(recipe, assembly, chunks[0].train(), world)
+        zoo = Zoo.from_recipe(recipe, world)
+        assembly = zoo.assembly
         source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4)
         samples, losses = [], []
         for number in range(len(source)):
@@ -119,10 +116,8 @@ def test_a_teacher_on_disk_is_that_of_the_run(name: str, tmp_path: Path) -> None
     with single_process_world() as world:
         for k in (vocabulary, TOP):
             recipe = recipe_for(folder, *data, *model.overrides, *more, f"distill.top_k={k}", recipe=model.recipe)
-            assembly = build.assemble(recipe)
-            chunks = build.build_model(assembly, recipe, world)
-            initial_weights.init_weights(chunks, assembly, recipe, world)
-            zoo = Zoo(recipe, assembly, chunks[0].train(), world)
+            zoo = Zoo.from_recipe(recipe, world)
+            assembly = zoo.assembly
             source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4)
             order = [2, 0, 3, 1]
             plain = [source.encode(number) for number in order]

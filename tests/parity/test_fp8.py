@@ -9,8 +9,6 @@ from support.engine import Zoo, packed_batch, recipe_for, single_process_world
 from support.stacks import TINY
 from torch import Tensor
 
-from zoo.checkpoint import initial_weights
-from zoo.model import build
 from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 
 COARSER = (
@@ -27,11 +25,7 @@ def world() -> Iterator[Any]:
 
 def zoo(folder: Path, recipe: str, world: Any, precision: str, *overrides: str) -> Zoo:
     keys = f"engine.precision={precision}", "train.mtp_loss=0", *overrides
-    settings = recipe_for(folder, *keys, recipe=recipe)
-    assembly = build.assemble(settings)
-    chunks = build.build_model(assembly, settings, world)
-    initial_weights.init_weights(chunks, assembly, settings, world)
-    return Zoo(settings, assembly, chunks[0].train(), world)
+    return Zoo.from_recipe(recipe_for(folder, *keys, recipe=recipe), world)
 
 
 def distance(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> float:

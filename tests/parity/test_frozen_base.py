@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import adapt
-from support.engine import Zoo, packed_batch, recipe_for, single_process_world
+from support.engine import Zoo, load_model, packed_batch, recipe_for, single_process_world
 from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters
-from zoo.checkpoint import initial_weights
 from zoo.model.lora import AdaptedWeight
 from zoo.nn.decoder.frozen_fp8 import DTYPE, Quantised
 
@@ -33,12 +32,8 @@ WRITE = {
 def adapted(folder: Path, recipe: str, world: Any, *overrides: str) -> tuple[Zoo, Any]:
     """A model with adapters, B random."""
 
-    from zoo.model import build
-
     settings = recipe_for(folder, *LORA, *overrides, recipe=recipe)
-    assembly = build.assemble(settings)
-    chunks = build.build_model(assembly, settings, world)
-    initial_weights.init_weights(chunks, assembly, settings, world)
+    assembly, chunks = load_model(settings, world)
     adapters = adapt(chunks, assembly, settings, world)
     return Zoo(settings, assembly, chunks[0].train(), world), adapters
 

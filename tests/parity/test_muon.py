@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import single_process_world
+from support.engine import load_model, single_process_world
 from support.recipes import load_effective
 from torch import Tensor
 from torch.optim import _muon
 
 from zoo.bridge.parallel import model_parameters
-from zoo.checkpoint import initial_weights
 from zoo.config.validate import validate
 from zoo.model import build
 from zoo.model.matrices import is_matrix
@@ -43,9 +42,7 @@ def test_updates_are_those_of_torch(precision: str, tmp_path: Path, monkeypatch:
     overrides = [*KEYS, f"engine.precision={precision}", f"run.dir={tmp_path}"]
     recipe = validate(load_effective("qwen35_vl_moe_sft", overrides), 1)
     with single_process_world() as here:
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, here)
-        initial_weights.init_weights(chunks, assembly, recipe, here)
+        assembly, chunks = load_model(recipe, here)
         wrapped = optimization.wrap_ddp(chunks, recipe)
         optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, assembly, here, UPDATES)
         parameters = dict(model_parameters(chunks))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import adapt
-from support.engine import packed_batch, recipe_for
+from support.engine import load_model, packed_batch, recipe_for
 from support.rows import vision_examples
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.weights import tensors
@@ -33,9 +33,7 @@ class Trained:
 
     def __init__(self, folder: Path, world: Any, *overrides: str) -> None:
         recipe = recipe_for(folder, "train.lr=1e-3", "train.min_lr=1e-4", *overrides, recipe="qwen3_vl_sft")
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, world)
-        initial_weights.init_weights(chunks, assembly, recipe, world)
+        assembly, chunks = load_model(recipe, world)
         if recipe.lora.rank:
             adapt(chunks, assembly, recipe, world)
         build.freeze(chunks, recipe, assembly.family)
@@ -168,9 +166,7 @@ def test_a_frozen_part_that_an_earlier_run_has_trained_is_exported_as_it_is(
 ) -> None:
     """What that run started from has other weights of it."""
     recipe = recipe_for(folder, "model.freeze=[vision]", recipe="qwen3_vl_sft")
-    assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, cpu_world)
-    initial_weights.init_weights(chunks, assembly, recipe, cpu_world)
+    assembly, chunks = load_model(recipe, cpu_world)
     build.freeze(chunks, recipe, assembly.family)
     with torch.no_grad():
         chunks[0].vision.merger.norm.weight.fill_(7.0)

@@ -37,6 +37,17 @@ def single_process_world() -> Iterator[Any]:
             yield here
 
 
+def load_model(recipe: Any, world: Any) -> tuple[Any, list[Any]]:
+    """The assembly of a recipe, and its model's chunks with their first weights."""
+    from zoo.checkpoint import initial_weights
+    from zoo.model import build
+
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, world)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
+    return assembly, chunks
+
+
 @dataclass(frozen=True)
 class Batch:
     """A micro-batch made by hand, as a foreign loop would bring it (zoo.steps.batch.MicroBatchLike)."""
@@ -86,13 +97,12 @@ class Zoo:
     @classmethod
     def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
         """Weights of a Hugging Face folder, in training mode."""
-        from zoo.checkpoint import initial_weights
-        from zoo.model import build
+        return cls.from_recipe(recipe_for(folder, *overrides), world)
 
-        recipe = recipe_for(folder, *overrides)
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, world)
-        initial_weights.init_weights(chunks, assembly, recipe, world)
+    @classmethod
+    def from_recipe(cls, recipe: Any, world: Any) -> Zoo:
+        """A recipe's model with its first weights, in training mode."""
+        assembly, chunks = load_model(recipe, world)
         return cls(recipe, assembly, chunks[0].train(), world)
 
     def step(self, **packing: Any) -> Any:

@@ -1,10 +1,13 @@
 """A row as arguments of a transformers processor, as its user would write them by hand: text and media."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.sources.rows import Row
+from zoo.data.sources.rows import Row, read_rows
 
 QWEN_TURN = "<|im_start|>{role}\n{said}<|im_end|>\n"
 QWEN_MARKS = {
@@ -27,6 +30,22 @@ def hf_arguments(row: Row, marks: Mapping[str, str] = QWEN_MARKS, turn: str = QW
         ],
     }
     return {"text": text, "return_tensors": "pt", **{kind: items for kind, items in media.items() if items}}
+
+
+def assert_as_called(sample: Any, wanted: Mapping[str, Any]) -> None:
+    """A sample has the tokens and the media of transformers' own call."""
+    torch.testing.assert_close(sample.input_ids, wanted["input_ids"][0], rtol=0, atol=0)
+    names = wanted.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
+    assert sample.media.keys() == names
+    for name in names:
+        torch.testing.assert_close(sample.media[name], torch.as_tensor(wanted[name]), rtol=0, atol=0)
+
+
+def vision_rows(media: Path) -> list[Row]:
+    """Rows of texts, images and videos, with some of each."""
+    rows = [row for row in read_rows(media / "rows.jsonl") if row.media <= {"image", "video"}]
+    assert {"image", "video"} <= {kind for row in rows for kind in row.media}
+    return rows
 
 
 def omni_videos(hf: Any, row: Row, options: Mapping[str, Any], clock: Mapping[str, float]) -> dict[str, Any]:

@@ -176,32 +176,28 @@ def plain_kto(logprobs: Tensor, reference: Tensor, desirable: Tensor, *, beta: f
     return torch.where(desirable, 1.5 * chosen, rejected).mean()
 
 
-def pair_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A run on this rank; the records of its steps and of its evaluations, of the first rank's log."""
+def pair_run(
+    rank: int, size: int, recipe: str, overrides: tuple[str, ...], metric: str = "rewards/chosen"
+) -> list[dict[str, Any]]:
+    """A run on this rank; the records of its steps and evaluations that hold a metric, of the first rank's log."""
     from support.recipes import load_effective
     from zoo.training.trainer import run_rank
 
     fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
     made = load_effective(recipe, [*fixed, *overrides])
     run_rank(made)
-    return records(Path(str(made.run.dir)))
+    return records(Path(str(made.run.dir)), metric)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Steps and evaluations of a run."""
+def records(folder: Path, metric: str = "rewards/chosen") -> list[dict[str, Any]]:
+    """Lines of a run's log that hold a metric."""
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    return [line for line in lines if "rewards/chosen" in line]
+    return [line for line in lines if metric in line]
 
 
 def pair_zoo(folder: Path, model: Model, world: Any, *overrides: str) -> Any:
     """A model of the matrix in zoo, in training mode."""
     from support.engine import Zoo, recipe_for
-    from zoo.checkpoint import initial_weights
-    from zoo.model import build
 
     recipe = recipe_for(folder, *overrides, recipe=model.recipe)
-    recipe = replace(recipe, train=replace(recipe.train, mtp_loss=0.0))
-    assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, world)
-    initial_weights.init_weights(chunks, assembly, recipe, world)
-    return Zoo(recipe, assembly, chunks[0].train(), world)
+    return Zoo.from_recipe(replace(recipe, train=replace(recipe.train, mtp_loss=0.0)), world)

@@ -149,13 +149,10 @@ class _Built:
     """A model under DDP, and what it was built from."""
 
     def __init__(self, recipe: Any, world: Any) -> None:
-        from zoo.checkpoint import initial_weights
-        from zoo.model import build
+        from support.engine import load_model
         from zoo.training import optimization
 
-        self.world, self.assembly = world, build.assemble(recipe)
-        chunks = build.build_model(self.assembly, recipe, world)
-        initial_weights.init_weights(chunks, self.assembly, recipe, world)
+        self.world, (self.assembly, chunks) = world, load_model(recipe, world)
         self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
         self.encoded = _count_encoded(chunks[0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.preference import MEDIA, digit_items
+from support.preference import MEDIA, digit_items, pair_run
 
 SHORT = (
     "rl.samples=4", "rl.max_new_tokens=6", "train.steps=2", "train.global_batch=4", "train.lr=1e-3", "train.schedule=constant",
@@ -53,26 +53,8 @@ def policy_run(
     rank: int, size: int, recipe: str, overrides: tuple[str, ...], own: bool = False
 ) -> list[dict[str, Any]]:
     """A run on this rank, by `TokenRewards` or the rewards of its `own`; the lines of its steps and evaluations, of the first rank's log."""
-    from support.recipes import load_effective
     from zoo.rollouts.rewards.rewards import open_rewards
     from zoo.training import reinforcement
-    from zoo.training.trainer import run_rank
 
     reinforcement.open_rewards = open_rewards if own else TokenRewards  # type: ignore[assignment]
-    fixed = [
-        "task=grpo",
-        "hardware=cpu",
-        "engine.threads=1",
-        "export=false",
-        "log.tensorboard=false",
-        "log.predictions=0",
-    ]
-    made = load_effective(recipe, [*fixed, *overrides])
-    run_rank(made)
-    return records(Path(str(made.run.dir)))
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Steps and evaluations of a run."""
-    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    return [line for line in lines if "reward" in line]
+    return pair_run(rank, size, recipe, ("task=grpo", *overrides), "reward")

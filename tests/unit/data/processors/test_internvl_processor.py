@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from support.hf_calls import hf_arguments
+from support.hf_calls import hf_arguments, vision_rows
 from support.tiny_internvl import tiny_config
 
 from zoo.data.media.decode import load_video
 from zoo.data.sample import Sample
-from zoo.data.sources.rows import Row, read_rows
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 from zoo.models.internvl.processor import InternVLProcessor, build_processor, one_by_one
 
@@ -26,9 +26,7 @@ def encode(processor: InternVLProcessor, row: Row) -> Sample:
 
 
 def test_tokens_and_media_are_those_of_the_hf_call(processor: InternVLProcessor, media: Path) -> None:
-    rows = [row for row in read_rows(media / "rows.jsonl") if row.media <= {"image", "video"}]
-    assert {"image", "video"} <= {kind for row in rows for kind in row.media}
-    for row in rows:
+    for row in vision_rows(media):
         inputs = hf_arguments(row, {"<image>": "<|image_pad|>", "<video>": "<|video_pad|>"})
         wanted = processor.hf(**inputs)
         sample = encode(processor, row)
