@@ -1,6 +1,7 @@
 """What goes to vLLM and what comes back, as its versions 0.26 and 0.32 have it; who answers which prompt."""
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from zoo.generation.prompts import make_prompt
 from zoo.model.build import assemble
 from zoo.rollouts.engine import RolloutPrompt
 from zoo.rollouts.vllm import options, requests
-from zoo.rollouts.vllm.engine import seed_of
+from zoo.rollouts.vllm.engine import VllmEngine, seed_of
 from zoo.rollouts.vllm.sharing import plan
 
 PAD, BEGIN, END = 373, 370, 371  # of the bundled tokenizer: a placeholder, and the tokens around it
@@ -183,3 +184,32 @@ def test_prompts_have_seeds_of_their_own() -> None:
     seeds = {seed_of(run, prompt) + sample for run in range(5) for prompt in range(50) for sample in range(16)}
     assert len(seeds) == 5 * 50 * 16 and max(seeds) < 2**63
     assert seed_of(1234, 7) == seed_of(1234, 7)
+
+
+@pytest.mark.parametrize(
+    ("woken", "wanted"),
+    [
+        ([], ["off", "weights", "kv_cache", "end", "on"]),
+        (["wake"], ["kv_cache", "end", "on"]),
+        (["wake", "_take_cache"], ["end", "on"]),
+    ],
+)
+def test_an_engine_that_sleeps_is_awake_before_its_memory_is_freed(
+    woken: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What sleeps is unmapped already, and vLLM's allocator of CUDA would unmap it once more."""
+    noted: list[str] = []
+    engine = object.__new__(VllmEngine)
+    engine.recipe, engine.folder = load_recipe("qwen3_grpo", ["size=tiny"]), tmp_path / "files"
+    engine.asleep = engine.sleeps = engine.cacheless = True
+    engine.memory = SimpleNamespace(move=lambda back, _: noted.append("on" if back else "off"))  # type: ignore[assignment]
+    engine.sharing = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    engine._llm = SimpleNamespace(wake_up=lambda tags: noted.extend(tags))
+    monkeypatch.setattr(VllmEngine, "_as_vllm", lambda self: nullcontext())
+    monkeypatch.setattr("zoo.rollouts.vllm.engine._shut_down", lambda llm: noted.append("end"))
+    for name in woken:
+        getattr(engine, name)()
+    noted.clear()
+    engine.close()
+    engine.close()
+    assert noted == wanted and not engine.asleep

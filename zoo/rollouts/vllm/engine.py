@@ -95,11 +95,7 @@ class VllmEngine:
         """
         if self.asleep or self.weightless:
             raise UserError("vLLM has no weights: call wake() and update_weights() before generate()")
-        if self.cacheless:
-            with self._as_vllm():
-                torch.cuda.empty_cache()  # of what the weights came in
-                self._llm.wake_up(tags=["kv_cache"])
-            self.cacheless = False
+        self._take_cache()
         dealt = self.sharing.deal(prompts)
         answers = self._answers(list(dealt.values()), samples)
         collected = self.sharing.collect(dict(zip(dealt, answers, strict=True)))
@@ -149,12 +145,24 @@ class VllmEngine:
         """See `RolloutEngine`."""
         if self._llm is None:
             return
+        # Memory that sleeps is unmapped, and vLLM's allocator unmaps it again when it is freed: "invalid argument" (0.26 to 0.33).
+        self.wake()
+        self._take_cache()
         with self._as_vllm():
             _shut_down(self._llm)
         self._llm = None
         self.sharing.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.memory.move(True, ("optimizer", "gradients"))
+
+    def _take_cache(self) -> None:
+        """Wake the cache of keys and values, once the weights are there."""
+        if not self.cacheless:
+            return
+        with self._as_vllm():
+            torch.cuda.empty_cache()  # of what the weights came in
+            self._llm.wake_up(tags=["kv_cache"])
+        self.cacheless = False
 
     def _leave(self) -> None:
         """Move what of the trainer vLLM's work needs no room for to the host."""
