@@ -20,6 +20,9 @@ CASES = [
     ("pp2 vpp2", "gdn", "cispo"),
     ("tp2 sp", "deepstack", "rloo"),
     ("cp2 ep2", "omni", "gspo"),
+    ("pp2", "moe", "gspo"),
+    ("pp2 vpp2", "moe", "grpo"),
+    ("cp2", "moe", "dapo"),
 ]
 SAME = (
     "reward",
@@ -46,7 +49,6 @@ def test_a_layout_trains_as_one_rank_and_agrees_with_its_rollouts(
     common = (
         *write_rows(tmp_path / "rows.jsonl", 7, OF_MODELS.get(name, ("image", "text"))), *model.overrides, *SHORT,
         f"model.init={model.write(tmp_path / 'model')}", f"rl.algorithm={algorithm}", "rl.updates=2", "rl.entropy=0.01", "train.steps=4",
-        *(("rl.router_replay=false",) if {"cp", "pp"} & setting.kinds else ()),
     )  # fmt: skip
     wanted = run(pool, 1, model.recipe, (*common, f"run.dir={tmp_path / 'alone'}"))
     more = (*common, *setting.overrides, f"run.dir={tmp_path / 'spread'}")

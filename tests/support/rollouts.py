@@ -28,6 +28,10 @@ class TokenRewards:
 
         from zoo.rollouts.rewards.rewards import Scores
 
+        for one in rollouts:  # but for the last token, which no layer read
+            assert one.routing is None or bool(
+                (one.routing[: one.prompt.sample.length + len(one.token_ids) - 1] >= 0).all()
+            )
         shares = [[sum(token % 2 for token in one.token_ids) / len(one.token_ids)] for one in rollouts]
         return Scores(torch.tensor(shares, dtype=torch.float64).reshape(len(shares), 1), {})
 

@@ -85,7 +85,7 @@ class Decoding:
             samples: prompts, which are read once with a cache.
             rows: the number of each answer, for draws at random.
             copies: answers to a prompt.
-            routing: notes the experts of all tokens; with a cache alone.
+            routing: notes the experts of all tokens.
         """
         most = most_positions(self.assembly.config)
         each = [sample for sample in samples for _ in range(copies)]
@@ -93,7 +93,7 @@ class Decoding:
         if self.keeps_cache:
             self._with_cache(samples, rows, answers, copies, routing)
         else:
-            self._recompute(each, rows, answers)
+            self._recompute(each, rows, answers, routing)
         return answers
 
     def any(self, flag: bool) -> bool:
@@ -152,7 +152,9 @@ class Decoding:
         rows = torch.arange(count, device=position.device)
         return ModelInputs(ids, positions, mask, params, label_rows=rows)
 
-    def _recompute(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
+    def _recompute(
+        self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers, routing: RoutingNotes | None
+    ) -> None:
         """Read prompts and answers so far anew for each token."""
         for count in itertools.count():
             growing = answers.growing
@@ -160,7 +162,7 @@ class Decoding:
                 return
             numbers = growing or [0]
             grown = [_grown(samples[number], answers.tokens[number]) for number in numbers]
-            logits = self._last_logits(grown)
+            logits = self._last_logits(self._batch(grown), routing, growing)
             picks: dict[int, tuple[int, float]] = {}
             if logits:
                 table = torch.stack(list(logits.values()))
@@ -173,16 +175,23 @@ class Decoding:
             for segment, pick in picks.items():
                 answers.add(numbers[segment], *pick)
 
-    def _last_logits(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
-        """Segment -> logits (vocab,) behind its last token, where this rank has them; one pass through all stages."""
+    def _last_logits(
+        self, batch: MicroBatch, routing: RoutingNotes | None, numbers: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Segment -> logits (vocab,) behind its last token, where this rank has them; one pass through all stages.
+
+        `routing` notes the experts of the answers of these numbers, which the batch holds; none: it is not kept.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        batch = self._batch(samples)
+        noted, experts = (None, None) if routing is None else (routing.blank(batch.total), "noted")
 
         def forward(data: Iterator[MicroBatch], model: MegatronModule) -> object:
-            inputs, loss_inputs = self.step.prepare(next(data), logits="last")
+            inputs, loss_inputs = self.step.prepare(next(data), logits="last", experts=experts)
             ids = inputs.input_ids
             output = self.step.forward(model, replace(inputs, input_ids=torch.where(ids < 0, -1 - ids, ids)))
+            if routing is not None and noted is not None:
+                routing.place(noted, inputs.routing, loss_inputs.token_source)
             return output, lambda output: (output.sum(), {"logits": output, "of": loss_inputs.label_segments})
 
         many = len(self.chunks) > 1
@@ -195,6 +204,8 @@ class Decoding:
             micro_batch_size=1,
             forward_only=True,
         )
+        if routing is not None and noted is not None and numbers:
+            routing.anew(noted, numbers, batch.starts, batch.lengths)
         if not results:
             return {}
         return dict(zip(results[0]["of"].tolist(), results[0]["logits"].float(), strict=True))

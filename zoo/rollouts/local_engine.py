@@ -97,7 +97,9 @@ class LocalEngine:
         numbers = [(prompt, number) for prompt, of_prompt in asked for number in of_prompt]
         notes = None
         if self.replay:
-            notes = RoutingNotes(decoding.world, bool(self.chunks[0].config.sequence_parallel))
+            config = self.chunks[0].config
+            layers = sum(config.moe_layer_freq)
+            notes = RoutingNotes(decoding.world, bool(config.sequence_parallel), layers, config.moe_router_topk)
         draws = [prompt.number * samples + number for prompt, number in numbers]
         inputs = [prompt.sample for prompt, _ in asked]
         answers = decoding.answers(inputs, draws, len(asked[0][1]), notes)

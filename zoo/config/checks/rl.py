@@ -99,9 +99,6 @@ def _check_reference(recipe: Recipe) -> None:
 
 def _no_replay(recipe: Recipe) -> Iterator[str]:
     """Why training can't take the experts of rollouts."""
-    parallel = recipe.parallel
-    if recipe.rl.rollout == "zoo" and parallel.pp * parallel.cp > 1:
-        yield f"with parallel.pp={parallel.pp} and parallel.cp={parallel.cp}: zoo's rollouts tell experts where neither cuts the model"
     if recipe.rl.rollout == "vllm" and not (recipe.machine.gpus or gpu_count()):
         yield "without a GPU, where vLLM tells no experts"
     if recipe.engine.recompute == "selective":
