@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -71,4 +71,13 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+        ...
+
+
+@runtime_checkable
+class GreedyEngine(RolloutEngine, Protocol):
+    """One that answers held-out prompts too, faster than passes of the model in training."""
+
+    def most_likely(self, prompts: Sequence[RolloutPrompt]) -> list[Rollout]:
+        """An answer of most likely tokens to each prompt; called as `generate` is."""
         ...

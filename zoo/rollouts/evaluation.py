@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from zoo.config.schema import Recipe
+from zoo.data.errors import RowError
 from zoo.data.loading.lengths import RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
 from zoo.generation.decoding import Decoding
-from zoo.generation.generator import Generator
+from zoo.generation.generator import Generator, gather_rows
+from zoo.generation.prompts import Prompt
 from zoo.generation.sampling import Sampling, end_tokens
 from zoo.generation.scores.answer_scores import exact_match
 from zoo.logging.predictions_plot import Prediction
 from zoo.model.build import Assembly
 from zoo.parallel.world import World
-from zoo.rollouts.engine import Rollout, RolloutPrompt
+from zoo.rollouts.engine import GreedyEngine, Rollout, RolloutPrompt
 from zoo.rollouts.loader import together
 from zoo.rollouts.prompts import asked
 from zoo.rollouts.rewards.rewards import Rewards
@@ -43,9 +46,10 @@ class HeldOutAnswers:
         rewards: Rewards,
         group: RankGroup,
         reward_model: Callable[[Sequence[Rollout]], list[float]] | None = None,
+        engine: GreedyEngine | None = None,
     ) -> None:
-        """`chunks`: of the model in training; `group`: all ranks; `reward_model`: as `Connections` has it."""
-        self.reward_model = reward_model
+        """`chunks`: of the model in training; `group`: all ranks; `reward_model`: as `Connections` has it; `engine`: answers in the model's place."""
+        self.reward_model, self.engine = reward_model, engine
         self.recipe, self.world, self.chunks, self.rewards, self.group = recipe, world, chunks, rewards, group
         ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
         self.decoding = Decoding(assembly, chunks, recipe, world, Sampling(recipe.rl.max_new_tokens), ends)
@@ -60,17 +64,18 @@ class HeldOutAnswers:
         generator = Generator(self.decoding, self.recipe.rl.batch, held_out.bad_rows)
         count = self.recipe.rl.batch * self.world.dp_size
         results: dict[int, JsonObject] = {}
-        training = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
-        for first in range(0, len(held_out), count):
-            if not proceed():
-                break
-            results |= generator.all(held_out.rows, range(first, min(first + count, len(held_out))))
-        else:
-            first = len(held_out)
-        for chunk, was_training in zip(self.chunks, training, strict=True):
-            chunk.train(was_training)
+        with self._ready():
+            for first in range(0, len(held_out), count):
+                if not proceed():
+                    break
+                numbers = range(first, min(first + count, len(held_out)))
+                results |= (
+                    generator.all(held_out.rows, numbers)
+                    if self.engine is None
+                    else self._by_engine(self.engine, generator, held_out, numbers)
+                )
+            else:
+                first = len(held_out)
         if first < len(held_out):
             return {}, []
         local = list(results)[self.world.dp_rank :: self.world.dp_size]
@@ -87,6 +92,38 @@ class HeldOutAnswers:
         everyone = {n: row for of_rank in self.group.gather(scored) for n, row in of_rank.items()}
         ordered = {number: everyone[number] for number in sorted(everyone)}
         return self._metrics(ordered), self._predictions(held_out, results, ordered)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """What answers is ready to do so inside the block: the model in evaluation mode, or the engine with its weights."""
+        if self.engine is not None:
+            self.engine.wake()
+            self.engine.update_weights()
+            yield
+            self.engine.sleep()
+            return
+        training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk, was_training in zip(self.chunks, training, strict=True):
+            chunk.train(was_training)
+
+    def _by_engine(
+        self, engine: GreedyEngine, generator: Generator, held_out: SampleSource, numbers: Sequence[int]
+    ) -> dict[int, JsonObject]:
+        """As `Generator.all`, by the engine."""
+        prompts: dict[int, Prompt] = {}
+        for number in numbers[self.world.dp_rank :: self.world.dp_size]:
+            try:
+                prompts[number] = generator.prompt(held_out.rows[number])
+            except RowError as error:
+                held_out.bad_rows.leave_out(number, error)
+        wanted = [RolloutPrompt(number, asked(prompt.row), prompt.sample) for number, prompt in prompts.items()]
+        answers = engine.most_likely(wanted)
+        results = zip(prompts.items(), answers, strict=True)
+        local = {number: generator.result(prompt, [*answer.token_ids]) for (number, prompt), answer in results}
+        return gather_rows(local, self.world)
 
     def _rollout(self, generator: Generator, held_out: SampleSource, number: int, result: JsonObject) -> Rollout:
         prompt = generator.prompt(held_out.rows.row(SampleId(number)))

@@ -21,7 +21,7 @@ from zoo.model import build
 from zoo.model.build import Assembly
 from zoo.model.lora import Adapters
 from zoo.parallel.world import World
-from zoo.rollouts.engine import RolloutEngine
+from zoo.rollouts.engine import GreedyEngine, RolloutEngine
 from zoo.rollouts.evaluation import HeldOutAnswers
 from zoo.rollouts.loader import Connections, RolloutLoader, together
 from zoo.rollouts.local_engine import LocalEngine
@@ -61,7 +61,8 @@ def connect(
         first = build.assemble(recipe, assembly.source)
         copies = initial_weights.load_frozen(first, recipe, world)
         passes.append(PolicyLogprobs("reference", step, copies, world))
-    answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group, reward_model)
+    greedy = engine if isinstance(engine, GreedyEngine) else None
+    answerer = HeldOutAnswers(recipe, assembly, world, chunks, rewards, loader.group, reward_model, greedy)
     loader.connect(Connections(engine, rewards, passes, replay, tick, answerer, reward_model))
 
 

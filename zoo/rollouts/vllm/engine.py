@@ -93,11 +93,18 @@ class VllmEngine:
             UserError: vLLM reads another prompt than zoo, or no prompt of that length.
             RowError: a medium is missing or broken.
         """
+        return self._generated(prompts, samples, self.recipe.rl.temperature)
+
+    def most_likely(self, prompts: Sequence[RolloutPrompt]) -> list[Rollout]:
+        """See `GreedyEngine`; errors are those of `generate`."""
+        return self._generated(prompts, 1, 0.0)
+
+    def _generated(self, prompts: Sequence[RolloutPrompt], samples: int, temperature: float) -> list[Rollout]:
         if self.asleep or self.weightless:
             raise UserError("vLLM has no weights: call wake() and update_weights() before generate()")
         self._take_cache()
         dealt = self.sharing.deal(prompts)
-        answers = self._answers(list(dealt.values()), samples)
+        answers = self._answers(list(dealt.values()), samples, temperature)
         collected = self.sharing.collect(dict(zip(dealt, answers, strict=True)))
         return [
             answer.rollout(prompt, number, self.processor)
@@ -211,12 +218,12 @@ class VllmEngine:
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         self._llm.llm_engine.add_lora(LoRARequest(_ADAPTER, 1, str(folder), load_inplace=True))
 
-    def _answers(self, asked: Sequence[Asked], samples: int) -> list[list[Answer]]:
+    def _answers(self, asked: Sequence[Asked], samples: int, temperature: float) -> list[list[Answer]]:
         """The answers of this rank's engine to its prompts."""
         if not asked:
             return []
         prompts = [requests.request(self.processor, self.recipe, prompt.row, prompt.input_ids) for prompt in asked]
-        settings = [self._settings(prompt, samples) for prompt in asked]
+        settings = [self._settings(prompt, samples, temperature) for prompt in asked]
         with self._as_vllm():
             outputs = self._llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter())
         made = []
@@ -228,8 +235,8 @@ class VllmEngine:
             made.append([requests.answer(each, self.ends, len(ids), sparse) for each in output.outputs])
         return made
 
-    def _settings(self, asked: Asked, samples: int) -> Any:
-        """vLLM's SamplingParams of a prompt; its samples have seeds that follow one another."""
+    def _settings(self, asked: Asked, samples: int, temperature: float) -> Any:
+        """vLLM's SamplingParams of a prompt; its samples have seeds that follow one another, and no draws at temperature 0."""
         from vllm import SamplingParams
 
         rl, length = self.recipe.rl, len(asked.input_ids)
@@ -240,8 +247,8 @@ class VllmEngine:
             )
         return SamplingParams(
             n=samples,
-            temperature=rl.temperature,
-            top_p=rl.top_p,
+            temperature=temperature,
+            top_p=rl.top_p if temperature else 1.0,
             seed=seed_of(self.recipe.run.seed, asked.number),
             max_tokens=min(rl.max_new_tokens, free_tokens),
             logprobs=0,
