@@ -191,7 +191,7 @@ class Decoding:
             ids = inputs.input_ids
             output = self.step.forward(model, replace(inputs, input_ids=torch.where(ids < 0, -1 - ids, ids)))
             if routing is not None and noted is not None:
-                routing.place(noted, inputs.routing, loss_inputs.token_source)
+                routing.put(noted, inputs.routing, loss_inputs.token_source)
             return output, lambda output: (output.sum(), {"logits": output, "of": loss_inputs.label_segments})
 
         many = len(self.chunks) > 1
@@ -205,7 +205,7 @@ class Decoding:
             forward_only=True,
         )
         if routing is not None and noted is not None and numbers:
-            routing.anew(noted, numbers, batch.starts, batch.lengths)
+            routing.whole_pass(noted, numbers, batch.starts, batch.lengths)
         if not results:
             return {}
         return dict(zip(results[0]["of"].tolist(), results[0]["logits"].float(), strict=True))

@@ -27,7 +27,9 @@ class RoutingNotes:
     topk: int  # experts that a token takes
     _prompts: list[Tensor] = field(default_factory=list)  # of each answer, (tokens, L, k)
     _tokens: list[Tensor] = field(default_factory=list)  # of each pass, (answers or more, L, k)
-    _anew: dict[int, Tensor] = field(default_factory=dict)  # by answer, (tokens, L, k) of the pass that read it last
+    _by_answer: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by answer, (tokens, L, k) of the pass that read it last
 
     def prompts(self, routing: Routing | None, layout: PackedLayout, copies: int) -> None:
         """Note the pass that read the prompts."""
@@ -43,29 +45,29 @@ class RoutingNotes:
         """(tokens, L, k) of a pass of so many tokens on all ranks, none noted yet."""
         return torch.full((tokens, self.layers, self.topk), -1, dtype=torch.int32, device=self.world.device)
 
-    def place(self, noted: Tensor, routing: Routing | None, source: Tensor | None) -> None:
+    def put(self, noted: Tensor, routing: Routing | None, source: Tensor | None) -> None:
         """Put what this rank's layers took into `noted`; `source`: (N,) the place of each of its tokens there, -1 of padding."""
         assert routing is not None and source is not None
         if self.sequence_parallel:
             source = source.chunk(self.world.groups.tp.size())[self.world.tp_rank]
         known = source >= 0
-        places, known = source[known].to(noted.device), known.to(noted.device)
+        rows, known = source[known].to(noted.device), known.to(noted.device)
         for layer, taken in routing.noted.items():
-            noted[places, layer] = taken[known].to(noted.dtype)
+            noted[rows, layer] = taken[known].to(noted.dtype)
 
-    def anew(self, noted: Tensor, numbers: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take what all ranks have placed of a pass that read the answers of these numbers, with their prompts, from `starts` on."""
+    def whole_pass(self, noted: Tensor, numbers: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take what all ranks have put there of a pass that read the answers of these numbers, with their prompts, from `starts` on."""
         for group in (self.world.groups.tp_cp, self.world.groups.pp):
             if group.size() > 1:  # each token's are on one rank, or alike on several, and -1 on the others
                 dist.all_reduce(noted, op=dist.ReduceOp.MAX, group=group)
         whole = noted.to(torch.int16).cpu()
         for number, start, length in zip(numbers, starts, lengths, strict=True):
-            self._anew[number] = whole[start : start + length]
+            self._by_answer[number] = whole[start : start + length]
 
     def experts_of(self, number: int, tokens: int) -> Tensor:
         """(prompt and answer tokens, L, k) int16 experts of an answer of so many tokens; -1 of its last token, which was not read."""
-        if number in self._anew:
-            known = self._anew[number]
+        if number in self._by_answer:
+            known = self._by_answer[number]
             return torch.cat([known, torch.full_like(known[:1], -1)])
         read = [passed[number : number + 1] for passed in self._tokens[: tokens - 1]]
         known = torch.cat([self._prompts[number], *read])
