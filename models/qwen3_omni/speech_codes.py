@@ -18,6 +18,8 @@ from zoo.packing.spoken import SpokenRow
 class Qwen3SpeechCodes(SpeechCodes):
     """The first codebook's others, from its limit on, are never said (`generate` suppresses the last 1024)."""
 
+    hertz = 12.5
+
     tokens: SpeechTokens
 
     @classmethod

@@ -79,3 +79,27 @@ def test_codes(voice: str, pair: Pair) -> None:
     lengths = {len(codes) for codes in found}
     if voice == "drawn":
         assert len(lengths) > 1, "all of one length: none has ended by itself"
+
+
+def constant(samples: Any, rate: int) -> Any:
+    """A codec that says how many thousand samples there are, in four codebooks."""
+    return torch.full((round(len(samples) / rate * 12.5), 4), len(samples) // 1000)
+
+
+def test_a_row_whose_speech_is_a_sound(pair: Pair, tmp_path: Path) -> None:
+    """The processor of a run with data.codec takes a sound file for codes, and rows of codes as before."""
+    import numpy as np
+    import soundfile
+
+    from zoo.data.sources.references import Access
+    from zoo.data.sources.rows import make_row
+    from zoo.packing.spoken import FRAMES
+
+    soundfile.write(tmp_path / "said.wav", 0.1 * np.ones(24_000), 24_000)
+    processor = pair.zoo.assembly.processor
+    messages = [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "1 2"}]
+    processor.train_speech(f"{__file__}:constant")
+    for speech, wanted in (("said.wav", [[24] * 4] * 12), ([[1, 2, 3, 4]] * 9, [[1, 2, 3, 4]] * 9)):
+        row = make_row({"messages": messages, "speech": speech, "speaker": "Ethan"}, "rows:1", Access(tmp_path))
+        sample = processor.encode(row, video_fps=2.0, max_frames=8)
+        assert sample.media[FRAMES].tolist() == wanted

@@ -60,7 +60,7 @@ HELD = ("train.main_grads_dtype", "train.exp_avg_dtype", "train.exp_avg_sq_dtype
 # Keys that decide what is trained, on what and how.
 FIXED: tuple[str, ...] = (
     "run.seed", "model.family", "model.init", "model.arch", "model.resize_embeddings", "model.freeze", "packing.mode", "packing.budget", "data.train",
-    "data.eval", "data.labels", "data.template", "data.literal_tags", "data.special_tokens", "data.overlong", "data.shuffle", "data.lookahead", "data.augment", "data.augment_variants",
+    "data.eval", "data.labels", "data.template", "data.literal_tags", "data.special_tokens", "data.codec", "data.overlong", "data.shuffle", "data.lookahead", "data.augment", "data.augment_variants",
     "data.blank_answers", "data.bundled", "data.video_fps", "data.max_frames", "data.min_pixels", "data.max_pixels",
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",

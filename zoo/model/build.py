@@ -127,7 +127,7 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
     processor.set_template(recipe.data.template)
     processor.allow_special_tokens(recipe.data.special_tokens)
     if recipe.train.speech_loss:
-        processor.train_speech()
+        processor.train_speech(recipe.data.codec)
     if source is not None:
         config, source = with_rows_for_all(config, processor, source, recipe)
     else:

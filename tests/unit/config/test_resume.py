@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"], "lora.whole_parts": ["merger"],
     "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5}, "data.template": {"add_vision_id": True},
-    "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536, "data.special_tokens": ["<point>"],
+    "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536, "data.special_tokens": ["<point>"], "data.codec": "codec:encode",
     "rl.algorithm": "grpo", "rl.clip_low": 0.1, "rl.clip_high": 0.1, "rl.length_norm": "token", "rl.std_norm": False, "rl.reference": "base",
     "rl.dynamic_sampling": 3, "rl.overlong_buffer": 3, "rl.importance": "none", "rl.rewards": {"anls": 1.0}, "rl.reward_model": "scorer",
     "rl.on_reward_error": "zero", "rl.rollout": "vllm", "rl.vllm.max_model_len": 99, "rl.vllm.options": {"seed": 1}, "rl.router_replay": True,

@@ -117,6 +117,8 @@ class DataConfig:
     """whether <image>, <video> and <audio> in texts are text, beyond as many as the row has media; a family of text alone takes them so anyway"""
     special_tokens: list[str] = setting(list, when=ALWAYS)
     """special tokens of the tokenizer that rows' texts may hold, such as <|box_start|>"""
+    codec: str | None = setting(None, when=conditions.SPEECH)
+    """module:function(waveform float32 mono, rate) -> codes (frames, codebooks) of a row's `speech` that is a sound file; default: codes alone"""
     on_error: Literal["raise", "skip"] = setting("raise", when=ALWAYS)
     """raise | skip (counted and listed in bad_rows.jsonl)"""
     overlong: Literal["error", "drop", "truncate_text", "shrink"] = setting("error", when=ALWAYS)

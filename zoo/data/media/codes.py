@@ -1,23 +1,31 @@
-"""The codes of a row's speech: out of its npy file, and held against the checkpoint of a talker."""
+"""The codes of a row's speech: out of its npy file, or by a user's codec, and held against the checkpoint of a talker."""
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zoo.data.errors import RowError, corrupt_media
+from zoo.data.media.decoder import Decoder
 from zoo.data.media.opening import open_binary
 from zoo.data.sample import Sample
 from zoo.data.sources.formats.speech import MAX_FRAMES, checked_codes
 from zoo.data.sources.references import Blob, MediaFile, shown
 from zoo.data.sources.rows import Row
+from zoo.errors import UserError
 from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
+from zoo.registry import imported
+from zoo.user_code import calling
 
+CODEC_RATE = 24_000  # Hz of what a user's codec encodes, that of the codecs of published talkers
 MAX_CODES = 64 * MAX_FRAMES  # of a file: more is not read
 
 
@@ -49,6 +57,61 @@ def load_codes(row: Row) -> Tensor:
         raise error.at(row.source) from error
 
 
+@cache
+def find_codec(name: str) -> Callable[[np.ndarray, int], Any]:
+    """The function that data.codec names; UserError where there is none."""
+    function = imported(name, "data.codec")
+    if not callable(function):
+        raise UserError(f"data.codec={name}: it is no function; one of a waveform and its rate is wanted")
+    codec: Callable[[np.ndarray, int], Any] = function
+    return codec
+
+
+def with_codes(row: Row, codec: str, hertz: float | None, decoder: Decoder) -> Row:
+    """The row with codes in the place of a speech that is a sound file; any other row as it is.
+
+    Args:
+        codec: data.codec; its function gets (N,) float32 mono and CODEC_RATE, and gives (frames, codebooks) or (frames,) whole numbers.
+        hertz: frames a second, which those that come are held against; None: any are taken.
+
+    Raises:
+        RowError: a sound that can't be decoded, or that the codec refuses, or codes of another shape or number ("codec").
+    """
+    if row.speech is None or _is_npy(row):
+        return row
+    where = f"data.codec={codec}"
+    try:
+        samples = decoder.audio(row.speech, row, CODEC_RATE)
+        with calling(where):
+            codes = np.asarray(find_codec(codec)(samples, CODEC_RATE))
+        codes = checked_codes(codes[:, None] if codes.ndim == 1 else codes, f"what {where} makes of {row.speech}")
+    except RowError as error:
+        raise error.at(row.source) from error
+    except UserError:
+        raise
+    except Exception as error:  # of the user's function, whatever it raises
+        text = f"{where} refuses {row.speech}: {type(error).__name__}: {error}."
+        raise RowError(row.source, "codec", text) from error
+    seconds = len(samples) / CODEC_RATE
+    if hertz is not None and abs(len(codes) - hertz * seconds) > 2 + 0.02 * hertz * seconds:
+        text = f"{where} makes {len(codes)} frames of the {seconds:.3g} s of {row.speech}; {hertz * seconds:.0f} are wanted, {hertz:g} a second."
+        raise RowError(row.source, "codec", text)
+    file = io.BytesIO()
+    np.save(file, codes, allow_pickle=False)
+    return replace(row, speech=Blob(file.getvalue(), str(row.speech)))
+
+
+def _is_npy(row: Row) -> bool:
+    """Whether a row's speech is a file of codes, or none that can be read, which `load_codes` tells."""
+    assert row.speech is not None
+    source = row.opened(row.speech)
+    try:
+        with open_binary(source) as file:  # type: ignore[arg-type]
+            return bool(file.read(6) == b"\x93NUMPY")
+    except (RowError, OSError):
+        return True
+
+
 @dataclass(frozen=True)
 class SpeechCodes(ABC):
     """What a talker of transformers reads and says.
@@ -56,6 +119,8 @@ class SpeechCodes(ABC):
     limits: codes of each codebook; `generate` says none of the others.
     speakers: the code or token of each, by names in lower case.
     """
+
+    hertz: ClassVar[float | None] = None  # frames a second; None: it is not held against sounds
 
     limits: tuple[int, ...]
     speakers: Mapping[str, int]

@@ -57,9 +57,9 @@ class Decoder:
         """(T, 3, H, W) uint8, and their rate in Hz; see `zoo.data.media.decode.video_frames`."""
         return as_frames(*self._result(row, "video", medium, fps, max_frames, clip))
 
-    def audio(self, medium: Medium, row: Row) -> np.ndarray:
-        """(N,) float32 at 16 kHz; see `zoo.data.media.decode.load_audio`."""
-        audio: np.ndarray = self._result(row, "audio", medium)
+    def audio(self, medium: Medium, row: Row, rate: int | None = None) -> np.ndarray:
+        """(N,) float32 at `rate` Hz, None: at 16 kHz; see `zoo.data.media.decode.load_audio`."""
+        audio: np.ndarray = self._result(row, "audio", medium, *([] if rate is None else [rate]))
         return audio
 
     def image_size(self, medium: Medium, row: Row) -> ImageSize | None:

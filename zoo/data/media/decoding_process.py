@@ -67,7 +67,7 @@ def decoded(kind: str, source: OpenedMedium, how: tuple[Any, ...]) -> Any:
             return np.asarray(decode.load_image(source))
         case "video":
             return decode.video_frames(source, *how)
-    return decode.load_audio(source)
+    return decode.load_audio(source, *how)
 
 
 if __name__ == "__main__":

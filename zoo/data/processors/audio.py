@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import MediaLimits, PixelLimits
+from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
-from zoo.data.media.codes import SpeechCodes
+from zoo.data.media.codes import SpeechCodes, find_codec, with_codes
+from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
@@ -312,12 +314,15 @@ class SpeakingProcessor(OmniProcessor):
     ) -> None:
         super().__init__(hf, audio_tokens, clock)
         self.speech, self.speaks = speech, False
+        self.codec: str | None = None
 
-    def train_speech(self) -> None:
-        """Have every row spoken from here on; ConfigError where the checkpoint has no talker."""
+    def train_speech(self, codec: str | None = None) -> None:
+        """Have every row spoken from here on, sound files by data.codec; ConfigError where the checkpoint has no talker, UserError for the codec."""
         if self.speech is None:
             raise ConfigError("train.speech_loss: the model has no talker; start from a checkpoint of the whole model.")
-        self.speaks = True
+        self.speaks, self.codec = True, codec
+        if codec is not None:
+            find_codec(codec)
 
     def encode_both(self, row: Row, **options: Any) -> tuple[Sample, JsonObject]:
         """As every processor's; where a talker is trained, RowError for codes, a speaker or an answer that it does not take as well."""
@@ -325,6 +330,8 @@ class SpeakingProcessor(OmniProcessor):
         if not self.speaks:
             return sample, features
         assert self.speech is not None
+        if self.codec is not None:
+            row = with_codes(row, self.codec, self.speech.hertz, options.get("decoder") or decoder_for(DataConfig()))
         try:
             return self.speech.add(row, sample), features
         except ValueError as error:

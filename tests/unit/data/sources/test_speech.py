@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
 from zoo.data.errors import RowError
-from zoo.data.media.codes import load_codes
+from zoo.data.media.codes import find_codec, load_codes, with_codes
+from zoo.data.media.decoder import InProcessDecoder
 from zoo.data.sources.identity import row_digest
 from zoo.data.sources.references import Access, Blob
 from zoo.data.sources.rows import Row, make_row
+from zoo.errors import UserError
 
 CODES = np.arange(12).reshape(4, 3)
 
@@ -109,3 +112,66 @@ def test_other_codes_are_another_row(tmp_path: Path) -> None:
 def test_files_that_hold_no_codes(data: bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(RowError, match=reason):
         load_codes(row(tmp_path, speech=Blob(data, "codes.npy")))
+
+
+HERTZ = 12.5
+
+
+def by_level(samples: np.ndarray, rate: int) -> np.ndarray:
+    """A codec of two codebooks: how loud each frame is, in two steps."""
+    size = int(rate / HERTZ)
+    levels = np.abs(samples[: len(samples) // size * size].reshape(-1, size)).mean(1)
+    return np.stack((np.minimum(levels * 10, 9), levels * 100 % 10), 1).astype(np.int32)
+
+
+def in_one_book(samples: np.ndarray, rate: int) -> list[int]:
+    return [1] * round(len(samples) / rate * HERTZ)
+
+
+def too_many(samples: np.ndarray, rate: int) -> np.ndarray:
+    return np.zeros((len(samples) * 50 // rate, 2), dtype=int)
+
+
+def failing(samples: np.ndarray, rate: int) -> np.ndarray:
+    raise KeyError("weights")
+
+
+def no_codes(samples: np.ndarray, rate: int) -> np.ndarray:
+    return samples
+
+
+def sound(folder: Path, seconds: float = 2.0) -> Path:
+    samples = np.concatenate((np.zeros(int(24000 * seconds / 2)), 0.5 * np.ones(int(24000 * seconds / 2))))
+    soundfile.write(folder / "said.wav", samples, 24000)
+    return folder / "said.wav"
+
+
+def test_sound_is_encoded_by_the_users_codec(tmp_path: Path) -> None:
+    sound(tmp_path)
+    asked = row(tmp_path, speech="said.wav")
+    found = load_codes(with_codes(asked, f"{__file__}:by_level", HERTZ, InProcessDecoder()))
+    assert found.shape == (25, 2) and found[:12, 0].tolist() == [0] * 12 and found[13:, 0].tolist() == [5] * 12
+    one = load_codes(with_codes(asked, f"{__file__}:in_one_book", HERTZ, InProcessDecoder()))
+    assert one.tolist() == [[1]] * 25
+    codes = row(tmp_path, speech=CODES)
+    assert with_codes(codes, f"{__file__}:failing", HERTZ, InProcessDecoder()) is codes
+
+
+@pytest.mark.parametrize(
+    ("codec", "reason"),
+    [
+        ("failing", "refuses said.wav: KeyError: 'weights'"),
+        ("too_many", "makes 100 frames of the 2 s of said.wav; 25 are wanted, 12.5 a second"),
+        ("no_codes", "what .* makes of said.wav is an array of float32"),
+    ],
+)
+def test_what_a_codec_may_not_do(codec: str, reason: str, tmp_path: Path) -> None:
+    sound(tmp_path)
+    with pytest.raises(RowError, match=f"rows:1: .*data.codec=.*:{codec} ?{reason}|rows:1: {reason}"):
+        with_codes(row(tmp_path, speech="said.wav"), f"{__file__}:{codec}", HERTZ, InProcessDecoder())
+
+
+def test_a_codec_that_is_not_there() -> None:
+    for name, reason in (("no_such_module:encode", "can't be imported"), (f"{__file__}:HERTZ", "it is no function")):
+        with pytest.raises(UserError, match=f"data.codec=.*{reason}"):
+            find_codec(name)
