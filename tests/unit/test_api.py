@@ -26,6 +26,7 @@ RUNS: dict[str, Callable[[Any], Any]] = {
     "generate": lambda run: zoo.generate(run, prompt="?"),
     "report": zoo.report,
     "score": zoo.score,
+    "speak": lambda run: zoo.speak(run, "digits:heldout", out="out"),
     "top_tokens": lambda run: zoo.top_tokens(run, "digits:heldout", "out"),
     "verify": lambda run: zoo.verify(run, run),
     "verify_served": zoo.verify_served,

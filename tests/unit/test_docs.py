@@ -17,10 +17,11 @@ from support.doc_blocks import PAGES, REPO, Block, blocks_of, commands_of, why_n
 
 import zoo
 from zoo.bench.options import read_options
-from zoo.cli.arguments import split_flags, split_recipe, split_values
+from zoo.cli.arguments import split_flags, split_places, split_recipe, split_values
 from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.checkpoints.eval import split as split_eval
 from zoo.cli.checkpoints.generate import split as split_generate
+from zoo.cli.checkpoints.speak import OWN as SPEAK_KEYS
 from zoo.cli.main import SUBCOMMANDS
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
 from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
@@ -165,12 +166,18 @@ def check_pip(words: list[str]) -> None:
         assert set(named.split(",")) <= set(extras), words
 
 
+def split_speak(rest: list[str]) -> None:
+    places, _, overrides = split_places(rest, SPEAK_KEYS)
+    assert len(places) == 2 and {text.partition("=")[0] for text in overrides} <= {*keys(Recipe)}, rest
+
+
 SPLITS: dict[str, Callable[[list[str]], object]] = {
     "convert": lambda rest: split_values(rest, CONVERT_KEYS, "convert", ("SOURCE", "TARGET")),
     "init": lambda rest: split_values(rest, INIT_KEYS, "init", ()),
     "new-family": lambda rest: split_values(rest, FAMILY_KEYS, "new-family", ("NAME",)),
     "eval": split_eval,
     "generate": split_generate,
+    "speak": split_speak,
 }
 
 

@@ -75,7 +75,13 @@ def speak(
         speaker: who speaks; None: whom each row names.
         answers: "model": those that it gives; "rows": the rows' own, which are spoken as they are.
         audio: write wav files, by the checkpoint's own vocoder.
-        max_new_tokens, temperature, top_p, seed, batch, max_rows, in_process: as `zoo.generate` has them.
+        max_new_tokens: most tokens of an answer.
+        temperature: of its tokens, 0 is greedy.
+        top_p: of its tokens, as `zoo.generate` has it.
+        seed: of all draws.
+        batch: most rows that are answered and spoken at once.
+        max_rows: say the first so many rows only.
+        in_process: a single rank runs in this process, as in the command `zoo speak`.
         voice: how codes are chosen: fields of `zoo.generation.speaking.Voice`.
 
     Returns:
