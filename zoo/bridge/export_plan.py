@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.bridge import fp8
 from zoo.bridge.errors import BridgeError
+from zoo.bridge.files.quantised import SCALE
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.load import grow_vocabulary
 from zoo.bridge.mapping.rules import PublishedFP8
@@ -178,7 +179,7 @@ def make_plan(
         plain = fp8.quantised_config(
             plain, bridge, {*names, *(tensor.name for job in copies for tensor in job.planned)}
         )
-        names = [*names, *fp8.scale_names(names, published)]
+        names = [*names, *(f"{name}{SCALE}" for name in names if published.has(name))]
     zoo_copied = frozenset(entry.zoo for entry in copied)
     return Plan(entries, names, dims, plain, source, dtype, copies, zoo_copied, published)
 

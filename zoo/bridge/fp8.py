@@ -69,11 +69,6 @@ def cast(job: Job, dtype: torch.dtype) -> Job:
     return replace(job, planned=tuple(planned))
 
 
-def scale_names(names: Iterable[str], published: PublishedFP8) -> list[str]:
-    """The published names of the scales of those that are in FP8."""
-    return [f"{name}{SCALE}" for name in names if published.has(name)]
-
-
 def quantised_config(config: JsonObject, bridge: Bridge, names: Iterable[str]) -> JsonObject:
     """The config.json of a folder with tensors of these names, of which those of the bridge's `fp8` are in FP8.
 

@@ -94,7 +94,8 @@ def answers(line: str) -> list[str]:
         word, [*([] if words else _second_words(usage, subcommand)), *(option + name for name in names)]
     )
     if word.startswith("-"):
-        completions += _starting(word, [*_flags(usage), "--help"])
+        flags = re.findall(r"(?<![\w`-])\[?(--[a-z][a-z-]*)(?![\w.=-])", usage)
+        completions += _starting(word, [*flags, "--help"])
     if word and "recipe=NAME" in usage and not _recipe_of(words):
         completions += _starting(word, recipe_names())
     return list(dict.fromkeys(completions))
@@ -241,10 +242,6 @@ def _own_keys(usage: str) -> list[str]:
     """The keys of `key=value` that a verb's help names, without those of a section."""
     names = re.findall(r"(?<![\w.\-`(\[])\[?([a-z_]+)=(?=\S)", usage)
     return [name for name in dict.fromkeys(names) if name != "key"]
-
-
-def _flags(usage: str) -> list[str]:
-    return list(dict.fromkeys(re.findall(r"(?<![\w`-])\[?(--[a-z][a-z-]*)(?![\w.=-])", usage)))
 
 
 def _second_words(usage: str, subcommand: str) -> list[str]:

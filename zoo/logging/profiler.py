@@ -26,7 +26,9 @@ class StepProfiler:
     def __init__(self, recipe: Recipe, rank: int) -> None:
         assert recipe.run.dir is not None  # derived by validate
         self._folder, self._rank = Path(recipe.run.dir) / FOLDER, rank
-        self._first, self._last = profiled_steps(recipe.run.profile) if rank in recipe.run.profile_ranks else (0, 0)
+        self._first = self._last = 0  # steps; none are profiled
+        if recipe.run.profile is not None and rank in recipe.run.profile_ranks:
+            self._first, self._last = map(int, recipe.run.profile.split(":"))  # as `validate` has checked
         self._profile: Any = None
         self._began = self._step = 0  # steps
         self._range = ExitStack()  # of a step in the trace
@@ -69,11 +71,3 @@ class StepProfiler:
         table = profile.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=100)
         write_atomically(trace.with_suffix("").with_suffix(".txt"), table + "\n")
         return trace
-
-
-def profiled_steps(text: str | None) -> tuple[int, int]:
-    """First and last step of `run.profile`, which `validate` has checked; (0, 0) where none is."""
-    if text is None:
-        return 0, 0
-    first, _, last = text.partition(":")
-    return int(first), int(last)

@@ -58,7 +58,10 @@ def to_vllm(
         held = {part: _pair(tensors[a], tensors[b], experts) for part, (a, b) in names.items()}
         target = published[f"{module}.{parts[0]}"].rpartition(".")[0]
         for part, (a, b) in _with_zeros(held).items():
-            made |= _as_stack(target, part, a, b) if stacked else _as_singles(target, part, a, b)
+            if stacked:
+                made |= zip(_both(target, part), (_flat_a(a), _flat_b(b)), strict=True)
+            else:
+                made |= _as_singles(target, part, a, b)
     return made
 
 
@@ -159,10 +162,6 @@ def _with_zeros(held: Mapping[str, Pair]) -> dict[str, Pair]:
         return {DOWN: missing, **held}
     missing = a.new_zeros(*a.shape[:2], b.shape[1]), b.new_zeros(len(b), 2 * a.shape[2], b.shape[2])
     return {GATE_UP: missing, **held}
-
-
-def _as_stack(module: str, part: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    return dict(zip(_both(module, part), (_flat_a(a), _flat_b(b)), strict=True))
 
 
 def _as_singles(module: str, part: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -182,7 +182,8 @@ def _wait(
             )
         if time.monotonic() >= next_line:
             next_line += _SAY_SECONDS
-            _say(quiet, f"the server starts ({waited:.0f} s of {seconds:.0f}): {_last_line(log)}")
+            last = (_lines(log) or ["-"])[-1]
+            _say(quiet, f"the server starts ({waited:.0f} s of {seconds:.0f}): {last}")
         time.sleep(_POLL_SECONDS)
     _say(quiet, f"the server answers after {time.monotonic() - began:.0f} s")
 
@@ -207,10 +208,6 @@ def last_lines(log: Path) -> str:
     last = lines[-_LAST:]
     errors = [line for line in dict.fromkeys(lines) if _ERROR.search(line) and line not in last][:_ERRORS]
     return "\n".join(f"  {line}" for line in (*errors, *last)) or "  (its log is empty)"
-
-
-def _last_line(log: Path) -> str:
-    return (_lines(log) or ["-"])[-1]
 
 
 def _lines(log: Path) -> list[str]:
