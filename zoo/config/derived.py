@@ -51,6 +51,17 @@ def data_parallel(recipe: Recipe, world_size: int) -> int:
     return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
 
+def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
+    """Micro-batches of a step on each rank, and how many of all replicas' only fill the step up and count nothing.
+
+    Interleaved pipelines want a multiple of their stages.
+    """
+    rows, replicas = recipe.train.global_batch // recipe.train.micro_batch, data_parallel(recipe, world_size)
+    multiple = recipe.parallel.pp if recipe.parallel.vpp > 1 else 1
+    each = -(-rows // (replicas * multiple)) * multiple
+    return each, each * replicas - rows
+
+
 def stage_layers(recipe: Recipe, layers: int) -> list[int]:
     """Decoder layers of each pipeline stage, or of each of its chunks, in the model's order.
 

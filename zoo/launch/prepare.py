@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from zoo.checkpoint.integrity import damaged
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import is_saved_recipe
+from zoo.config.derived import run_folder
 from zoo.config.devices import cores, gpu_count
 from zoo.config.entries import parse_entry
 from zoo.config.hub import check_on_hub, check_push
@@ -21,6 +23,7 @@ from zoo.data.loading.defaults import with_defaults
 from zoo.data.sources.row_set import check_first_rows
 from zoo.data.sources.tables import check_entry
 from zoo.errors import ConfigError, UserError
+from zoo.files import expanded
 from zoo.launch.kernel_cache import keep_kernels
 from zoo.launch.slurm import join_slurm
 from zoo.parallel.megatron.core_import import leave_out_transformer_engine
@@ -51,7 +54,7 @@ def prepare(
     _check_data(recipe)
     if in_process:
         leave_out_transformer_engine(recipe)
-    recipe = planned(recipe, ranks, in_process=in_process, meanwhile=partial(meanwhile, ranks))
+    recipe = planned(_with_saved_batch(recipe), ranks, in_process=in_process, meanwhile=partial(meanwhile, ranks))
     recipe = validate(recipe, ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
@@ -61,6 +64,18 @@ def prepare(
     if recipe.hub.repo is not None and os.environ.get("RANK", "0") == "0":
         check_push(recipe.hub.repo, "hub.repo", private=recipe.hub.private)
     return recipe, ranks
+
+
+def _with_saved_batch(recipe: Recipe) -> Recipe:
+    """The recipe with the global batch of the run that it resumes, where another one would be planned for other ranks."""
+    if "batch" not in recipe.parallel.plan or not (saved := checkpoints(expanded(run_folder(recipe)))):
+        return recipe
+    with contextlib.suppress(UserError, OSError):  # what can't be read is reported by the ranks
+        differing = {change.key: change.old for change in changes_from(saved[-1], recipe)[1]}
+        batch = differing.get("train.global_batch", recipe.train.global_batch)
+        plan = [name for name in recipe.parallel.plan if name != "batch"]
+        return recipe.replace({"train.global_batch": batch, "parallel.plan": plan})
+    return recipe
 
 
 def _check_data(recipe: Recipe) -> None:

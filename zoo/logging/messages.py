@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from zoo.config.derived import random_base
+from zoo.config.derived import data_parallel, micro_batches, random_base
 from zoo.config.entries import parse_entry
 from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe, TrainConfig
@@ -69,6 +69,22 @@ class StepSource(Protocol):
     def total_steps(self) -> int | None: ...
     @property
     def exact(self) -> bool: ...
+
+
+def at_batch(recipe: Recipe, ranks: int, before: int | None) -> str:
+    """How so many ranks make up train.global_batch, "" where nothing is to be said of it.
+
+    Args:
+        before: ranks that wrote the checkpoint that is resumed; None for a fresh start.
+    """
+    each, fillers = micro_batches(recipe, ranks)
+    replicas = data_parallel(recipe, ranks)
+    if recipe.rl.algorithm or (not fillers and before in (None, ranks)):
+        return ""
+    moved = "" if before in (None, ranks) else f"{before} ranks became {ranks}, and the batch stays: "
+    wasted = f", of which {fillers} of {each * replicas} only fill the step up and count nothing" if fillers else ""
+    times = "micro-batch" if each == 1 else "micro-batches"
+    return f"{moved}train.global_batch={recipe.train.global_batch} is {each} {times} on each of {replicas} replicas{wasted}"
 
 
 def steps_of(train: TrainConfig, total_steps: int, loader: StepSource) -> str:

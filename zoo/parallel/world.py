@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,9 +28,11 @@ from zoo.parallel.process_state import preserve_process_state
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch._C._distributed_c10d import Store
 
 TIMEOUT = timedelta(minutes=30)
 SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3
+_ANSWER_SECONDS = 0.05  # between two looks for ranks that ask for the name of their start
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -209,16 +213,38 @@ def _init_distributed(on_cpu: bool, device: torch.device) -> None:
     options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
     if "RANK" not in os.environ:
         options |= {"store": exported.HashStore(), "rank": 0, "world_size": 1}
-    elif "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        # torchrun keeps its store when it starts ranks again: what those before have left in it must not be read.
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, rank, size = next(exported.rendezvous("env://", timeout=TIMEOUT))
-        store = exported.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        store = exported.PrefixStore(_met(store, rank, size), store)
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**options)
     if not on_cpu:
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
         if dist.get_world_size() > 1:  # one rank may never exchange anything: plans and checks have such a world
             dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
+
+
+def _met(store: Store, rank: int, size: int) -> str:
+    """A name that the ranks of this start alone know.
+
+    torchrun keeps its store when it starts ranks again, and what those before have left in it must not be read. Its
+    TORCHELASTIC_RESTART_COUNT names no start: each node counts the failures that it has seen itself. So every rank asks by a
+    name of its own, which no earlier one has had, and the first answers under that.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"zoo-asks{rank}", own)
+        name = store.get(own).decode()
+        store.add(name, 1)
+        return name
+    answered: dict[int, bytes] = {}
+    while store.add(own, 0) < size - 1:
+        for other, asking in enumerate(store.multi_get([f"zoo-asks{other}" for other in range(1, size)]), start=1):
+            if answered.get(other) != asking:  # new, or a rank that was started again meanwhile
+                answered[other] = asking
+                store.set(asking.decode(), own)
+        time.sleep(_ANSWER_SECONDS)
+    return own
 
 
 def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:

@@ -13,7 +13,7 @@ from itertools import product
 from zoo.config.architecture import num_experts, text_config
 from zoo.config.checks.engine import not_captured
 from zoo.config.checks.layout import check_layout
-from zoo.config.derived import data_parallel, stage_layers
+from zoo.config.derived import data_parallel, micro_batches, stage_layers
 from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
@@ -143,7 +143,10 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
         for staged in _with_stages(layout, speed):
             for recompute in RECOMPUTE if "recompute" in plan else (recipe.engine.recompute,):
                 chosen = replace(staged, engine=replace(staged.engine, recompute=recompute))
-                seconds = speed.seconds(chosen, ranks)
+                _, fillers = micro_batches(chosen, ranks)
+                seconds = speed.seconds(chosen, ranks) * (
+                    1 + fillers * chosen.train.micro_batch / chosen.train.global_batch
+                )
                 for rate, changes in states:
                     train = replace(chosen.train, **changes)
                     updated = model.parameters.trained / ranks * train.optimizer_offload_fraction  # by the host

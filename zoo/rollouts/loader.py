@@ -105,15 +105,8 @@ class RolloutLoader:
         """`group`: all ranks; `most`: positions that the model was made for.
 
         Raises:
-            ConfigError: train.global_batch does not divide by rl.updates * data-parallel ranks.
             UserError: data.train has a stream.
         """
-        unit = recipe.rl.updates * world.dp_size
-        if recipe.train.global_batch % unit:
-            raise ConfigError(
-                f"train.global_batch={recipe.train.global_batch} prompts are no multiple of {unit} (rl.updates x data-parallel ranks); use "
-                f"{-(-recipe.train.global_batch // unit) * unit}"
-            )
         if source.rows.has_stream:
             raise UserError(
                 "data.train: prompts are not drawn from a stream; read it as a table, or leave stream out of its entry"

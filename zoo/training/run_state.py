@@ -178,6 +178,8 @@ class RunState:
                 log.say(messages.WITHOUT_MOMENTS)
         notes = self.source.rows.notes(pairs=self.recipe.train.preference, rewards=self.recipe.rl.algorithm is not None)
         resume.log_differences(log, self.done, self.changes, self.rows, self.chosen, notes)
+        if batch := messages.at_batch(self.recipe, self.world.size, self.state.get("ranks")):
+            log.say(batch)
         held_out = self.data.held_out
         log.say(
             messages.at_start(

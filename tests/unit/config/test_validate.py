@@ -126,13 +126,10 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         (2, {"parallel.pp": 2, "parallel.stage_layers": [2, 3]},
          "parallel.stage_layers=[2, 3] are 5 layers and the model has 6; parallel.stage_layers=[] derives them"),
         (1, {"parallel.vpp": 2}, "parallel.vpp=2 needs pipeline stages: give parallel.pp=2 or more, or vpp=1"),
-        (2, {"parallel.pp": 2, "parallel.vpp": 3, "train.global_batch": 3},
-         "train.global_batch=3 makes 3 micro-batches, no multiple of parallel.pp=2, which parallel.vpp=3 needs; "
-         "2 or 4 would work"),
-        (2, {"train.global_batch": 7},
-         "train.global_batch=7 is no multiple of 2 = 2 data-parallel replicas * train.micro_batch=1; 6 or 8 would work"),
-        (2, {"train.global_batch": 2, "train.micro_batch": 4, "packing.mode": "none"},
-         "train.global_batch=2 is no multiple of 8 = 2 data-parallel replicas * train.micro_batch=4; 8 would work"),
+        (8, {"train.global_batch": 7},
+         "train.global_batch=7 has no micro-batch of train.micro_batch=1 for each of 8 data-parallel replicas; 8 would do, or fewer ranks"),
+        (2, {"train.global_batch": 6, "train.micro_batch": 4, "packing.mode": "none"},
+         "train.global_batch=6 is no multiple of train.micro_batch=4; 4 or 8 would work"),
         (1, {"train.micro_batch": 2},
          "train.micro_batch=2 with packing.mode=thd: a packed row counts as 1; set it to 1 and widen the row with "
          "packing.budget"),

@@ -153,6 +153,18 @@ def test_a_run_folder_of_another_experiment_is_told_before_ranks_start(overrides
     assert all(text in str(refusal.value) for text in texts), refusal.value
 
 
+def test_a_batch_that_planning_would_raise_stays_that_of_the_run() -> None:
+    """Three ranks take up the run of four, whose batch they do not divide; without a run, planning makes it theirs."""
+    planned = ["parallel.plan=[batch]", "hardware=cpu"]
+
+    def batch(ranks: int) -> int:
+        return prepare.prepare(load_recipe("llava_sft", [*NEW, *planned, f"nproc={ranks}"]))[0].train.global_batch
+
+    assert batch(3) == 3
+    run_folder(*planned, "nproc=4")
+    assert batch(3) == 4
+
+
 def test_a_run_folder_is_left_to_the_ranks_where_they_may_resume() -> None:
     checkpoint = run_folder()
     accepted = [*NEW, "train.lr=3e-4", "run.accept_changes=[train.lr]"]

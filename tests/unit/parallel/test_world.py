@@ -1,5 +1,6 @@
 """How many CPU threads a rank takes beside a GPU, what its operations run on here being a CPU all the same; and what a world ends."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,21 @@ def test_one_thread_beside_a_gpu(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_ranks_meet_under_a_name_that_no_earlier_start_had() -> None:
+    """torchrun's store, with what two earlier starts have left in it; one rank is started again while the others wait."""
+    store = torch.distributed.HashStore()
+
+    def start(size: int, late: int | None = None) -> set[str]:
+        if late is not None:  # it asked, and was gone before an answer came
+            store.set(f"zoo-asks{late}", "gone")
+        with ThreadPoolExecutor(size) as pool:
+            names = {*pool.map(lambda rank: place._met(store, rank, size), range(size))}
+        return names
+
+    names = [start(3), start(2, late=1), start(4, late=3)]
+    assert [len(each) for each in names] == [1, 1, 1] and len(set.union(*names)) == 3
 
 
 def test_graphs_are_given_up_before_process_groups_end() -> None:

@@ -127,19 +127,22 @@ def _check_batch(recipe: Recipe, world_size: int) -> None:
             f"train.micro_batch={train.micro_batch} with packing.mode=thd: a packed row counts as 1; set it to 1 "
             f"and widen the row with packing.budget"
         )
-    replicas = data_parallel(recipe, world_size)
-    unit = replicas * train.micro_batch
-    if train.global_batch % unit:
+    if train.global_batch % train.micro_batch:
         raise ConfigError(
-            f"train.global_batch={train.global_batch} is no multiple of {unit} = {replicas} data-parallel "
-            f"replicas * train.micro_batch={train.micro_batch}; {_around(train.global_batch, unit)} would work"
+            f"train.global_batch={train.global_batch} is no multiple of train.micro_batch={train.micro_batch}; "
+            f"{_around(train.global_batch, train.micro_batch)} would work"
         )
-    micro_batches, stages = train.global_batch // unit, recipe.parallel.pp
-    if recipe.parallel.vpp > 1 and micro_batches % stages:
+    replicas = data_parallel(recipe, world_size)
+    unit = recipe.rl.updates * replicas
+    if recipe.rl.algorithm and train.global_batch % unit:
         raise ConfigError(
-            f"train.global_batch={train.global_batch} makes {micro_batches} micro-batches, no multiple of "
-            f"parallel.pp={stages}, which parallel.vpp={recipe.parallel.vpp} needs; "
-            f"{_around(train.global_batch, unit * stages)} would work"
+            f"train.global_batch={train.global_batch} prompts are no multiple of {unit} = rl.updates={recipe.rl.updates} * "
+            f"{replicas} data-parallel replicas; {_around(train.global_batch, unit)} would work"
+        )
+    if replicas * train.micro_batch > train.global_batch:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} has no micro-batch of train.micro_batch={train.micro_batch} for each of "
+            f"{replicas} data-parallel replicas; {replicas * train.micro_batch} would do, or fewer ranks"
         )
 
 

@@ -6,7 +6,7 @@ Guarantees:
 - Within an epoch every usable row goes into the stream once; the packer's look-ahead runs on over the epochs' ends.
 - After `steps_for_epochs` the stream ends with these epochs, and every usable row of them has been in one bin. Bins of the last steps
   may be part-full, and the last step may have fewer. Each rank has as many micro-batches all the same: where bins are
-  missing, a copy of the step's shortest sample that counts nothing (`MicroBatch.filler`).
+  missing, as where ranks do not divide the batch, a copy of the step's shortest sample that counts nothing (`MicroBatch.filler`).
 - `state_dict` belongs to the batches handed out, not to those prepared ahead: a resumed stream equals the
   uninterrupted one, to the sample, also on another number of ranks. With another budget, alignment or mode it holds the same
   rows, in other bins.
@@ -76,7 +76,7 @@ class BatchLoader:
         prefetch: prepare the next step in a thread.
 
     Raises:
-        ConfigError: train.global_batch does not divide by micro_batch * dp_size.
+        ConfigError: packing.pad_to is less than packing.budget.
     """
 
     ready_ahead = True  # whether the next step may be fetched before this one's update
@@ -98,12 +98,6 @@ class BatchLoader:
     ) -> None:
         packing, train = recipe.packing, recipe.train
         rows_per_bin = 1 if packing.mode == "thd" else train.micro_batch
-        unit = rows_per_bin * dp_size
-        if train.global_batch % unit:
-            raise ConfigError(
-                f"train.global_batch is {train.global_batch}, not a multiple of {unit} (micro_batch x data-parallel "
-                f"ranks); use {-(-train.global_batch // unit) * unit}."
-            )
         if packing.pad_to is not None and packing.pad_to < packing.budget:
             text = f"packing.pad_to is {packing.pad_to}, under packing.budget {packing.budget}; set both to the same."
             raise ConfigError(text)

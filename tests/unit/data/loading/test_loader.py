@@ -353,9 +353,19 @@ def test_a_bad_row_in_the_thread_reaches_the_caller():
         stream(loader, 10)
 
 
-def test_global_batch_must_divide():
-    with pytest.raises(ConfigError, match=r"global_batch is 6, not a multiple of 4 .* use 8"):
-        make_loader(config=recipe("none", global_batch=6, micro_batch=2), dp_size=2)
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_ranks_that_do_not_divide_the_batch_share_its_bins_and_fill_up(mode: str) -> None:
+    """Three of four bins: two of each rank, of which two count nothing."""
+    config = recipe(mode, global_batch=8 if mode == "none" else 4, micro_batch=2)
+    alone = make_loader(config=config)
+    loaders = [make_loader(config=config, dp_rank=rank, dp_size=3) for rank in range(3)]
+    for _ in range(5):
+        wanted = [batch.sources for batch in alone.next_step()]
+        steps = [loader.next_step() for loader in loaders]
+        assert [len(batches) for batches in steps] == [2, 2, 2]
+        counted = [batch for batches in steps for batch in batches if not batch.filler]
+        assert sorted(batch.sources for batch in counted) == sorted(wanted) and len(counted) == 4
+        assert all(not batch.sources for batches in steps for batch in batches if batch.filler)
 
 
 def test_an_epoch_of_less_than_a_step_is_one():
