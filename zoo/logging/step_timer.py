@@ -114,7 +114,7 @@ class StepTimes:
         self.spans.active = True
         self._profiler.before(step)
 
-    def end(self, log: RunLog, step: int, seconds: float, ranks: Sequence[Sequence[float]]) -> None:
+    def end(self, log: RunLog, step: int, seconds: float, ranks: Sequence[Sequence[float]] | np.ndarray) -> None:
         """A step has ended: log what was slow in it, and its profile; arguments as `slow_step` takes them."""
         if (slow := self.slow_step(seconds, ranks)) is not None:
             log.event("slow_step", step, **slow)
@@ -135,7 +135,7 @@ class StepTimes:
         self.save = 0.0
         return [waited, spans.get("tower", 0.0), spans.get("network", 0.0), save]
 
-    def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]]) -> JsonObject | None:
+    def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]] | np.ndarray) -> JsonObject | None:
         """The fields of a `slow_step` event; None where the step was not slow.
 
         All ranks wait for the longest of data, tower and save. An exchange takes the time of the last rank to join it; for
@@ -145,9 +145,9 @@ class StepTimes:
             seconds: the step's length, without the saves before it.
             ranks: the parts of each rank, from `take`.
         """
-        columns = list(zip(*ranks, strict=True))
-        slowest = {part: max(column) for part, column in zip(PARTS, columns, strict=True)}
-        slowest["network"] = min(columns[PARTS.index("network")])
+        columns = np.asarray(ranks).T
+        slowest = {part: float(column.max()) for part, column in zip(PARTS, columns, strict=True)}
+        slowest["network"] = float(columns[PARTS.index("network")].min())
         slowest["step"] = seconds + slowest["save"]
         past = list(self._past)
         self._past.append(slowest)
@@ -163,8 +163,7 @@ class StepTimes:
             cause = "compute"
         event: JsonObject = {"seconds": round(slowest["step"], 3), "median": round(usual["step"], 3), "cause": cause}
         if cause in ("data", "tower") and len(ranks) > 1:
-            column = columns[PARTS.index(cause)]
-            event["rank"] = column.index(max(column))
+            event["rank"] = int(columns[PARTS.index(cause)].argmax())
         return event | {f"{part}_seconds": round(slowest[part], 3) for part in PARTS}
 
 
@@ -185,7 +184,7 @@ class Stragglers:
             self._hosts = [""] * world.size
             dist.all_gather_object(self._hosts, platform.node())
 
-    def note(self, log: RunLog, step: int, seconds: float, ranks: Sequence[Sequence[float]]) -> None:
+    def note(self, log: RunLog, step: int, seconds: float, ranks: Sequence[Sequence[float]] | np.ndarray) -> None:
         """Count a step of `seconds`, with the parts of each rank (`StepTimes.take`), and name who has been slow for long."""
         if not self._hosts or not log.main:
             return

@@ -7,7 +7,7 @@ blocks meet in one more group: that takes at most 2 sqrt(N) sockets a rank (126 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -42,6 +42,17 @@ class ObjectGroup:
         """Every rank's value, by rank."""
         everyone = [self.collect(value)]
         if self._of_firsts is not None:
+            dist.broadcast_object_list(everyone, src=0, group=self._of_firsts)
+        dist.broadcast_object_list(everyone, src=self._block[0], group=self._ours)
+        return everyone[0]
+
+    def merge[T](self, value: T, merged: Callable[[Sequence[T]], T]) -> T:
+        """Every rank's value in one, on all ranks, who receive no more of it than `merged` leaves; it merges blocks, then their results."""
+        block = _gathered(value, self._block, self._ours)
+        everyone = [value]
+        if self._of_firsts is not None:
+            blocks = _gathered(merged(block), self._firsts, self._of_firsts)
+            everyone = [merged(blocks) if blocks else value]
             dist.broadcast_object_list(everyone, src=0, group=self._of_firsts)
         dist.broadcast_object_list(everyone, src=self._block[0], group=self._ours)
         return everyone[0]
@@ -93,16 +104,18 @@ def refuse_different(recipe: Recipe) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, dict(flattened(asdict(recipe))))
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        for key in sorted({*first, *other} - {*_OF_A_MACHINE}):
-            if first.get(key) != other.get(key):
-                raise UserError(
-                    f"{key}: rank 0 has {first.get(key)!r} and rank {rank} has {other.get(key)!r}; start all ranks with "
-                    f"the same recipe and the same arguments"
-                )
+    own = dict(flattened(asdict(recipe)))
+    first = agreed(lambda: own)
+    differing = (key for key in sorted({*first, *own} - {*_OF_A_MACHINE}) if first.get(key) != own.get(key))
+    found: list[tuple[str, object] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, next(((key, own.get(key)) for key in differing), None))
+    for rank, difference in enumerate(found):
+        if difference is not None:
+            key, value = difference
+            raise UserError(
+                f"{key}: rank 0 has {first.get(key)!r} and rank {rank} has {value!r}; start all ranks with the same recipe and the "
+                f"same arguments"
+            )
 
 
 def object_group() -> RankGroup:

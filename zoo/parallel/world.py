@@ -69,9 +69,14 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, one collective and one device sync."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        summed: list[float] = self.sum_array(np.array(values, np.float64)).tolist()
+        return summed
+
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
+        """The same of an array of float64."""
+        tensor = torch.from_numpy(values).to(self.device)
         dist.all_reduce(tensor)
-        return tensor.tolist()
+        return tensor.cpu().numpy()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -85,7 +86,7 @@ class StepTotals:
     experts: Mapping[str, float]  # load-balance metrics; 1.0 is perfectly balanced
     part_norms: Mapping[str, float]  # of the gradient, by part of the model; none in most steps
     by_source: Mapping[str, float]  # real tokens by entry of data.train, where there are several
-    parts: list[list[float]]  # by rank: seconds of the step's parts
+    parts: np.ndarray  # (ranks, parts) seconds
     flags: list[float]  # how many ranks have set each
 
     @classmethod
@@ -130,10 +131,11 @@ class StepTotals:
         tokens = [counts.real, counts.total, *counts.by_source.values()]
         tokens = tokens if world.counts_data else [0] * len(tokens)
         seconds = parts()
-        of_rank += seconds
-        by_rank = [value * (rank == world.rank) for rank in range(world.size) for value in of_rank]
-        values = [*of_device, *tokens, *by_rank, *flags()]
-        summed = iter(world.sum(values) if world.size > 1 else values)
+        by_rank = np.zeros((world.size, len(of_rank) + len(seconds)))
+        by_rank[world.rank] = *of_rank, *seconds
+        values = np.concatenate([[*of_device, *tokens, *flags()], by_rank.ravel()])
+        values = world.sum_array(values) if world.size > 1 else values
+        summed, by_rank = iter(values[: -by_rank.size].tolist()), values[-by_rank.size :].reshape(by_rank.shape)
 
         grad_norm = math.sqrt(next(summed))
         experts = {name: next(summed) for name in expert_shares}
@@ -145,9 +147,9 @@ class StepTotals:
             further = loss_with_metrics.means({name: loss[name] for name in own_names}, weight)
         real, total = next(summed), next(summed)
         by_source = {name: next(summed) for name in counts.by_source}
-        ranks = [[next(summed) for _ in of_rank] for _ in range(world.size)]
         for number, name in enumerate(maxima):
-            further = {**further, LOGGED[name]: max(values[number] for values in ranks) if loss["labels"] else math.nan}
+            largest_of_all = float(by_rank[:, number].max())
+            further = {**further, LOGGED[name]: largest_of_all if loss["labels"] else math.nan}
         return cls(
             real=real,
             total=total,
@@ -159,13 +161,13 @@ class StepTotals:
             further=further,
             experts=experts,
             part_norms=part_norms,
-            parts=[values[len(maxima) :] for values in ranks],
+            parts=by_rank[:, len(maxima) :],
             flags=list(summed),
         )
 
     def record(self, step: int, lr: float, seconds: float, of_loader: JsonMapping = MappingProxyType({})) -> JsonObject:
         """A step's line of train.jsonl; `of_loader`: metrics of a loader's own, of a rollout."""
-        waited = max(parts[0] for parts in self.parts)  # for data; the other ranks wait for that one
+        waited = float(self.parts[:, 0].max())  # for data; the other ranks wait for that one
         return {
             "step": step,
             "loss": self.loss,

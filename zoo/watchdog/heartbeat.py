@@ -1,7 +1,7 @@
 """`HeartbeatMonitor`: the ranks of a run exchange heartbeats, and leave together when one rank is lost or none makes progress.
 
 A thread of each rank puts its :class:`Heartbeat` into the store that torch.distributed was started with, reads the heartbeats
-of all other ranks, and diagnoses the run from them. The first rank that finds the run lost writes the one message; all ranks
+of other ranks, and diagnoses the run from them. The first rank that finds the run lost writes the one message; all ranks
 leave with exit code 76.
 
     what happened                          the other ranks leave within
@@ -11,7 +11,8 @@ leave with exit code 76.
     no rank gets any further               run.hang_timeout + 5 s
     SIGTERM or the like, and no save yet   run.save_within (without saving, exit code 75)
 
-Heartbeats are sent twice a second, and with over 32 ranks proportionally less often.
+Heartbeats are sent twice a second, and with over 512 ranks proportionally less often. Up to WATCHED ranks all read all. In a
+larger run the first rank does, and judges silence and progress; the others read those of their own machine and the first two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,7 @@ from zoo.watchdog.run_lock import RunLock
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+WATCHED = 64  # ranks of a run whose heartbeats each of them reads
 SILENT_SECONDS = 120.0  # longest time without a heartbeat: no code holds Python's lock for so long
 _BROKEN_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
 _SILENT_AFTER_BREAK = 5.0
@@ -68,7 +70,12 @@ class HeartbeatMonitor:
         self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
-        self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 64)
+        self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 1024)
+        self._judges = world.rank == 0 or world.size <= WATCHED
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        first = world.rank - world.rank % node
+        near = {0, 1, *range(first, min(first + node, world.size))}
+        self._watched = range(world.size) if self._judges else sorted(near)
         born = birth(os.getpid()) or ""
         self._heartbeat = Heartbeat(world.rank, 0, self.progress.moment(), machine(), os.getpid(), born)
         self._peers = {world.rank: PeerState(self._heartbeat)}
@@ -154,8 +161,10 @@ class HeartbeatMonitor:
             return
         if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause was in this round
             self._forgive(took)
-        silence = _SILENT_AFTER_BREAK if self._error is not None and self._size > 1 else self._silence
-        loss = diagnose(self._peers, silence=silence, stuck=self._stuck, alive=self._alive())
+        broke = self._error is not None and self._size > 1
+        silence = max(_SILENT_AFTER_BREAK, 3 * self._every) if broke else self._silence
+        stuck = self._stuck if self._judges else 0
+        loss = diagnose(self._peers, silence=silence, stuck=stuck, alive=self._alive())
         if loss is not None:
             self._report_loss(*loss)
         if self._rank == 0:
@@ -171,11 +180,11 @@ class HeartbeatMonitor:
             text = json.dumps(self._heartbeat.to_json())
             self._ask(lambda: store.set(f"heartbeat{self._rank}", text))
 
-    def _read(self) -> Diagnosis | None:
-        """Read the heartbeats of the other ranks; return the diagnosis of the run, where a rank has posted one."""
+    def _read(self, watched: Sequence[int] | None = None) -> Diagnosis | None:
+        """Read heartbeats of other ranks, by default of those that this one watches; the run's diagnosis, where a rank has posted one."""
         assert self._store is not None
         store = self._store
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        others = [rank for rank in (self._watched if watched is None else watched) if rank != self._rank]
         keys = [*(f"heartbeat{rank}" for rank in others), "diagnosis"]
         *values, diagnosis = self._ask(lambda: store.multi_get(keys))
         self._unheard = 0.0
@@ -219,7 +228,7 @@ class HeartbeatMonitor:
             # Until every rank has published its place, and a failed one its error.
             time.sleep((2 if reason == "failed" else 1) * self._every)
             self._publish()
-            if (diagnosis := self._read()) is not None:
+            if (diagnosis := self._read(range(self._size))) is not None:
                 self._leave(diagnosis, reported=True)
         limit = self._stuck if reason == "hangs" else self._silence
         message = describe(reason, ranks, self._peers, limit=limit, checkpoint=self._newest())
@@ -260,7 +269,7 @@ class HeartbeatMonitor:
         broke = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _EXCHANGES)
         if self._size > 1 and not isinstance(error, UserError) and (broke or isinstance(error, dist.DistError)):
             self._error = error
-            time.sleep(_BROKEN_SECONDS)  # the thread finds the rank that broke it, and leaves
+            time.sleep(max(_BROKEN_SECONDS, 6 * self._every))  # the thread finds the rank that broke it, and leaves
         if self._stop.asked and isinstance(error, RuntimeError):
             return True
         mistake = error if isinstance(error, UserError) else None
@@ -272,7 +281,7 @@ class HeartbeatMonitor:
             with contextlib.suppress(RuntimeError):
                 self._publish("failed", reported)
                 time.sleep(0 if mistake else self._every)
-                self._read()
+                self._read(range(self._size))
         message = describe("failed", [self._rank], self._peers, limit=0.0, checkpoint=self._newest())
         diagnosis = self._post(Diagnosis("" if mistake or self._size == 1 else message, "failed", ranks=(self._rank,)))
         if diagnosis.ranks == (self._rank,):

@@ -108,3 +108,20 @@ def test_ranks_with_different_recipes_are_refused(tmp_path: Path, capfd: pytest.
     said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert said[0] == said[1] and said[0].startswith("train.lr: rank 0 has 0.1 and rank 1 has 1.1; ")
     assert os.listdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_values_are_merged_over_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Five ranks in blocks of three and two: each gets the values in their order, and the first merges blocks alone."""
+    text = """
+        from zoo.parallel.object_group import ObjectGroup
+        group, merged = ObjectGroup(), []
+        def joined(texts):
+            merged.append(len(texts))
+            return "".join(texts)
+        for _ in range(2):
+            assert group.merge(str(rank), joined) == "01234"
+        assert merged == {0: [3, 2] * 2, 3: [2] * 2}.get(rank, []), merged
+    """
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(text) + END, str(tmp_path)]
+    assert run_ranks(command, 5, threads=1) == 0, capfd.readouterr()

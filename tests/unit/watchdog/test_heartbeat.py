@@ -1,6 +1,9 @@
 """A rank whose store is gone says that rank 0 died, unless the run's end is reported; a lost disk is reported once."""
 
 import errno
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +54,7 @@ def test_a_lost_disk_that_names_no_file_is_for_the_user_to_fix(orphan: Any, monk
     """As `os.fsync` raises it: the launcher shows the sentence that the error becomes, and no diagnosis beside it."""
     said: list[tuple[str, str]] = []
     monkeypatch.setattr(orphan, "_publish", lambda state, error: said.append((state, error)))
-    monkeypatch.setattr(orphan, "_read", lambda: None)
+    monkeypatch.setattr(orphan, "_read", lambda *_: None)
     monkeypatch.setattr(orphan, "_post", lambda diagnosis: said.append(("diagnosis", diagnosis.message)) or diagnosis)
     orphan._end_badly(OSError(errno.EIO, "Input/output error"))
     (state, error), diagnosis = said
@@ -85,3 +88,32 @@ def test_a_signal_that_leaves_no_time_for_the_copy_says_where_the_checkpoint_is(
             orphan._round()
         assert said in left.value.args[0].message and left.value.args[0].code == 75
     assert "it is whole in stage/iter_3, and the same command on this machine" in left.value.args[0].message
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "watched"),
+    [(3, 64, range(64)), (0, 4096, range(4096)), (4093, 4096, [0, 1, *range(4088, 4096)]), (1, 128, range(8))],
+)
+def test_whose_heartbeats_a_rank_reads(
+    rank: int, size: int, watched: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in a small run; in a large one the first rank reads all and judges whether the run hangs, others look at those near them."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=1e-6))
+    world: Any = SimpleNamespace(rank=rank, size=size)
+    watch: Any = HeartbeatMonitor(recipe, world, SimpleNamespace(asked=False))
+    beats = {f"heartbeat{other}": json.dumps(replace(watch._heartbeat, rank=other).to_json()) for other in range(size)}
+    asked: list[str] = []
+
+    def multi_get(keys: list[str]) -> list[str]:
+        asked.extend(keys)
+        return [beats.get(key, "") for key in keys]
+
+    watch._store = SimpleNamespace(multi_get=multi_get, set=lambda *_: None)
+    losses: list[Any] = []
+    monkeypatch.setattr(watch, "_report_loss", lambda *loss: losses.append(loss))
+    watch._silence = 0
+    watch._round()
+    assert asked == [*(f"heartbeat{other}" for other in watched if other != rank), "diagnosis"]
+    watch._round()
+    assert bool(losses) == (rank == 0 or size <= 64)

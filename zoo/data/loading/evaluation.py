@@ -45,7 +45,7 @@ class EvalBatches:
                         ids.remove(sample_id)
                 all_findings |= findings
                 yield batch
-        for sample_id in self._lengths.exchange(all_findings, None)[0]:
+        for sample_id in self._lengths.exchange(all_findings, None, lambda _: None)[0]:
             self._lengths.get(sample_id)
 
     def _prepared(self, ids: list[SampleId]) -> tuple[MicroBatch | None, Findings]:

@@ -68,6 +68,10 @@ class RankGroup(Protocol):
         """Every rank's value, by rank."""
         ...
 
+    def merge[T](self, value: T, merged: Callable[[Sequence[T]], T]) -> T:
+        """Every rank's value in one; `merged` makes one of several, in the order of their ranks."""
+        ...
+
 
 class OneRank:
     """A `RankGroup` of one rank."""
@@ -77,6 +81,10 @@ class OneRank:
     def gather[T](self, value: T) -> list[T]:
         """The value."""
         return [value]
+
+    def merge[T](self, value: T, merged: Callable[[Sequence[T]], T]) -> T:
+        """The value."""
+        return value
 
 
 UNKNOWN = Size(0, 0)
@@ -246,21 +254,26 @@ class Lengths:
             self.get(sample_id)
         return tokens[~bad], costs[~bad]
 
-    def exchange[T](self, findings: Findings, value: T) -> tuple[Findings, list[T]]:
+    def exchange[T](self, findings: Findings, value: T, merged: Callable[[Sequence[T]], T]) -> tuple[Findings, T]:
         """Correct the sizes that encoding has shown to differ from those measured, on any rank.
 
         Args:
             findings: of this rank.
             value: a further value of this rank.
+            merged: makes one of several ranks' values.
 
         Returns:
-            The findings of all ranks, and their values by rank.
+            The findings of all ranks, and their values in one.
 
         Raises:
             UserError: a sample was corrected before, and has another length now.
         """
-        gathered = self.group.gather((findings, value))
-        everyone = {key: finding for findings, _ in gathered for key, finding in findings.items()}
+
+        def in_one(several: Sequence[tuple[Findings, T]]) -> tuple[Findings, T]:
+            found = {key: finding for findings, _ in several for key, finding in findings.items()}
+            return found, merged([value for _, value in several])
+
+        everyone, of_all = self.group.merge((findings, value), in_one)
         for sample_id, finding in everyone.items():
             key = self.source.key(sample_id)
             known = self._known[key].tokens
@@ -270,7 +283,7 @@ class Lengths:
                 raise UserError(text)
             self._corrected.add(key)
             self._put(sample_id, finding)
-        return everyone, [value for _, value in gathered]
+        return everyone, of_all
 
     def size_of(self, size: SampleSize) -> Size:
         """A sample's size as it is kept."""

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -245,8 +246,8 @@ class BatchLoader:
             encoded = encode_all(self.lengths, plan.local_bins)
             batches = [] if encoded.findings else self._batches(encoded.bins, plan.fillers)
             weight = math.fsum(batch.loss_weight for batch in batches)
-            summary = self._rank, weight, [batch.total for batch in batches]
-            findings, everyone = self.lengths.exchange(encoded.findings, summary)
+            summary = Fraction(weight), [batch.total for batch in batches]
+            findings, (weight_of_all, most) = self.lengths.exchange(encoded.findings, summary, _merged)
             if not findings:
                 break
             self._stream.rewind(plan.before)
@@ -254,10 +255,9 @@ class BatchLoader:
             self._length = None if self._length is None else replace(self._length, exact=False)
         self._planned.popleft()
         self._stream.forget()
-        weights = {rank: weight for rank, weight, _ in everyone}  # ranks of one replica say the same
-        step_weight = math.fsum(weights.values())
-        batches = [replace(batch, step_weight=step_weight) for batch in batches]
-        batches = with_most_tokens(batches, [totals for *_, totals in everyone])
+        copies = max(1, self.lengths.group.size // self._ranks)  # ranks of one replica say the same
+        batches = [replace(batch, step_weight=float(weight_of_all / copies)) for batch in batches]
+        batches = with_most_tokens(batches, [most])
         return PreparedStep(batches, plan.left, plan.state)
 
     def _batches(self, bins: Sequence[Sequence[Sample]], fillers: int) -> list[MicroBatch]:
@@ -311,3 +311,9 @@ class BatchLoader:
     def _stream_state(self) -> JsonObject:
         length = None if self._length is None else asdict(self._length)
         return {**self._stream.state_dict(), "length": length}
+
+
+def _merged(summaries: Sequence[tuple[Fraction, list[int]]]) -> tuple[Fraction, list[int]]:
+    """The sum of weights, exact and so the same in any order, and the most tokens of each micro-batch; [] of no micro-batches."""
+    weights, totals = zip(*summaries, strict=True)
+    return sum(weights, Fraction()), [max(at_once) for at_once in zip(*totals, strict=False)]

@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,9 @@ class Member:
         values = list(self.room.values)
         self.room.barrier.wait()
         return values
+
+    def merge(self, value: Any, merged: Callable[[Sequence[Any]], Any]) -> Any:
+        return merged(self.gather(value))
 
 
 def together[T](size: int, task: Callable[[Member], T]) -> list[T]:
@@ -306,9 +309,9 @@ def test_a_row_that_was_corrected_may_still_turn_out_broken() -> None:
 def test_a_sample_that_changes_each_time_is_refused() -> None:
     loader = open_loader([(5, 6)] * 40)
     loader.lengths.ahead([0])
-    loader.lengths.exchange({0: Size(6, 6)}, None)
+    loader.lengths.exchange({0: Size(6, 6)}, None, lambda _: None)
     with pytest.raises(UserError, match="x:0: encoded twice, it has 6 tokens, then 7; does the file change"):
-        loader.lengths.exchange({0: Size(7, 7)}, None)
+        loader.lengths.exchange({0: Size(7, 7)}, None, lambda _: None)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -349,7 +352,7 @@ def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(monkeypa
         monkeypatch.setattr("zoo.data.loading.lengths.DENSE", limit)
         lengths = Lengths(open_source(texts))
         lengths.ahead(range(12))
-        lengths.exchange({1: RowError("x:1", "corrupt_media", "broken."), 3: Size(9, 9)}, None)
+        lengths.exchange({1: RowError("x:1", "corrupt_media", "broken."), 3: Size(9, 9)}, None, lambda _: None)
         assert [lengths.get(number) for number in range(5)] == [(5, 5), None, (7, 7), (9, 9), (5, 5)]
         lengths.forget_all_but([2, 3])
         assert [lengths.knows(number) for number in range(5)] == [limit > 3, limit > 3, True, True, limit > 3]
