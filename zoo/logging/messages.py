@@ -71,8 +71,8 @@ class StepSource(Protocol):
     def exact(self) -> bool: ...
 
 
-def at_batch(recipe: Recipe, ranks: int, before: int | None) -> str:
-    """How so many ranks make up train.global_batch, "" where nothing is to be said of it.
+def at_batch(recipe: Recipe, ranks: int, before: int | None) -> Iterator[str]:
+    """How so many ranks make up train.global_batch, where it is to be said.
 
     Args:
         before: ranks that wrote the checkpoint that is resumed; None for a fresh start.
@@ -80,11 +80,11 @@ def at_batch(recipe: Recipe, ranks: int, before: int | None) -> str:
     each, fillers = micro_batches(recipe, ranks)
     replicas = data_parallel(recipe, ranks)
     if recipe.rl.algorithm or (not fillers and before in (None, ranks)):
-        return ""
+        return
     moved = "" if before in (None, ranks) else f"{before} ranks became {ranks}, and the batch stays: "
     wasted = f", of which {fillers} of {each * replicas} only fill the step up and count nothing" if fillers else ""
     times = "micro-batch" if each == 1 else "micro-batches"
-    return f"{moved}train.global_batch={recipe.train.global_batch} is {each} {times} on each of {replicas} replicas{wasted}"
+    yield f"{moved}train.global_batch={recipe.train.global_batch} is {each} {times} on each of {replicas} replicas{wasted}"
 
 
 def steps_of(train: TrainConfig, total_steps: int, loader: StepSource) -> str:

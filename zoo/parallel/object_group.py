@@ -107,9 +107,9 @@ def refuse_different(recipe: Recipe) -> None:
     own = dict(flattened(asdict(recipe)))
     first = agreed(lambda: own)
     differing = (key for key in sorted({*first, *own} - {*_OF_A_MACHINE}) if first.get(key) != own.get(key))
-    found: list[tuple[str, object] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, next(((key, own.get(key)) for key in differing), None))
-    for rank, difference in enumerate(found):
+    of_ranks: list[tuple[str, object] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, next(((key, own.get(key)) for key in differing), None))
+    for rank, difference in enumerate(of_ranks):
         if difference is not None:
             key, value = difference
             raise UserError(

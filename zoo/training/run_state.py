@@ -177,9 +177,8 @@ class RunState:
             if not self.state.get("optimizer", True):
                 log.say(messages.WITHOUT_MOMENTS)
         notes = self.source.rows.notes(pairs=self.recipe.train.preference, rewards=self.recipe.rl.algorithm is not None)
+        notes = [*notes, *messages.at_batch(self.recipe, self.world.size, self.state.get("ranks"))]
         resume.log_differences(log, self.done, self.changes, self.rows, self.chosen, notes)
-        if batch := messages.at_batch(self.recipe, self.world.size, self.state.get("ranks")):
-            log.say(batch)
         held_out = self.data.held_out
         log.say(
             messages.at_start(

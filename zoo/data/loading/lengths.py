@@ -270,8 +270,8 @@ class Lengths:
         """
 
         def in_one(several: Sequence[tuple[Findings, T]]) -> tuple[Findings, T]:
-            found = {key: finding for findings, _ in several for key, finding in findings.items()}
-            return found, merged([value for _, value in several])
+            corrections = {key: finding for findings, _ in several for key, finding in findings.items()}
+            return corrections, merged([value for _, value in several])
 
         everyone, of_all = self.group.merge((findings, value), in_one)
         for sample_id, finding in everyone.items():
