@@ -7,7 +7,7 @@ FAMILY = family(
     "Qwen25Omni",
     "Qwen2.5-Omni (thinker)",
     "text image video audio",
-    "vision audio language",
+    "vision audio talker language",
     merger="vision.merger.",
     audio_projector="audio.proj.",
 )

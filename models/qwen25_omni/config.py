@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from zoo.errors import UserError
-from zoo.nn.family import OmniConfig
+from zoo.models.qwen25_omni.speech import SpeechTokens
+from zoo.nn.config_checks import check_decoder
+from zoo.nn.family import SpeakingConfig, TalkerConfig
 from zoo.nn.towers.windows import check_windows, window_cost
 from zoo.packing.cost import TowerCost
 
@@ -13,10 +15,33 @@ def audio_tokens(frames: int) -> int:
     return (frames + 1) // 4
 
 
-class Qwen25OmniConfig(OmniConfig):
-    """A `transformers.Qwen2_5OmniConfig` (the whole model, talker included) read for training the thinker."""
+class Qwen25TalkerConfig(TalkerConfig):
+    """The `talker_config` of a whole model, which is its decoder's."""
+
+    title = "Qwen2.5-Omni's talker"
+    traits = ("qkv_bias",)
+    mrope_section = (16, 24, 24)
+    mrope_interleaved = False
+    width = "embedding_size"
+
+    @property
+    def text_prefix(self) -> str:
+        """Where its keys stand."""
+        return "talker_config."
+
+    def check(self) -> None:
+        """UserError for a talker whose arithmetic is not built, or without a row for each of its codes."""
+        check_decoder(self)
+        for key, wanted in (("tie_word_embeddings", False), ("pad_token_id", None)):
+            if (value := getattr(self.hf, key)) != wanted:
+                raise UserError(f"talker_config.{key} is {value}; wanted {wanted}, as published talkers have it")
+
+
+class Qwen25OmniConfig(SpeakingConfig):
+    """A `transformers.Qwen2_5OmniConfig`: the thinker, and the talker where the whole model has one."""
 
     title = "Qwen2.5-Omni"
+    talks = Qwen25TalkerConfig
     kinds = ("qwen2_5_omni", "qwen2_5_omni_thinker")
     traits = ("qkv_bias",)
     mrope_section = (16, 24, 24)
@@ -33,6 +58,18 @@ class Qwen25OmniConfig(OmniConfig):
                 f"audio_config.max_source_positions is {audio.max_source_positions}; wanted n_window {audio.n_window} or "
                 "more, the states of a chunk"
             )
+
+    def checked_talker(self) -> Qwen25TalkerConfig:
+        """As every speaking model's, with rows for its special tokens and codes."""
+        talker, tokens = super().checked_talker(), SpeechTokens.from_config(self.hf)
+        assert isinstance(talker, Qwen25TalkerConfig)
+        texts = (tokens.text_bos, tokens.text_eos, tokens.text_pad)
+        for kind, ids, rows in (("text", texts, self.text.vocab_size), ("codec", tokens.codes, talker.text.vocab_size)):
+            if not all(0 <= token < rows for token in ids):
+                raise UserError(
+                    f"talker_config: a tts_{kind}_..._token_id of {ids} has no embedding; wanted 0 to {rows - 1}"
+                )
+        return talker
 
     def audio_tokens(self, frames: int) -> int:
         """Embeddings of a clip: 25 a second."""

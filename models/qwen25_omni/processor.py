@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from zoo.data.errors import RowError
 from zoo.data.processors import audio, vision
 from zoo.data.processors.boxes import Coordinates
 from zoo.models.qwen25_omni.config import audio_tokens
+from zoo.models.qwen25_omni.speech_codes import Qwen25SpeechCodes
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ def build_processor(arch_config: PretrainedConfig, source: str | None = None) ->
         "seconds_per_chunk": float(vision.config_field(thinker, "seconds_per_chunk", 2)),
     }
     hf = audio.OmniProcessor.load(thinker, source, "Qwen2_5OmniProcessor")
-    return Qwen25OmniProcessor(hf, audio_tokens, clock)
+    speaks = getattr(arch_config, "enable_audio_output", False)
+    speech = partial(Qwen25SpeechCodes.build, arch_config, hf.tokenizer, source) if speaks else None
+    return Qwen25OmniProcessor(hf, audio_tokens, clock, speech)
 
 
-class Qwen25OmniProcessor(audio.OmniProcessor):
+class Qwen25OmniProcessor(audio.SpeakingProcessor):
     """`Processor` around transformers' Qwen2_5OmniProcessor."""
 
     coordinates = Coordinates("pixels")  # of the resized image, as Qwen2.5-VL's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,11 @@ def build_processor(arch_config: PretrainedConfig, source: str | None = None) ->
     n_window = vision.config_field(vision.config_field(thinker, "audio_config"), "n_window")
     audio.check_window(n_window, tokens_of_chunk(2 * n_window))
     hf = audio.OmniProcessor.load(thinker, source, "Qwen3OmniMoeProcessor")
-    speech = Qwen3SpeechCodes.from_config(arch_config) if getattr(arch_config, "enable_audio_output", False) else None
+    speech = (
+        partial(Qwen3SpeechCodes.from_config, arch_config)
+        if getattr(arch_config, "enable_audio_output", False)
+        else None
+    )
     return Qwen3OmniProcessor(hf, n_window, vision.config_field(thinker, "position_id_per_seconds"), speech)
 
 
@@ -34,11 +38,15 @@ class Qwen3OmniProcessor(audio.SpeakingProcessor):
         hf: the Qwen3OmniMoeProcessor.
         n_window: half of an audio chunk, in mel frames.
         position_id_per_seconds: temporal positions a second, which order sound among frames.
-        speech: what the talker reads and says; None: there is none.
+        speech: as `SpeakingProcessor` has it.
     """
 
     def __init__(
-        self, hf: ProcessorMixin, n_window: int, position_id_per_seconds: float, speech: SpeechCodes | None = None
+        self,
+        hf: ProcessorMixin,
+        n_window: int,
+        position_id_per_seconds: float,
+        speech: Callable[[], SpeechCodes] | None = None,
     ) -> None:
         clock = {"position_id_per_seconds": position_id_per_seconds}
         super().__init__(hf, partial(audio_tokens, n_window=n_window), clock, speech)

@@ -274,8 +274,8 @@ def test_a_family_without_a_talker_is_refused() -> None:
     from zoo.config.schema import Recipe
     from zoo.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"Qwen2\.5-Omni .thinker. has no talker that is trained here"):
-        check_speech(Recipe().replace({"model.family": "qwen25_omni", "train.speech_loss": 1.0}))
+    with pytest.raises(ConfigError, match="Qwen3-VL has no talker that is trained here"):
+        check_speech(Recipe().replace({"model.family": "qwen3_vl", "train.speech_loss": 1.0}))
 
 
 def test_a_checkpoint_without_a_talker_is_refused(tiny_omni: Any, cpu_world: Any) -> None:

@@ -127,7 +127,9 @@ def resolve(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Resolved:
     else:
         weights = _weights(init)
         family, size, hardware, why = _choose_overlays([root, *own], weights)
-        layers += _overlays(family, size, hardware, adapters=bool(_last([root, *own], "lora.rank")))
+        layers += _overlays(
+            family, size, hardware, adamw=any(_last([root, *own], key) for key in ("lora.rank", "train.speech_loss"))
+        )
         stamps, sized = {"recipe": chain.name, "size": size, "hardware": hardware}, size is not None
     tree = schema_tree(Recipe)
     for layer in layers:
@@ -263,14 +265,14 @@ def _last(layers: Sequence[Layer], key: str) -> Any:
     return None
 
 
-def _overlays(family: str, size: str | None, hardware: str | None, *, adapters: bool) -> list[Layer]:
-    """The layers of size and hardware; for `adapters`, a size's optimizer of whole weights is left out."""
+def _overlays(family: str, size: str | None, hardware: str | None, *, adamw: bool) -> list[Layer]:
+    """The layers of size and hardware; for `adamw`, which adapters and talkers have, a size's optimizer is left out."""
     layers: list[Layer] = []
     if size is not None:
         if not size_names(family):
             get_family(family)  # a misspelt family is named as such
         layer = read_size(family, size)
-        if adapters and "train" in layer.tree:
+        if adamw and "train" in layer.tree:
             kept = {k: v for k, v in layer.tree["train"].items() if k not in ("optimizer", "matrix_lr_scale")}
             layer = replace(layer, tree={**layer.tree, "train": kept})
         layers.append(layer)

@@ -251,7 +251,9 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
         encodes_media=world.pp_rank == 0,
     )
     train, losses, policy = recipe.train, (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
-    speech = SpeechLoss(train.speech_loss, train.residual_loss, trains_thinker(recipe)) if train.speech_loss else None
+    speech = None
+    if train.speech_loss and (talker := getattr(assembly.config, "talker", None)):
+        speech = SpeechLoss(train.speech_loss, train.residual_loss, talker.codebooks, trains_thinker(recipe))
     objective = Objective(*losses, mtp_layers, train.mtp_loss, policy, speech)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size

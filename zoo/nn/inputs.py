@@ -28,6 +28,7 @@ class Vocabulary:
     embedding_scale: float = 1.0  # factor of tokens' embeddings
     logit_softcap: float | None = None  # c of c tanh(logits / c)
     scores: bool = False  # a `score` of an answer's last state in the place of the vocabulary's head
+    width: int | None = None  # of the embedding; None: the decoder's
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ class MultimodalModel(LanguageModule):
         self.local_rotary = None if local_rotary is None else Rotary.from_shape(config.kv_channels, local_rotary)
         rows *= groups.tp.size()
         if stage.first or self.mtp_process:
+            embedding_config = copy.copy(config)
+            embedding_config.hidden_size = vocabulary.width or config.hidden_size
             self.embedding = LanguageModelEmbedding(
-                config=config,
+                config=embedding_config,
                 vocab_size=rows,
                 max_sequence_length=0,
                 position_embedding_type="none",

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 FRAMES, COUNTS, SPEAKERS, WEIGHTS = "speech_codes", "speech_frames", "speech_speaker", "speech_weight"
+ANSWERS = "speech_answer"
 """Media of spoken rows: (F, codebooks) int64 codes of all, (S,) int64 frames of each, (S,) int64 codes or tokens of their speakers, (S,)
-float32 weights of their codes in the loss."""
+float32 weights of their codes in the loss; and where a family asks for it (S, 2) int64 places in each row, of the spoken answer's first
+token and behind its last one."""
 
 BOS, EOS, PAD = (
     -3,

@@ -77,19 +77,20 @@ class SpeechLoss:
 
     weight: float
     residual: float
+    codebooks: int
     text: bool = False  # whether the thinker learns, and its text has a loss
 
     @property
     def names(self) -> tuple[str, ...]:
         """Sums over a micro-batch that the metrics are made of."""
-        return ("code_nll", "residual_nll", "frames", *(("text_nll",) if self.text else ()))
+        residual = ("residual_nll", "frames") if self.codebooks > 1 else ()
+        return ("code_nll", *residual, *(("text_nll",) if self.text else ()))
 
     def means(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics for the log: the mean loss of first codes, ends included, that of residual ones, and that of the text."""
-        means = {
-            "code_loss": totals["code_nll"] / (count or 1.0),
-            "residual_loss": totals["residual_nll"] / (totals["frames"] or 1.0),
-        }
+        means = {"code_loss": totals["code_nll"] / (count or 1.0)}
+        if self.codebooks > 1:
+            means["residual_loss"] = totals["residual_nll"] / (totals["frames"] or 1.0)
         return means | ({"text_loss": totals["text_nll"] / (count or 1.0)} if self.text else {})
 
 
@@ -175,7 +176,7 @@ def label_loss(
 
 
 def speech_loss(
-    output: Tensor, loss_inputs: LossInputs, loss: SpeechLoss, codebooks: int, *, evaluate: bool
+    output: Tensor, loss_inputs: LossInputs, loss: SpeechLoss, *, evaluate: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum over this rank's first codes, their frames' residual codes and its text labels, as `SpeechLoss` weighs them.
 
@@ -189,24 +190,26 @@ def speech_loss(
     """
     spoken = loss_inputs.spoken
     assert spoken is not None
-    segments, rest = spoken.segments.to(output.device), codebooks - 1
+    segments, rest = spoken.segments.to(output.device), max(1, loss.codebooks - 1)
     values = output if evaluate else output[None]
     texts, codes = values.tensor_split([len(spoken.text_share)], dim=1)
     first, residual = codes.tensor_split([len(segments)], dim=1)
     weights, of_text = spoken.weights, spoken.text_share
     if loss_inputs.label_weights is not None:
         of_text = of_text * loss_inputs.label_weights
-    by_frame = residual.unflatten(1, (-1, rest)).sum(-1)
-    of_frames = first.new_zeros(first.shape).masked_scatter(~spoken.ends, by_frame)
+    of_frames = first.new_zeros(first.shape)
+    if loss.codebooks > 1:
+        of_frames = of_frames.masked_scatter(~spoken.ends, residual.unflatten(1, (-1, rest)).sum(-1))
     code_nll, residual_nll, text_nll = weights * first[0], weights * of_frames[0] / rest, of_text * texts[0]
     nll = loss.weight * (code_nll + loss.residual * residual_nll)
     total = nll.sum() + text_nll.sum()
-    totals = (code_nll.sum(), residual_nll.sum(), (weights * ~spoken.ends).sum(), text_nll.sum())
+    totals = {"code_nll": code_nll.sum(), "residual_nll": residual_nll.sum(), "text_nll": text_nll.sum()}
+    totals["frames"] = (weights * ~spoken.ends).sum()
     metrics = {"nll": total, "labels": nll.new_full((), float(len(segments))), "weight": weights.sum()}
-    metrics |= dict(zip(loss.names, totals, strict=False))
+    metrics |= {name: totals[name] for name in loss.names}
     if evaluate:
         places = torch.cat((segments, loss_inputs.label_segments.to(output.device)))
-        counted = torch.where(spoken.ends, 1, codebooks).to(nll.dtype)
+        counted = torch.where(spoken.ends, 1, loss.codebooks).to(nll.dtype)
         by_label = {
             "nll": (nll, text_nll),
             "labels": (counted, torch.ones_like(text_nll)),

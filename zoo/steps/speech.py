@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.nn.inputs import ModelInputs, Speech, SpokenInputs
 from zoo.packing import PackedLayout
-from zoo.packing.spoken import BOS, COUNTS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
+from zoo.packing.spoken import ANSWERS, BOS, COUNTS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
 from zoo.steps.losses import LossInputs, SpokenLabels, speech_loss
 from zoo.steps.omni import OmniStep, Tokens, sample_positions
 from zoo.steps.shard import IGNORE, Parts
@@ -100,7 +100,7 @@ class SpeakingStep(OmniStep):
         training: bool = True,
     ) -> tuple[ModelInputs, LossInputs]:
         """As every step's, with the talker's row in the inputs where the rows have speech and its losses are wanted."""
-        rest = {name: x for name, x in media.items() if name not in (FRAMES, COUNTS, SPEAKERS, WEIGHTS)}
+        rest = {name: x for name, x in media.items() if name not in (FRAMES, COUNTS, SPEAKERS, WEIGHTS, ANSWERS)}
         inputs, loss_inputs = super().shard(parts, rest, evaluate=evaluate, logits=logits, training=training)
         if FRAMES not in media or logits or not (training or evaluate):
             return inputs, loss_inputs
@@ -120,8 +120,7 @@ class SpeakingStep(OmniStep):
         """As every step's, and that of speech where it is trained."""
         if self.speech is None:
             return super().loss(output, loss_inputs, loss_scale, evaluate)
-        assert self.config.talker is not None
-        total, metrics = speech_loss(output, loss_inputs, self.speech, self.config.talker.codebooks, evaluate=evaluate)
+        total, metrics = speech_loss(output, loss_inputs, self.speech, evaluate=evaluate)
         total = total * loss_scale
         if loss_inputs.filler:
             return total * 0.0, {name: torch.zeros_like(value) for name, value in metrics.items()}

@@ -71,6 +71,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "ZOO_ROLLOUT": ([], ["rl.rollout=vllm"]),
     "PROFILE": (["run.profile=2:3"], []),
     "TALKER": (["recipe=qwen3_omni_sft"], ["recipe=qwen3_vl_sft"]),
+    "RESIDUAL": (["recipe=qwen3_omni_talker_sft"], ["recipe=qwen25_omni_talker_sft"]),
     "SPEECH": (["recipe=qwen3_omni_sft", "train.speech_loss=1"], ["recipe=qwen3_omni_sft", "train.speech_loss=0"]),
 }  # fmt: skip
 

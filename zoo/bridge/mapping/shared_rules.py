@@ -73,10 +73,10 @@ def attention_layer(zoo: str, hf: str, qkv: Transform | None = None, *, sandwich
     )
 
 
-def qkv_bias(zoo: str, hf: str) -> Rule:
-    """Biases of a layer's queries, keys and values."""
+def qkv_bias(zoo: str, hf: str, qkv: Transform | None = None) -> Rule:
+    """Biases of a layer's queries, keys and values, joined as `attention_layer` has it."""
     biases = (f"{hf}.self_attn.{part}_proj.bias" for part in "qkv")
-    return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=QKV(), shard="tp0")
+    return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=qkv or QKV(), shard="tp0")
 
 
 def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:

@@ -85,6 +85,11 @@ def _has_talker(recipe: Recipe) -> bool:
     return family is None or ("talker" in family.parts and speaks)
 
 
+def _has_residual_codes(recipe: Recipe) -> bool:
+    talker = recipe.model.arch.get("talker_config")
+    return not talker or "code_predictor_config" in talker
+
+
 def _has_linear_attention(recipe: Recipe) -> bool:
     text = text_config(recipe.model.arch)
     heads = "linear_num_value_heads" in text  # configs of some models leave out layer_types
@@ -134,6 +139,7 @@ TALKER = When(
     lacks="in a model without a talker that can be trained", do="train a model that has one", holds=_has_talker
 )
 SPEECH = _above_zero("train.speech_loss", "without a loss of speech")
+RESIDUAL = When(lacks="of a talker with one codebook", do="train a talker that has more", holds=_has_residual_codes)
 LINEAR_ATTENTION = When(
     lacks="in a model without linear attention", do="train a model that has it", holds=_has_linear_attention
 )

@@ -244,7 +244,7 @@ class TrainConfig:
     """weight of multi-token prediction, where the model has it; 0 leaves it out, as losses of preferences and a teacher do"""
     speech_loss: float = number(0.0, 0, 1000, when=(conditions.TALKER, conditions.NLL, conditions.NO_TEACHER))
     """weight of the talker's loss, beside that of the text where the thinker is trained, too; every row has `speech` then; 0: there is no talker"""
-    residual_loss: float = number(0.3, 0, 1000, when=conditions.SPEECH)
+    residual_loss: float = number(0.3, 0, 1000, when=(conditions.SPEECH, conditions.RESIDUAL))
     """weight of the residual codebooks' mean loss, next to the first codebook's"""
     eval_every: int = number(0, 0, 10**9, when=conditions.EVALUATION)
     """steps between evaluations; 0: only at the end"""

@@ -302,7 +302,11 @@ class SpeakingProcessor(OmniProcessor):
 
     Args:
         hf, audio_tokens, clock: as `OmniProcessor` has them.
-        speech: what the talker reads and says; None: there is none.
+        speech: gives what the talker reads and says, where it is trained; None: there is none.
+
+    Attributes:
+        speech: what it gave.
+        speaks: whether rows are spoken.
     """
 
     def __init__(
@@ -310,17 +314,18 @@ class SpeakingProcessor(OmniProcessor):
         hf: ProcessorMixin,
         audio_tokens: Callable[[int], int],
         clock: Mapping[str, float],
-        speech: SpeechCodes | None = None,
+        speech: Callable[[], SpeechCodes] | None = None,
     ) -> None:
         super().__init__(hf, audio_tokens, clock)
-        self.speech, self.speaks = speech, False
+        self._speech, self.speaks = speech, False
+        self.speech: SpeechCodes | None = None
         self.codec: str | None = None
 
     def train_speech(self, codec: str | None = None) -> None:
         """Have every row spoken from here on, sound files by data.codec; ConfigError where the checkpoint has no talker, UserError for the codec."""
-        if self.speech is None:
+        if self._speech is None:
             raise ConfigError("train.speech_loss: the model has no talker; start from a checkpoint of the whole model.")
-        self.speaks, self.codec = True, codec
+        self.speech, self.speaks, self.codec = self._speech(), True, codec
         if codec is not None:
             find_codec(codec)
 

@@ -50,6 +50,13 @@ def test_codes_as_rows_give_them(kind: str, tmp_path: Path) -> None:
     assert found == row(tmp_path, speech=speech, speaker="Ethan")
 
 
+@pytest.mark.parametrize(
+    "speech", [[3, 0, 7], np.array([3, 0, 7]), npy(np.array([3, 0, 7])), [[3], [0], [7]]], ids=type
+)
+def test_codes_of_one_codebook(speech: Any, tmp_path: Path) -> None:
+    assert load_codes(row(tmp_path, speech=speech)).tolist() == [[3], [0], [7]]
+
+
 def test_a_row_without_speech(tmp_path: Path) -> None:
     assert row(tmp_path).speech is None
     asked = row(tmp_path, speaker="Ethan")  # to be spoken
@@ -61,7 +68,7 @@ def test_a_row_without_speech(tmp_path: Path) -> None:
     [
         ([], "array of float64 of shape .0,"),
         ([[1, 2], [3]], "no array; whole numbers"),
-        ([1, 2], "no array; whole numbers"),
+        ([1, [2]], "no array; whole numbers"),
         ([[1.5, 2.0]], "array of float64 of shape"),
         ([[True]], "array of bool"),
         ([[-1, 2]], "a code -1"),
@@ -100,7 +107,7 @@ def test_other_codes_are_another_row(tmp_path: Path) -> None:
         (npy(CODES)[:-8], "rows:1.*an npy file"),
         (npy(np.array([{"a": 1}], dtype=object)), "1 values of object"),
         (npy(CODES * 1.0), "12 values of float64"),
-        (npy(CODES[0]), "shape .3,"),
+        (npy(CODES[None]), "shape .1,"),
         (npy(CODES - 1), "a code -1"),
         (npy(CODES).replace(b"(4, 3)", b"(4e9,3)"), "an npy file"),
         (npy(CODES).replace(b"(4, 3), }   ", b"(4000000, 3), }"), "12000000 values"),

@@ -1,0 +1,81 @@
+"""What the talker reads of a row, token by token, as transformers' `generate` builds it; all on the host.
+
+The talker's sequence of a row, worked through for an answer of three tokens (x, y, z) and four frames:
+
+    text      the row to assistant \\n   bos  x    y   z   eos pad
+    codes                                pad  bos  f0  f1  f2  f3
+    predicts                                  f0   f1  f2  f3  end
+
+A position is the sum of both lines. A token of the row is its embedding in the thinker, of media none, and the state of its final norm;
+bos, a token of the speaker's, eos and pad are their embeddings alone. Sums are projected to the talker's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.packing.spoken import BOS, EOS, PAD, SpokenRow
+
+
+@dataclass(frozen=True)
+class SpeechTokens:
+    """Ids that build the talker's sequence."""
+
+    media: tuple[int, ...]  # placeholders
+    text_bos: int  # where the checkpoint has no speakers, whose own it is
+    text_eos: int
+    text_pad: int
+    code_bos: int
+    code_eos: int
+    code_pad: int
+    code_mask: int  # which `generate` counts for the row, and nobody reads
+
+    @classmethod
+    def from_config(cls, whole: Any) -> SpeechTokens:
+        """Those of a `transformers.Qwen2_5OmniConfig`."""
+        thinker, talker = whole.thinker_config, whole.talker_config
+        return cls(
+            media=(thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id),
+            text_bos=talker.tts_text_start_token_id,
+            text_eos=talker.tts_text_end_token_id,
+            text_pad=talker.tts_text_pad_token_id,
+            code_bos=talker.tts_codec_start_token_id,
+            code_eos=talker.tts_codec_end_token_id,
+            code_pad=talker.tts_codec_pad_token_id,
+            code_mask=talker.tts_codec_mask_token_id,
+        )
+
+    @property
+    def codes(self) -> tuple[int, ...]:
+        """The codes that are no sound."""
+        return (self.code_bos, self.code_eos, self.code_pad, self.code_mask)
+
+
+def spoken_row(ids: Tensor, frames: Tensor, answer: tuple[int, int], speaker: int, tokens: SpeechTokens) -> SpokenRow:
+    """The sequence of a row of tokens `ids` (L,).
+
+    Args:
+        frames: (F, 1).
+        answer: places of the spoken answer's first token, and behind its last one.
+        speaker: the token that begins the speaker's text.
+    """
+    first, stop = answer
+    trailing, words = torch.full((len(frames),), PAD), stop - first
+    trailing[: words - 1] = torch.arange(first + 1, stop)[: len(frames)]
+    if words <= len(frames):
+        trailing[words - 1] = EOS
+    text = torch.cat((torch.arange(first), torch.tensor([BOS, first]), trailing))
+    media = torch.isin(ids[:first], torch.tensor(tokens.media))
+    opening = torch.tensor([tokens.code_pad, tokens.code_bos])
+    return SpokenRow(
+        ids=torch.cat((ids[:first], torch.full((len(text) - first,), tokens.text_pad))),
+        text=text,
+        stated=text >= 0,
+        media=torch.nn.functional.pad(media, (0, len(text) - first)),
+        codes=torch.cat((torch.full((first,), -1), opening, frames[:, 0])),
+        specials=(speaker, tokens.text_eos, tokens.text_pad),
+    )
