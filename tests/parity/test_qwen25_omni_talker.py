@@ -35,6 +35,7 @@ class Spoken:
     """A row as transformers answered and said it, and what its talker read and gave."""
 
     sample: Any  # zoo's, with the speech among its media
+    prompt: dict[str, Any]  # arguments of transformers' thinker
     frames: torch.Tensor  # (F,)
     call: dict[str, Any]  # arguments of the talker's first call, and its thinker_reply_part
     logits: list[torch.Tensor]  # (vocabulary,) behind each call
@@ -59,6 +60,7 @@ def say(hf: Any, zoo: Any, example: Any, number: int, words: int, codes: int = 9
     first = reads.answer(example.sample.input_ids)[0]
     prompt = {**example.features, "input_ids": example.sample.input_ids[None, :first]}
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    asked = dict(prompt)
     # Without the prefix generate hands pixels to the talker as well, which refuses them.
     prompt = {f"thinker_{name}" if name.startswith("pixel") else name: x for name, x in prompt.items()}
     speaker = list(SPEAKERS)[number % 2]
@@ -84,15 +86,29 @@ def say(hf: Any, zoo: Any, example: Any, number: int, words: int, codes: int = 9
     }
     sample = Sample(whole, labels, {**example.sample.media, **speech})
     call = {**heard[0][0], "thinker_reply_part": heard[1][0]["thinker_reply_part"]}
-    return Spoken(sample, frames, call, [logits for _, logits in heard])
+    return Spoken(sample, asked, frames, call, [logits for _, logits in heard])
 
 
-def teacher_forced(hf: Any, row: Spoken) -> torch.Tensor:
-    """transformers' logits (F + 1, vocabulary) of codes and the end, with what its generation read, and gradients."""
+def read_again(hf: Any, row: Spoken) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt and the reply that the talker reads, worked out anew with gradients of the thinker."""
+    ((first, stop),) = row.sample.media["speech_answer"].tolist()
+    ids = row.sample.input_ids[None, :stop]
+    given = {**row.prompt, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    states = hf.thinker(**given, output_hidden_states=True).hidden_states
+    thinker, talker, table = hf.config.thinker_config, hf.talker, hf.thinker.get_input_embeddings()
+    media = torch.tensor([thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id])
+    read = states[-1][0] + states[0][0].masked_fill(torch.isin(ids[0], media)[:, None], 0.0)
+    bos = row.call["input_text_ids"][0, -2:-1]
+    prompt = torch.cat((read[:first], table(bos), read[first : first + 1]))
+    return prompt, torch.cat((read[first + 1 :], table(torch.tensor([talker.text_eos_token, talker.text_pad_token]))))
+
+
+def teacher_forced(hf: Any, row: Spoken, *, joint: bool = False) -> torch.Tensor:
+    """transformers' logits (F + 1, vocabulary) of codes and the end, with what its generation read, and gradients, `joint` of the thinker too."""
     talker, call = hf.talker, row.call
     config, table = talker.config, talker.get_input_embeddings()
     opening = table(torch.tensor([config.tts_codec_pad_token_id, config.tts_codec_start_token_id]))
-    prompt, reply = call["inputs_embeds"][0], call["thinker_reply_part"][0]
+    prompt, reply = read_again(hf, row) if joint else (call["inputs_embeds"][0], call["thinker_reply_part"][0])
     texts = reply[torch.arange(len(row.frames)).clamp(max=len(reply) - 1)]
     inputs = torch.cat((prompt[:-2], prompt[-2:] + opening, texts + table(row.frames)))
     grids = ("image_grid_thw", "video_grid_thw")
@@ -134,9 +150,9 @@ class Pair:
         assert residual is None
         return list(first.split([len(sample.media["speech_codes"]) + 1 for sample in samples]))
 
-    def loss(self, row: Spoken) -> torch.Tensor:
+    def loss(self, row: Spoken, *, joint: bool = False) -> torch.Tensor:
         targets = torch.cat((row.frames, torch.tensor([self.end])))
-        return F.cross_entropy(teacher_forced(self.hf, row), targets, reduction="sum")
+        return F.cross_entropy(teacher_forced(self.hf, row, joint=joint), targets, reduction="sum")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +200,33 @@ def test_every_gradient(layout: str, pair: Pair) -> None:
     assert not {name: error for name, error in errors.items() if not error < 1e-5}
     frozen = [p for name, p in zoo.model.named_parameters() if not name.startswith("talker.")]
     assert frozen and all(p.grad is None for p in frozen), "a thinker that is not trained"
+
+
+def test_gradients_of_thinker_and_talker(pair: Pair) -> None:
+    """Of the codes' loss, where the thinker is not frozen: of what it embeds, and of the states that are read."""
+    rows, zoo = (
+        list(pair.rows.values()),
+        Zoo.load(pair.folder, pair.zoo.world, "model.family=qwen25_omni", "train.speech_loss=0.5"),
+    )
+    count = sum(len(row.frames) + 1 for row in rows)
+    wanted_loss = 0.5 * torch.stack([pair.loss(row, joint=True) for row in rows]).sum() / count
+    pair.hf.zero_grad(set_to_none=True)
+    wanted_loss.backward()
+    wanted = {name: p.grad for name, p in pair.hf.named_parameters() if p.grad is not None}
+    loss, gradients = zoo.gradients([packed_batch(pair.samples)], count)
+    assert loss == pytest.approx(float(wanted_loss), rel=1e-6)
+    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
+    apart = tiny.renamed(
+        wanted,
+        {
+            "thinker.model.language_model.": "thinker.model.",
+            "thinker.model.visual.": "thinker.visual.",
+            "thinker.model.audio_tower.": "thinker.audio_tower.",
+        },
+    )
+    assert {name.split(".")[1] for name in apart} >= {"model", "visual", "audio_tower"}
+    errors = relative_errors({name: found[name] for name in apart}, apart)
+    assert not {name: error for name, error in errors.items() if not error < 1e-5}
 
 
 def test_metrics_of_each_row(pair: Pair) -> None:

@@ -276,7 +276,7 @@ class TalkerConfig(FamilyConfig):
 class SpeakingConfig(OmniConfig):
     """A transformers config of a whole model: the thinker, and the talker where the whole model has one."""
 
-    talks: ClassVar[type[TalkerConfig]]
+    talks: ClassVar[type[TalkerConfig]]  # the family's config of a talker
 
     @cached_property
     def talker(self) -> TalkerConfig | None:
