@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any
 
 # First words of what loggers say in vain: megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU
-# to report; transformers does not know `mrope_section` in the config of a talker, which zoo checks itself.
+# to report; transformers knows neither `mrope_section` nor tokens of the thinker in the config of a talker, which zoo checks itself.
 _UNSAID = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "transformers.configuration_utils": "Model config: ",
     "transformers.modeling_rope_utils": "Unrecognized keys in `rope_parameters`",
 }
 _LOGGERS = ("", "megatron", *_UNSAID)
