@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
     from zoo.model.build import assemble
-    from zoo.tools.inspection.drawing import draw, write_page
+    from zoo.tools.inspection.drawing import draw, draw_speech, write_page
     from zoo.tools.inspection.lengths import lengths_of
     from zoo.tools.inspection.replay import replayed
     from zoo.tools.inspection.replay import table as table_of_step
@@ -71,13 +71,18 @@ def run(arguments: Sequence[str]) -> int:
         folder = Path(values.get("out", step.run_dir / "inspect" / f"step_{step.number}"))
     drawing = draw(rows, lengths, title, folder / "rows.png")
     page = write_page(rows, lengths, title, drawing.name, folder / "rows.html")
+    speech = draw_speech(rows, folder / "speech.png")
     if "--json" in flags:
         statistics = {"picture": str(drawing), "page": str(page), **lengths.as_dict()}
+        if speech is not None:
+            statistics["speech"] = str(speech)
         if step is not None:
             statistics["step"] = {key: value for key, value in step.record.items() if key != "data"}
         print(json.dumps(statistics, indent=2))
     else:
-        print(f"{table(lengths) if step is None else table_of_step(step)}\n{drawing}\n{page}")
+        print(
+            f"{table(lengths) if step is None else table_of_step(step)}\n{drawing}\n{page}{'' if speech is None else f'\n{speech}'}"
+        )
     return 0
 
 

@@ -23,6 +23,7 @@ COLOURS = {
 NAMES = {"prompt": "prompt text", "audio": "sound", "label": "label (has loss)"}
 INK, QUIET, FAINT, PAPER, TIME, SPACE = "#1d2433", "#6b7385", "#d4d8e0", "#ffffff", "#d1345b", "#9aa3b5"
 BAR, CURVE, PITCH = 0.8, 0.8, 2.75  # heights of tokens and positions, and from a row to the next
+_SPOKEN = 4  # answers whose codes are drawn
 _NARROW = 0.03  # of the width: samples below it are not labelled
 _LETTER = 0.0046  # width of a letter of a sample's name, of the image's
 
@@ -70,6 +71,45 @@ def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) ->
         _draw_lengths(left, lengths)
         _draw_fillings(right, lengths)
         figure.suptitle(title, fontsize=12.5, weight="bold", x=0.01, ha="left", parse_math=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as partial:
+            figure.savefig(partial, dpi=110)
+        plt.close(figure)
+    return path
+
+
+def draw_speech(rows: Sequence[PackedRow], path: Path) -> Path | None:
+    """Write an image of what is spoken, a PNG: each answer's codes by frame, beneath the text that is read with it. None without speech."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    spoken = [segment for row in rows for segment in row.segments if segment.speech is not None][:_SPOKEN]
+    if not spoken:
+        return None
+    with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
+        figure = plt.figure(figsize=(14, 2.6 * len(spoken)), facecolor=PAPER, layout="constrained")
+        axes: Any = figure.subplots(len(spoken), 1, squeeze=False)[:, 0]
+        for axis, segment in zip(axes, spoken, strict=True):
+            assert segment.speech is not None
+            codes = segment.speech.codes.numpy()
+            axis.imshow(codes.T, aspect="auto", cmap="viridis", interpolation="nearest")
+            words = ["\N{DOWNWARDS ARROW} " + word.strip() if word.strip() else "" for word in segment.speech.words]
+            marks = [place for place, word in enumerate(words) if word]
+            axis.set_xticks(
+                [place - 1 for place in marks],
+                [words[place] for place in marks],
+                rotation=60,
+                ha="left",
+                fontsize=7,
+                parse_math=False,
+            )
+            axis.xaxis.tick_top()
+            axis.set_xlim(-1.5, len(codes) - 0.5)
+            axis.set(ylabel="codebook", xlabel=f"{len(codes)} frames, each beneath the text that it is read with")
+            axis.set_title(f"{segment.source} {segment.kind or ''}", loc="left", parse_math=False)
+            _plain(axis)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as partial:
             figure.savefig(partial, dpi=110)

@@ -13,8 +13,10 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.processors.audio import SpeakingProcessor
 from zoo.data.sample import IGNORE
 from zoo.model.build import Assembly
+from zoo.packing.spoken import COUNTS, EOS, FRAMES
 from zoo.planner.sample_costs import training_cost
 from zoo.records import reading_back
 from zoo.steps import StepRank
@@ -23,6 +25,7 @@ from zoo.types import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from zoo.data.processors import Processor
     from zoo.data.sample import MicroBatch
 
 MEDIA = ("image", "video", "audio")
@@ -41,6 +44,14 @@ class Span:
 
 
 @dataclass(frozen=True)
+class SpokenAnswer:
+    """An answer's codes, and the text that the talker reads with each frame."""
+
+    codes: Tensor  # (F, codebooks) int64
+    words: tuple[str, ...]  # one before the first frame and one a frame, "" where no text is left
+
+
+@dataclass(frozen=True)
 class Segment:
     """One sample in its row."""
 
@@ -50,6 +61,7 @@ class Segment:
     source: str  # file and line
     kind: str | None
     spans: tuple[Span, ...]
+    speech: SpokenAnswer | None = None
 
     def tokens(self, kind: str) -> int:
         """How many of its tokens are of that kind."""
@@ -98,15 +110,14 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int, data: JsonObject
     while len(packed) < count and (batches := loader.next_step()):
         for batch in batches:
             if not batch.filler:
-                packed += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
+                packed += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor)
     return packed[:count]
 
 
-def _rows_of(
-    parts: Any, batch: MicroBatch, tokens: dict[str, int | None], tokenizer: PreTrainedTokenizerBase
-) -> list[PackedRow]:
+def _rows_of(parts: Any, batch: MicroBatch, tokens: dict[str, int | None], processor: Processor) -> list[PackedRow]:
     """Rows of a micro-batch: one that is packed, or a padded one for each sample."""
-    rows = []
+    rows, spoken = [], batch.media.get(COUNTS)
+    frames = () if spoken is None else batch.media[FRAMES].split(spoken.tolist())
     for row, ids in enumerate(parts.input_ids):
         padding, owner = parts.padding_mask[row], parts.segment_ids[row]
         classes = torch.zeros_like(ids)
@@ -120,8 +131,9 @@ def _rows_of(
             tokens_of_sample = (owner == number).nonzero().flatten()
             start, end = int(tokens_of_sample[0]), int(tokens_of_sample[-1]) + 1
             starts.append(start)
-            spans = tuple(_spans(classes, ids, start, end, tokenizer))
-            segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans))
+            spans = tuple(_spans(classes, ids, start, end, processor.tokenizer))
+            speech = _speech(ids[start:end], frames[number], processor) if len(frames) == len(batch.lengths) else None
+            segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans, speech))
         ends = [*starts[1:], len(ids)]
         segments = [replace(segment, padded_end=end) for segment, end in zip(segments, ends, strict=True)]
         rows.append(PackedRow(len(ids), tuple(segments), parts.positions[:, row]))
@@ -138,3 +150,13 @@ def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: PreTra
         text = "" if kind in (*MEDIA, "padding") else tokenizer.decode(ids[first:last].tolist())
         spans.append(Span(kind, first, last, text[:_LONGEST_TEXT]))
     return spans
+
+
+def _speech(ids: Tensor, codes: Tensor, processor: Processor) -> SpokenAnswer:
+    """What the talker says of a sample's tokens (L,), and reads with each frame."""
+    assert isinstance(processor, SpeakingProcessor) and processor.speech is not None
+    places = processor.speech.row(ids, codes, 0).text[-len(codes) - 1 :].tolist()
+    words = (processor.tokenizer.decode([int(ids[place])]) if place >= 0 else "" for place in places)
+    return SpokenAnswer(
+        codes, tuple("end" if place == EOS else word for word, place in zip(words, places, strict=True))
+    )

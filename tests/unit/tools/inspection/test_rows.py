@@ -13,6 +13,7 @@ from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.model.build import assemble
+from zoo.tools.inspection.drawing import draw_speech
 from zoo.tools.inspection.lengths import filling
 from zoo.tools.inspection.rows import packed_rows
 
@@ -42,6 +43,19 @@ def test_every_token_is_in_one_span(name: str, mode: str) -> None:
         assert len(row.segments) == 1 or mode == "thd"
     assert {"prompt", "label", "image"} <= kinds
     assert torch.is_tensor(rows[0].positions)
+
+
+def test_a_spoken_answer_is_shown_with_the_text_that_each_frame_is_read_with(tmp_path: Path) -> None:
+    recipe = validate(load_recipe("qwen3_omni_talker_sft", ["size=tiny", "hardware=cpu", "data.augment=0"]), 1)
+    rows = packed_rows(recipe, assemble(recipe), 1)
+    for segment in rows[0].segments:
+        assert segment.speech is not None
+        *words, last = (word for word in segment.speech.words if word)
+        assert len(segment.speech.words) == len(segment.speech.codes) + 1 and last == "end"
+        (answer,) = (span.text for span in segment.spans if span.kind == "label")
+        assert "".join(words) == answer.removesuffix("<|im_end|>")
+    path = draw_speech(rows, tmp_path / "speech.png")
+    assert path is not None and path.stat().st_size > 10_000
 
 
 def test_rows_end_where_the_epochs_of_a_run_do(tmp_path: Path) -> None:
