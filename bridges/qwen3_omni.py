@@ -8,6 +8,7 @@ trained passes through, as code2wav always does.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from zoo.bridge.mapping.rules import Rule, rule
 from zoo.bridge.mapping.shared_rules import (
@@ -20,6 +21,7 @@ from zoo.bridge.mapping.shared_rules import (
     routed_experts,
     singles,
     stacks,
+    vocabulary,
     whole_config,
 )
 from zoo.bridge.mapping.table import Bridge
@@ -32,11 +34,12 @@ _SHARED = f"{_HF_LAYER}.mlp.shared_expert"
 
 def _talker() -> tuple[Rule, ...]:
     """Its decoder and projections, and the code predictor, whose parameters of each codebook stand by themselves."""
+    codes = partial(vocabulary, part="talker")
     experts = routed_experts(f"{_LAYER}.mlp", f"{_HF_LAYER}.mlp", singles, stacks)
     return (
-        rule("talker.embedding.word_embeddings.weight", "talker.model.codec_embedding.weight"),
+        rule("talker.embedding.word_embeddings.weight", "talker.model.codec_embedding.weight", shard=codes),
         rule("talker.decoder.final_layernorm.weight", "talker.model.norm.weight"),
-        rule("talker.output_layer.weight", "talker.codec_head.weight"),
+        rule("talker.output_layer.weight", "talker.codec_head.weight", shard=codes),
         rule("talker.text_projection.{rest}", "talker.text_projection.{rest}"),
         rule("talker.hidden_projection.{rest}", "talker.hidden_projection.{rest}"),
         *attention_layer(_LAYER, _HF_LAYER, OfPart("talker", QKV())),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -39,14 +40,20 @@ class CodePredictor(MegatronModule):
     """A dense decoder over the codebooks of each frame by itself: a frame is a row of a batch, a codebook a token."""
 
     def __init__(self, config: PredictorConfig, recipe: Recipe) -> None:
-        text, decoder_config = config.text, transformer_config(config.text, recipe, qk_norm=True)
+        # A sequence is a frame's few codes, which a rank has by itself but for heads and widths: its context is the pipeline of one stage.
+        alone = recipe.replace(
+            {f"parallel.{key}": size for key, size in (("cp", 1), ("ep", 1), ("etp", 1), ("sp", False))}
+        )
+        text, decoder_config = config.text, transformer_config(config.text, alone, qk_norm=True)
         super().__init__(config=decoder_config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group, groups.cp = groups.tp, groups.pp
         provider, residual = get_backend(recipe.engine.backend, decoder_config), text.num_code_groups - 1
         layers = [decoder_layer(decoder_config, provider, experts=False) for _ in range(text.num_hidden_layers)]
         self.decoder = Decoder(
             decoder_config,
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True)),
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            pg_collection=groups,
         )
         self.rotary = Rotary.from_shape(decoder_config.kv_channels, config.rotary)
         shape, std = (text.vocab_size, text.hidden_size), text.initializer_range
@@ -57,7 +64,9 @@ class CodePredictor(MegatronModule):
         self.embeddings, self.heads = torch.nn.ModuleList(tables), torch.nn.ModuleList(heads)
 
     def forward(self, states: Tensor, frames: Tensor, embedded: Tensor) -> Tensor:
-        """Logits (codebooks - 1, F, vocabulary) of the residual codes, each given those before it.
+        """Logits (codebooks - 1, F, vocabulary/tp) of the residual codes, each given those before it.
+
+        Every tensor-parallel rank has the heads whole, and works out its share of the logits.
 
         Args:
             states: (F, hidden) the talker's, which predicted the frames' first codes.
@@ -66,10 +75,10 @@ class CodePredictor(MegatronModule):
         """
         positions = torch.arange(len(embedded), device=states.device).expand(1, len(frames), -1)
         hidden = self.decoder(torch.cat((states[None], embedded[:-1])), self.rotary(positions), None, None, None)
-        return torch.bmm(
-            hidden[1:],
-            torch.stack([head.get_parameter("weight") for head in self.heads]).transpose(1, 2).to(hidden.dtype),
-        )
+        group, weights = self.tp_group, torch.stack([head.get_parameter("weight") for head in self.heads])
+        hidden, weights = (copy_to_tensor_model_parallel_region(x, group=group) for x in (hidden[1:], weights))
+        weights = weights.chunk(group.size(), dim=1)[group.rank()]
+        return torch.bmm(hidden, weights.transpose(1, 2).to(hidden.dtype))
 
     def say(self, states: Tensor, first: Tensor, pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Residual codes (F, codebooks - 1) int64 of frames, one after the other, and the sum (F, hidden) of their embeddings.
@@ -114,8 +123,8 @@ class Qwen3Talker(Talker):
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As every talker's, whose rows of text are projected before codes are added."""
+        hidden = self._read(embedded, states, speech, self.code_predictor.embed(speech.heard_frames).sum(0))
         residual = self.code_predictor.embed(speech.frames)
-        hidden = self._read(embedded, states, speech, residual.sum(0))
         firsts = self._embedded(speech.frames[None, :, 0])[:, 0]
         asked = hidden.index_select(0, speech.asked)
         predicted = self.code_predictor(asked, speech.frames, torch.cat((firsts[None], residual)))
@@ -129,11 +138,7 @@ class Qwen3Talker(Talker):
         hidden = self.text_projection(embedded)
         hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
         hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
-        hidden = hidden.index_add(0, speech.heard, heard.to(hidden.dtype))
-        params = SeqParams.from_layout(speech.layout)
-        params.cache = cache
-        out: Tensor = self.decoder(hidden[:, None], self.rotary(speech.positions), params, speech.padding_mask, None)
-        return out[:, 0]
+        return self.decoded(hidden.index_add(0, speech.heard, heard.to(hidden.dtype)), speech, cache)
 
     def begin(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache) -> Tensor:
         """Read S sequences of no frames yet, as `logits` does: states (S, hidden) that predict their first ones."""

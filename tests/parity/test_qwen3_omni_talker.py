@@ -15,7 +15,7 @@ from support.gathered import worst as worst_gradient
 from support.pairs import relative_errors, worst
 from support.rows import make_examples
 from support.spoken import Spoken, losses, say, teacher_forced, text_loss
-from support.tiny_talker import CODES, VOCABULARY, write_tiny_talker
+from support.tiny_talker import CODES, VOCABULARY, whole_config, write_tiny_talker
 from support.weights import export, same, tensors
 
 TALKS = ("train.speech_loss=1", "model.freeze=[vision,audio,language]")
@@ -257,7 +257,7 @@ def test_a_speech_that_does_not_fit_the_talker_is_refused(keys: dict, reason: st
     [
         (["model.freeze=[vision,audio,language,talker]"], "nothing would be left to train"),
         (["train.speech_loss=0"], "nothing would be left to train"),
-        (["parallel.tp=2"], "parallel.tp=2 with train.speech_loss: a talker's ranks"),
+        (["parallel.pp=2"], "parallel.pp=2 with train.speech_loss: a talker is no stage"),
         (["packing.mode=none"], "packing.mode=none with train.speech_loss=1"),
     ],
     ids=str,
@@ -267,6 +267,25 @@ def test_what_a_talker_is_not_built_for_is_refused(overrides: list[str], reason:
 
     with pytest.raises(ConfigError, match=reason):
         recipe_for(tmp_path, *TALKS, *overrides, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"tp": 2, "sp": True}, "tp=2 does not divide the 6 attention heads and 3 key-value heads of the talker's code predictor"),
+        ({"ep": 4}, "ep=4 does not divide the talker's experts, 6; 1, 2, 3 or 6 would"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_that_cannot_share_a_talker_are_refused(keys: dict, reason: str) -> None:
+    from zoo.config.checks.layout import check_layout
+    from zoo.config.schema import Recipe
+    from zoo.errors import ConfigError
+
+    arch = whole_config(num_experts=8).to_dict()
+    recipe = Recipe().replace({"model.family": "qwen3_omni", "model.arch": arch, "train.speech_loss": 1.0})
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(recipe.replace({f"parallel.{key}": value for key, value in keys.items()}), 4)
 
 
 def test_a_family_without_a_talker_is_refused() -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.config.derived import trains_thinker
 from zoo.config.schema import Recipe
+from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import NotedStates
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
@@ -109,16 +117,36 @@ class Talker(MultimodalModel):
 
         Args:
             embedded: (T, hidden of the thinker) its embeddings of `speech.text`.
-            states: (N, hidden of the thinker) its states of `speech.seen`.
+            states: (N, hidden of the thinker) its states that `speech.stated` reads.
             count_correct: (2, ...), the second row 1.0 where the code was the most likely one.
         """
         first, residual = self.logits(embedded, states, speech, speech.label_rows)
-        every = [(first, speech.targets)]
+        every = [(first, speech.targets, len(speech.owners) > 0)]
         if residual is not None:
-            every.append((residual.transpose(0, 1).flatten(0, 1), speech.frames[:, 1:].flatten()))
-        correct = [most_likely(logits, self.tp_group) == wanted for logits, wanted in every] if count_correct else []
-        losses = torch.cat([cross_entropy(logits, wanted, self.tp_group) for logits, wanted in every])
-        return torch.stack((losses, torch.cat(correct).to(losses.dtype))) if correct else losses
+            codes = speech.frames[:, 1:].flatten()
+            every.append((residual.transpose(0, 1).flatten(0, 1), codes, not bool(speech.ends.all())))
+        losses = []
+        for logits, wanted, counts in every:
+            correct = [most_likely(logits, self.tp_group) == wanted] if count_correct else []
+            loss = cross_entropy(logits, wanted, self.tp_group)
+            loss = torch.stack((loss, *(one.to(loss.dtype) for one in correct))) if correct else loss
+            losses.append(loss if counts else loss[..., :0] + loss.sum() * 0.0)
+        return torch.cat(losses, dim=-1)
+
+    def decoded(self, hidden: Tensor, speech: Speech, cache: DecodeCache | None = None) -> Tensor:
+        """States (T, C) behind the layers of what goes into them (T, C), whole on every tensor-parallel rank."""
+        cp, hidden = self.groups.cp, hidden[:, None]
+        params = SeqParams.from_layout(speech.layout, cp if cp.size() > 1 else None)
+        params.cache = cache
+        if self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        mask = self._local_mask(speech.padding_mask)
+        hidden = self.decoder(hidden, self.rotary(speech.positions), params, mask, None)
+        if self.config.sequence_parallel:  # what reads it computes the same on all ranks
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return hidden[:, 0]
 
     def logits(
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
@@ -179,10 +207,20 @@ class SpeakingModel(OmniModel):
             if noted.states is None:
                 hidden, deepstack, _ = self._embed(inputs)
                 rotary, params = self.rotary(inputs.positions), inputs.seq_params
-                mask, most = inputs.padding_mask, inputs.most_tokens
+                mask, most = self._local_mask(inputs.padding_mask), inputs.most_tokens
                 self.decoder(hidden, rotary, params, mask, deepstack, most_tokens=most, noted=noted)
-            assert noted.states is not None
-            return self._embedded(speech.text[None])[:, 0], noted.states[:, 0].index_select(0, speech.seen)
+            states, cp = noted.states, self.groups.cp
+            assert states is not None
+            if self.config.sequence_parallel:  # the talker's inputs are the same on all ranks
+                states = gather_from_sequence_parallel_region(
+                    states, tensor_parallel_output_grad=False, group=self.tp_group
+                )
+            states = states[:, 0].index_select(0, speech.seen)
+            if cp.size() > 1:  # each rank brings those that it holds, and reads any
+                every = states.new_zeros(speech.states, states.shape[1]).index_copy(0, speech.places, states)
+                every = reduce_from_tensor_model_parallel_region(every, group=cp)
+                states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.wanted)
+            return self._embedded(speech.text[None])[:, 0], states
 
     def to_say(self, speech: Speech) -> Tensor:
         """(S, R, hidden) embeddings of the texts that frames are read with which are still to be said."""

@@ -58,17 +58,23 @@ def packed_speech(
         parts["coded"].append(coded + offset)
         parts["codes"].append(row.codes[coded])
         parts["heard"].append(asked[1:])
+        parts["asked"].append(asked[:-1])
         parts["label_rows"].append(asked)
         parts["targets"].append(torch.cat((of_row[:, 0], torch.tensor([code_eos]))))
         parts["ends"].append(torch.arange(len(of_row) + 1) == len(of_row))
         parts["owners"].append(torch.full((len(of_row) + 1,), number))
-    mask, texts = layout.padding_mask, parts.pop("text")
+    mask, texts, codes = layout.padding_mask, parts.pop("text"), torch.cat(list(frames))
+    states = sum(map(len, parts["seen"]))
     return Speech(
         layout=layout,
         positions=layout.pack_list([of_row.T for of_row in positions]).permute(2, 0, 1),
         padding_mask=mask if bool(mask.any()) else None,
         text=layout.pack_list(texts, fill=rows[0].specials[-1])[0],
-        frames=torch.cat(list(frames)),
+        heard_frames=codes,
+        frames=codes,
+        states=states,
+        wanted=torch.arange(states),
+        places=torch.arange(states),
         rest=torch.stack(rest) if rest else None,
         **{name: torch.cat(values) for name, values in parts.items()},
     )
@@ -105,6 +111,8 @@ class SpeakingStep(OmniStep):
         if FRAMES not in media or logits or not (training or evaluate):
             return inputs, loss_inputs
         speech = self.talker_row(parts.input_ids, parts.layout, media)
+        if self.cp_size > 1:
+            speech = speech.share(self.cp_rank, self.cp_size, self._context_shard(parts).local)
         spoken = SpokenInputs(**vars(inputs), speech=speech.moved(self._move, self.device))
         if self.speech is None or not self.speech.text:
             loss_inputs = replace(loss_inputs, label_segments=speech.owners[:0], label_source=speech.owners[:0])

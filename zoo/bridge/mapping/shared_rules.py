@@ -42,14 +42,16 @@ def decoder_ends(hf: str, head: str, score: str = SCORE) -> tuple[Rule, ...]:
     """Embedding, final norm, and the head of that name, which a tied model does not have; a reward model has `score` in its place."""
     embedding = f"{hf}.embed_tokens.weight"
     return (
-        rule("embedding.word_embeddings.weight", embedding, shard=_vocabulary),
+        rule("embedding.word_embeddings.weight", embedding, shard=vocabulary),
         rule("decoder.final_layernorm.weight", f"{hf}.norm.weight"),
-        Rule("output_layer.weight", (Layout((head,)),), _vocabulary, tied_to=embedding),
+        Rule("output_layer.weight", (Layout((head,)),), vocabulary, tied_to=embedding),
         rule(SCORE, score),
     )
 
 
-def _vocabulary(dims: Dims) -> Shard | PaddedRows:
+def vocabulary(dims: Dims, part: str = "") -> Shard | PaddedRows:
+    """How ranks share the rows of embedding and head, of a further decoder where `part` names one."""
+    dims = dims.parts[part] if part else dims
     return PaddedRows(dims.vocabulary) if dims.vocabulary else "tp0"
 
 

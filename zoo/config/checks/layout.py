@@ -15,11 +15,10 @@ from zoo.types import JsonMapping
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
     parallel, ranks = recipe.parallel, "1 rank" if world_size == 1 else f"{world_size} ranks"
-    for name in ("tp", "pp", "cp", "ep", "etp") if recipe.train.speech_loss else ():
-        if (size := getattr(parallel, name)) > 1:
-            raise ConfigError(
-                f"parallel.{name}={size} with train.speech_loss: a talker's ranks share out rows alone; leave it out"
-            )
+    if recipe.train.speech_loss and parallel.pp > 1:
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} with train.speech_loss: a talker is no stage of a pipeline; share the model out by parallel.ep or tp"
+        )
     for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = prod(getattr(parallel, name) for name in names)
         if world_size % product:
@@ -44,23 +43,16 @@ def _check_sizes(recipe: Recipe) -> None:
     parallel, text = recipe.parallel, text_config(recipe.model.arch)
     if recipe.model.arch:
         _check_experts(recipe, num_experts(recipe.model.arch))
-    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
-    if heads:
-        groups = text.get("num_key_value_heads") or heads
-        fitting = [tp for tp in _divisors(heads) if groups % tp == 0 or tp % groups == 0]
-        full = text.get("num_global_key_value_heads")  # values that are keys are not given to two ranks
-        fitting = [tp for tp in fitting if not full or full % tp == 0]
-        if parallel.tp not in fitting:
-            raise ConfigError(
-                f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
-                f"heads of the model; {_listed(fitting)} would"
-            )
+    layers = text.get("num_hidden_layers")
+    _check_heads(parallel.tp, text, "the model")
     width = None if all_sparse(recipe, text) else text.get("intermediate_size")
     if width and width % parallel.tp:
         raise ConfigError(
             f"parallel.tp={parallel.tp} does not divide the model's intermediate_size {width}; "
             f"{_listed(_divisors(width))} would"
         )
+    if recipe.train.speech_loss:
+        _check_talker(recipe)
     if "linear_attention" in (text.get("layer_types") or ()):  # every rank needs heads of its own
         ranks = parallel.tp * parallel.cp
         for key in ("linear_num_key_heads", "linear_num_value_heads"):
@@ -70,6 +62,43 @@ def _check_sizes(recipe: Recipe) -> None:
                     f"rank needs linear attention heads of its own; a product of {_listed(_divisors(heads))} would"
                 )
     _check_stages(recipe, layers)
+
+
+def _check_heads(tp: int, text: JsonMapping, whose: str) -> None:
+    heads = text.get("num_attention_heads")
+    if not heads:
+        return
+    groups = text.get("num_key_value_heads") or heads
+    fitting = [size for size in _divisors(heads) if groups % size == 0 or size % groups == 0]
+    full = text.get("num_global_key_value_heads")  # values that are keys are not given to two ranks
+    fitting = [size for size in fitting if not full or full % size == 0]
+    if tp not in fitting:
+        raise ConfigError(
+            f"parallel.tp={tp} does not divide the {heads} attention heads and {groups} key-value "
+            f"heads of {whose}; {_listed(fitting)} would"
+        )
+
+
+def _check_talker(recipe: Recipe) -> None:
+    """Parallel sizes against a talker's decoders."""
+    parallel, talker = recipe.parallel, recipe.model.arch.get("talker_config") or {}
+    text, predictor = talker.get("text_config", talker), talker.get("code_predictor_config") or {}
+    _check_heads(parallel.tp, text, "the talker")
+    _check_heads(parallel.tp, predictor, "the talker's code predictor")
+    experts = num_experts(text)
+    shared = {
+        "the talker's experts": (experts, "ep"),
+        "the width of the talker's experts": (text.get("moe_intermediate_size") if experts else 0, "etp"),
+        "the width of the talker's shared expert": (text.get("shared_expert_intermediate_size"), "tp"),
+        "the talker's intermediate_size": (0 if experts else text.get("intermediate_size"), "tp"),
+        "the code predictor's intermediate_size": (predictor.get("intermediate_size"), "tp"),
+        "the code predictor's codes": (predictor.get("vocab_size"), "tp"),
+    }
+    for whose, (count, name) in shared.items():
+        if count and count % (size := getattr(parallel, name)):
+            raise ConfigError(
+                f"parallel.{name}={size} does not divide {whose}, {count}; {_listed(_divisors(count))} would"
+            )
 
 
 def _check_stages(recipe: Recipe, layers: int | None) -> None:
