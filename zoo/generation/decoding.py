@@ -96,9 +96,9 @@ class Decoding:
             self._recompute(each, rows, answers, routing)
         return answers
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set, here or on any rank that takes passes together with this one."""
-        return self.world.sum([float(flag)])[0] > 0 if self.together else flag
+    def any(self, flag: bool, everywhere: bool = False) -> bool:
+        """Whether the flag is set, here or on any rank that takes passes together with this one; `everywhere`: on any rank, all of which ask."""
+        return self.world.sum([float(flag)])[0] > 0 if everywhere or self.together else flag
 
     def _with_cache(
         self,

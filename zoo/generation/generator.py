@@ -40,7 +40,7 @@ class Generator:
         rows: Sequence[Row],
         numbers: Sequence[int],
         unanswered: frozenset[int] = frozenset(),
-        keep: Callable[[Mapping[int, JsonObject]], object] = lambda results: None,
+        keep: Callable[[Mapping[int, JsonObject]], object] | None = None,
     ) -> dict[int, JsonObject]:
         """The results of all rows, by number, on every rank; see `result`.
 
@@ -55,12 +55,15 @@ class Generator:
         local_results: dict[int, JsonObject] = {}
         bins = self._bins(groups[world.dp_rank :: world.dp_size], rows, unanswered)
         filler: dict[int, Prompt] = {}
-        while decoding.any((prompts := next(bins, {})) != {}):
-            if not prompts:  # other ranks have some left, which this one takes passes with
+        while decoding.any((prompts := next(bins, {})) != {}, everywhere=keep is not None):
+            new: dict[int, JsonObject] = {}
+            if not prompts and decoding.together:  # other ranks have some left, which this one takes passes with
                 filler = filler or self._filler(rows, numbers, unanswered)
-            results = self.answered(prompts or filler)
-            new = {number: results[number] for number in prompts}
-            keep(new)
+                self.answered(filler)
+            elif prompts:
+                new = dict(self.answered(prompts))
+            if keep is not None:
+                keep(new)
             local_results |= new
         return gather_rows(local_results, world)
 

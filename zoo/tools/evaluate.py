@@ -101,7 +101,7 @@ def evaluate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         rows = {number: source.rows.row(SampleId(number)) for number in losses}
         asked = [number for number, row in rows.items() if row.text is None]
         kept = KeptRows(options.get("kept"), generator.decoding.world)
-        predictions = generator.all(source.rows, asked, keep=kept.add) if asked else {}
+        predictions = generator.all(source.rows, asked, keep=kept.add if kept.wanted else None) if asked else {}
         say_left_out(source, generator.decoding.world)
         return [_of_row(rows[number], losses[number], predictions.get(number)) for number in losses]
 

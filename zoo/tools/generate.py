@@ -112,7 +112,9 @@ def generate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
         modalities, bad = generator.decoding.assembly.processor.modalities, generator.bad_rows
         rows = open_rows(entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True)
         kept = KeptRows(options.get("kept"), generator.decoding.world)
-        answers = generator.all(rows, range(len(rows)), frozenset(options["unanswered"]), kept.add)
+        answers = generator.all(
+            rows, range(len(rows)), frozenset(options["unanswered"]), kept.add if kept.wanted else None
+        )
         if bad.counts and generator.decoding.world.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
         return list(answers.values())

@@ -103,7 +103,7 @@ class KeptRows:
 
     def __init__(self, path: str | None, world: World) -> None:
         """`path`: `OutFile.kept`, on every rank; None keeps nothing."""
-        self._world, self._wanted = world, path is not None
+        self._world, self.wanted = world, path is not None
         self._lines = Lines(Path(path)) if path is not None and world.is_main else None
 
     def add(self, rows: Mapping[int, JsonMapping]) -> None:
@@ -112,7 +112,7 @@ class KeptRows:
         Raises:
             OSError: the disk does not take them.
         """
-        if not self._wanted:
+        if not self.wanted:
             return
         everyone: list[Mapping[int, JsonMapping]] = [{} for _ in range(self._world.size)]
         dist.all_gather_object(everyone, dict(rows))

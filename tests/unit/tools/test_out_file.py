@@ -145,6 +145,15 @@ def test_several_ranks_keep_the_rows_of_all(weights: Path, rows: Path, tmp_path:
     assert all(wanted[entry["source"].rpartition(":")[2]] == entry["token_ids"] for entry in kept)
 
 
+@pytest.mark.slow
+def test_ranks_with_fewer_groups_of_rows_than_others_keep_them_too(weights: Path, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 3, "batch": 4}  # three groups
+    found = zoo.generate(weights, rows, ["nproc=2", "packing.budget=2048"], out=out, **options)
+    assert read(out) == found
+    assert [row["source"].rpartition(":")[2] for row in found] == [str(number) for number in range(1, COUNT + 1)]
+
+
 def test_numbers_of_rows_are_whole_and_from_one() -> None:
     takers = {"batch": (zoo.generate, zoo.evaluate), "max_rows": (zoo.generate, zoo.evaluate, zoo.score)}
     for name, value in itertools.product(takers, (0, -1, 1.5, True, "3", 2.0)):
