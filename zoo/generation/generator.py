@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -22,9 +21,6 @@ from zoo.generation.sampling import Sampling, end_tokens
 from zoo.model import build
 from zoo.parallel.world import World, open_world
 from zoo.types import JsonObject
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
