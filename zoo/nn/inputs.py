@@ -171,8 +171,8 @@ class Speech:
         local: (T',) int64 place of each token of the thinker's row among those that the rank holds, -1 for others.
         """
         index = self.layout.cp_index(rank, size)
-        place = torch.full((self.layout.total,), -1)
-        place[index] = torch.arange(len(index))
+        local_index = torch.full((self.layout.total,), -1)
+        local_index[index] = torch.arange(len(index))
         parts: dict[str, Any] = {"text": self.text[index], "positions": self.positions[..., index]}
         if self.padding_mask is not None:
             parts["padding_mask"] = self.padding_mask[:, index]
@@ -181,7 +181,7 @@ class Speech:
             "label_rows": ("targets", "ends", "owners"),
         }  # fmt: skip
         for name, others in with_rows.items():
-            rows = place[getattr(self, name)]
+            rows = local_index[getattr(self, name)]
             parts[name] = rows[rows >= 0]
             parts |= {other: getattr(self, other)[rows >= 0] for other in others}
         # The head and what predicts residual codes run on every rank: their gradients are waited for.

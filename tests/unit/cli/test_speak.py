@@ -37,6 +37,12 @@ def test_a_family_without_a_talker_is_refused() -> None:
     assert asked.train.speech_loss and asked.model.freeze == ["vision", "audio", "language"]
 
 
+@pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep", "etp"])
+def test_ranks_share_no_model(name: str) -> None:
+    with pytest.raises(UserError, match=rf"parallel.{name}=2: ranks that speak share out rows alone"):
+        _with_talker(Recipe().replace({"model.family": "qwen3_omni", f"parallel.{name}": 2}), "folder")
+
+
 def test_a_key_of_no_voice_is_refused() -> None:
     with pytest.raises(UserError, match="talker_top: wanted talker_max_new_tokens, talker_temperature"):
         speak("folder", out="x", talker_top=3)

@@ -143,8 +143,9 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
             reader.decide("model.freeze", f"the family's parts for: {', '.join(parts)}")
         return
     usual = reader.program in _FREEZING
-    aligners = [part for part in model.family.all_parts if "projector" in part or "merger" in part]
-    towers = [part for part in model.family.parts if part not in ("language", *aligners)]
+    parts = [part for part in model.family.all_parts if part != "talker"]  # which these programs do not train
+    aligners = [part for part in parts if "projector" in part or "merger" in part]
+    towers = [part for part in model.family.parts if part not in ("language", "talker", *aligners)]
     inner = set(aligners) & set(model.family.inner)
     frozen_towers, frozen_aligners = (usual if value is None else bool(value) for value in (tower, aligner))
     kept = [
@@ -152,7 +153,7 @@ def _parts(reader: Reader, model: Model | None, adapters: bool) -> None:
         *(aligners if frozen_aligners else []),
         *(["language"] if language else []),
     ]
-    trained = [part for part in model.family.all_parts if part not in kept]
+    trained = [part for part in parts if part not in kept]
     if adapters:
         trained = ["language"] if tower in (None, True) and aligner in (None, True) and not language else trained
         if trained != ["language"]:

@@ -96,10 +96,10 @@ def draw_speech(rows: Sequence[PackedRow], path: Path) -> Path | None:
             codes = segment.speech.codes.numpy()
             axis.imshow(codes.T, aspect="auto", cmap="viridis", interpolation="nearest")
             words = ["\N{DOWNWARDS ARROW} " + word.strip() if word.strip() else "" for word in segment.speech.words]
-            marks = [place for place, word in enumerate(words) if word]
+            marks = [index for index, word in enumerate(words) if word]
             axis.set_xticks(
-                [place - 1 for place in marks],
-                [words[place] for place in marks],
+                [index - 1 for index in marks],
+                [words[index] for index in marks],
                 rotation=60,
                 ha="left",
                 fontsize=7,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import wave
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 import torch
 from torch import Tensor
 
@@ -47,8 +47,4 @@ class Vocoder:
     def write(self, codes: Tensor, path: Path) -> None:
         """A wav file, 16 bit mono, of codes (frames, codebooks)."""
         audio = self.module.chunked_decode(codes.T[None].to(self.device))[0, 0].float().cpu().numpy()
-        with wave.open(str(path), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(self.rate)
-            file.writeframes((np.clip(audio, -1, 1) * 32767).round().astype("<i2").tobytes())
+        soundfile.write(path, np.clip(audio, -1, 1), self.rate, subtype="PCM_16")
