@@ -25,7 +25,7 @@ from zoo.types import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from zoo.data.processors import Processor
+    from zoo.data.processors.processor import Processor
     from zoo.data.sample import MicroBatch
 
 MEDIA = ("image", "video", "audio")

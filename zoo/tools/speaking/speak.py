@@ -126,7 +126,9 @@ def _with_talker(recipe: Recipe, path: Model) -> Recipe:
     """The recipe whose model has its talker; UserError for a family without one, or ranks that share a model."""
     for name in ("tp", "pp", "cp", "ep", "etp"):
         if (size := getattr(recipe.parallel, name)) > 1:
-            raise UserError(f"parallel.{name}={size}: ranks that speak share out rows alone; leave it out, and give nproc")
+            raise UserError(
+                f"parallel.{name}={size}: ranks that speak share out rows alone; leave it out, and give nproc"
+            )
     family = get_family(recipe.model.family)
     if "talker" not in family.parts:
         raise UserError(f"{path}: {family.title} has no talker, so it writes text alone; zoo generate asks it")
