@@ -26,13 +26,13 @@ class SpeechTokens:
     """Ids that build the talker's sequence."""
 
     media: tuple[int, ...]  # placeholders
-    text_bos: int  # where the checkpoint has no speakers, whose own it is
+    text_bos: int  # default, where no speaker gives its own
     text_eos: int
     text_pad: int
     code_bos: int
     code_eos: int
     code_pad: int
-    code_mask: int  # which `generate` counts for the row, and nobody reads
+    code_mask: int  # reserved; never in a row
 
     @classmethod
     def from_config(cls, whole: Any) -> SpeechTokens:

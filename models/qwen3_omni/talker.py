@@ -40,7 +40,7 @@ class CodePredictor(MegatronModule):
     """A dense decoder over the codebooks of each frame by itself: a frame is a row of a batch, a codebook a token."""
 
     def __init__(self, config: PredictorConfig, recipe: Recipe) -> None:
-        # A sequence is a frame's few codes, which a rank has by itself but for heads and widths: its context is the pipeline of one stage.
+        # A sequence is a frame's few codes, which a rank has by itself but for heads and widths: the pp group, of size 1, stands in for cp.
         alone = recipe.replace(
             {f"parallel.{key}": size for key, size in (("cp", 1), ("ep", 1), ("etp", 1), ("sp", False))}
         )

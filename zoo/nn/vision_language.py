@@ -129,7 +129,7 @@ class Talker(MultimodalModel):
         for logits, wanted, counts in every:
             correct = [most_likely(logits, self.tp_group) == wanted] if count_correct else []
             loss = cross_entropy(logits, wanted, self.tp_group)
-            loss = torch.stack((loss, *(one.to(loss.dtype) for one in correct))) if correct else loss
+            loss = torch.stack((loss, *(hits.to(loss.dtype) for hits in correct))) if correct else loss
             losses.append(loss if counts else loss[..., :0] + loss.sum() * 0.0)
         return torch.cat(losses, dim=-1)
 

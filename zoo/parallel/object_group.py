@@ -47,7 +47,7 @@ class ObjectGroup:
         return everyone[0]
 
     def merge[T](self, value: T, merged: Callable[[Sequence[T]], T]) -> T:
-        """Every rank's value in one, on all ranks, who receive no more of it than `merged` leaves; it merges blocks, then their results."""
+        """Reduce every rank's value with `merged`, by block and then across blocks; all ranks get the result."""
         block = _gathered(value, self._block, self._ours)
         everyone = [value]
         if self._of_firsts is not None:

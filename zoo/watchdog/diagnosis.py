@@ -69,7 +69,7 @@ def diagnose(
     """The reason for leaving and the ranks that are the cause; None while the run may go on.
 
     Args:
-        peers: every rank.
+        peers: the ranks that this one watches, itself among them: all; above 64 ranks, but on rank 0, ranks 0 and 1 and its node's.
         silence: seconds without a heartbeat after which a rank counts as lost; 0: never.
         stuck: seconds without progress of any rank after which the run counts as hanging; 0: never.
         alive: by rank, for those of this machine: whether the process exists.
