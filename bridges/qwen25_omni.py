@@ -6,6 +6,8 @@ passes through, as token2wav always does, with the file of speakers that transfo
 
 from __future__ import annotations
 
+from functools import partial
+
 from zoo.bridge.mapping.rules import rule
 from zoo.bridge.mapping.shared_rules import (
     THINKER_ALONE,
@@ -15,12 +17,14 @@ from zoo.bridge.mapping.shared_rules import (
     module_names,
     qkv_bias,
     renamed_modules,
+    vocabulary,
     whole_config,
 )
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.transforms import QKV, OfPart
 
 _LAYER, _HF_LAYER, _QKV = "talker.decoder.layers.{layer}", "talker.model.layers.{layer}", OfPart("talker", QKV())
+_CODES = partial(vocabulary, part="talker")
 
 BRIDGE = Bridge(
     name="qwen25_omni",
@@ -28,9 +32,9 @@ BRIDGE = Bridge(
         *decoder("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight", bias=True),
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
-        rule("talker.embedding.word_embeddings.weight", "talker.model.embed_tokens.weight"),
+        rule("talker.embedding.word_embeddings.weight", "talker.model.embed_tokens.weight", shard=_CODES),
         rule("talker.decoder.final_layernorm.weight", "talker.model.norm.weight"),
-        rule("talker.output_layer.weight", "talker.codec_head.weight"),
+        rule("talker.output_layer.weight", "talker.codec_head.weight", shard=_CODES),
         rule("talker.thinker_to_talker_proj.{rest}", "talker.thinker_to_talker_proj.{rest}"),
         *attention_layer(_LAYER, _HF_LAYER, _QKV),
         qkv_bias(_LAYER, _HF_LAYER, _QKV),

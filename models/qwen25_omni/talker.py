@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.inputs import Speech, Stage, Vocabulary
 from zoo.nn.vision_language import Talker
@@ -39,7 +38,5 @@ class Qwen25Talker(Talker):
         """As every talker's, of one codebook."""
         hidden = embedded.index_fill(0, speech.media, 0.0).index_add(0, speech.stated, states.to(embedded.dtype))
         hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
-        hidden = self.thinker_to_talker_proj(hidden)[:, None]
-        rotary, mask = self.rotary(speech.positions), speech.padding_mask
-        hidden = self.decoder(hidden, rotary, SeqParams.from_layout(speech.layout), mask, None)[:, 0]
+        hidden = self.decoded(self.thinker_to_talker_proj(hidden), speech)
         return self._logits(hidden if rows is None else hidden.index_select(0, rows), None), None

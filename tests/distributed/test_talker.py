@@ -18,6 +18,7 @@ from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.pool import Pool
 from support.rank_gradients import Plan, run_step
 from support.rows import make_examples
+from support.tiny_qwen25_talker import write_tiny_qwen25_talker
 from support.tiny_talker import CODES, write_tiny_talker
 
 # Rows of two micro-batches, each with the frames that its answer is spoken in.
@@ -25,6 +26,11 @@ GROUPS = (
     {"image-long": 9, "text-short": 4, "audio-long": 14, "turns": 7, "video-short": 5},
     {"text-long": 2, "multi_image-long": 11},
 )
+# Recipes that train thinker and talker, and a talker alone, by family.
+RECIPES = {
+    "qwen3_omni": {"joint": ("qwen3_omni_speech_sft",), "talker": ("qwen3_omni_talker_sft",)},
+    "qwen25_omni": {"joint": ("qwen25_omni_sft", "train.speech_loss=0.5"), "talker": ("qwen25_omni_talker_sft",)},
+}
 PARALLEL = {
     "dp2": (2, []),
     "tp2 sp": (2, ["parallel.tp=2"]),
@@ -34,37 +40,43 @@ PARALLEL = {
     "ep2 etp2": (4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2"]),
     "tp2 cp2": (4, ["parallel.tp=2", "parallel.cp=2"]),
 }
+DENSE = {  # sequence parallelism is not its default
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp2 sp": (2, ["parallel.tp=2", "parallel.sp=true"]),
+    "cp2": (2, ["parallel.cp=2"]),
+    "tp2 sp cp2": (4, ["parallel.tp=2", "parallel.sp=true", "parallel.cp=2"]),
+}
+CASES = [*(("qwen3_omni", parallel) for parallel in PARALLEL), *(("qwen25_omni", parallel) for parallel in DENSE)]
 
 
 class Rows:
     """Spoken rows where ranks can read them, and what one rank makes of them one by one."""
 
-    def __init__(self, folder: Path, recipe: str) -> None:
+    def __init__(self, folder: Path, family: str, recipe: str, *overrides: str) -> None:
         from zoo.model.build import assemble
 
-        sizes = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 6}
-        self.folder, self.recipe = folder, recipe
-        self.checkpoint = write_tiny_talker(folder / "checkpoint", predictor={"num_key_value_heads": 2}, **sizes)
-        assembly = assemble(recipe_for(self.checkpoint))
-        self.speakers = sorted(assembly.config.hf.talker_config.speaker_id.values())
-        examples = make_examples(assembly.processor)
+        self.folder, self.recipe, self.overrides = folder, recipe, overrides
+        if family == "qwen3_omni":
+            sizes = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 6}
+            self.checkpoint = write_tiny_talker(folder / "checkpoint", predictor={"num_key_value_heads": 2}, **sizes)
+        else:
+            self.checkpoint = write_tiny_qwen25_talker(folder / "checkpoint")
+        self.speech = assemble(recipe_for(self.checkpoint, *overrides, recipe=recipe)).processor.speech
+        examples = make_examples(
+            assemble(recipe_for(self.checkpoint, recipe=f"{family}_sft")).processor
+        )  # not spoken yet
         groups = [[self.said(examples[name].sample, *said) for name, said in group.items()] for group in numbered()]
         self.labels = sum(sample.label_weight for group in groups for sample in group)
         self.alone = self.stored("alone", [packed_batch([sample]) for group in groups for sample in group])
         self.packed = self.stored("packed", list(map(packed_batch, groups)))
 
     def said(self, sample: Any, number: int, frames: int) -> Any:
-        from zoo.packing.spoken import COUNTS, FRAMES, SPEAKERS, WEIGHTS
+        from zoo.packing.spoken import WEIGHTS
 
-        codes = torch.randint(CODES, (frames, 4), generator=torch.Generator().manual_seed(number))
-        weight = (1.0, 0.5)[number % 2]
-        speech = {
-            FRAMES: codes,
-            COUNTS: torch.tensor([frames]),
-            SPEAKERS: torch.tensor([self.speakers[number % 2]]),
-            WEIGHTS: torch.tensor([weight]),
-        }
-        return replace(sample, media={**sample.media, **speech}, codes=frames + 1, code_weight=weight)
+        codes = torch.randint(CODES, (frames, len(self.speech.limits)), generator=torch.Generator().manual_seed(number))
+        speaker, weight = sorted(self.speech.speakers.values())[number % 2], (1.0, 0.5)[number % 2]
+        spoken, _ = self.speech.spoken(sample, speaker, codes)
+        return replace(spoken, media={**spoken.media, WEIGHTS: torch.tensor([weight])}, code_weight=weight)
 
     def stored(self, name: str, batches: list[Batch]) -> str:
         path = self.folder / f"{name}.pickle"
@@ -73,7 +85,8 @@ class Rows:
 
     def plan(self, batches: str, *overrides: str) -> Plan:
         return Plan(
-            folder=str(self.checkpoint), batches=batches, labels=self.labels, recipe=self.recipe, overrides=overrides
+            folder=str(self.checkpoint), batches=batches, labels=self.labels, recipe=self.recipe,
+            overrides=(*self.overrides, *overrides),
         )  # fmt: skip
 
 
@@ -84,10 +97,10 @@ def numbered() -> list[dict[str, tuple[int, int]]]:
 
 
 @pytest.fixture(scope="module")
-def rows(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Rows, float, Any]]:
+def rows(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Rows, float, Any]]:
     @cache
-    def made(name: str) -> tuple[Rows, float, Any]:
-        rows = Rows(tmp_path_factory.mktemp(name), f"qwen3_omni_{name}_sft")
+    def made(family: str, trained: str) -> tuple[Rows, float, Any]:
+        rows = Rows(tmp_path_factory.mktemp(f"{family}_{trained}"), family, *RECIPES[family][trained])
         held = pool.run(1, run_step, rows.plan(rows.alone), timeout=300.0)
         return rows, total_loss(held), full_gradients(held)
 
@@ -95,13 +108,14 @@ def rows(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["speech", "talker"])
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("trained", ["joint", "talker"])
+@pytest.mark.parametrize(("family", "parallel"), CASES)
 def test_ranks_equal_one(
-    parallel: str, recipe: str, pool: Pool, rows: Callable[[str], Any], record_property: Callable[[str, object], None]
-) -> None:
-    made, loss, wanted = rows(recipe)
-    size, overrides = PARALLEL[parallel]
+    family: str, parallel: str, trained: str, pool: Pool, rows: Callable[..., Any],
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    made, loss, wanted = rows(family, trained)
+    size, overrides = (PARALLEL if family == "qwen3_omni" else DENSE)[parallel]
     held = pool.run(size, run_step, made.plan(made.packed, *overrides), timeout=300.0)
     error, (largest, name) = abs(total_loss(held) - loss) / loss, worst(full_gradients(held), wanted)
     record_property("errors", f"loss {error:.1e}, gradients {largest:.1e} {name}")
@@ -110,6 +124,6 @@ def test_ranks_equal_one(
     learning = {name.partition(".")[0] for name, gradient in wanted.items() if bool(gradient.any())}
     assert (
         learning == {"talker"}
-        if recipe == "talker"
+        if trained == "talker"
         else learning > {"talker", "decoder", "embedding", "vision", "audio"}
     )
