@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from zoo.data.media.codes import SpeechCodes
-from zoo.data.sample import Sample
-from zoo.data.sources.rows import Row
 from zoo.models.qwen3_omni.speech import SpeechTokens, spoken_row
 from zoo.packing.spoken import SpokenRow
 
@@ -18,7 +16,7 @@ from zoo.packing.spoken import SpokenRow
 class Qwen3SpeechCodes(SpeechCodes):
     """The first codebook's others, from its limit on, are never said (`generate` suppresses the last 1024)."""
 
-    hertz = 12.5
+    hertz, hears_videos = 12.5, False
 
     tokens: SpeechTokens
 
@@ -34,9 +32,3 @@ class Qwen3SpeechCodes(SpeechCodes):
     def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
         """As every talker's, which is begun by the speaker's code."""
         return spoken_row(ids, frames, speaker, self.tokens)
-
-    def add(self, row: Row, sample: Sample) -> Sample:
-        """As every talker's, without the sound of videos."""
-        if row.speech is not None and row.use_audio_in_video:
-            raise ValueError("use_audio_in_video is true: transformers' talker does not place the sound of a video")
-        return super().add(row, sample)

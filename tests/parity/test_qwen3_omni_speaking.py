@@ -81,6 +81,35 @@ def test_codes(voice: str, pair: Pair) -> None:
         assert len(lengths) > 1, "all of one length: none has ended by itself"
 
 
+def test_rows_that_can_not_be_written_or_spoken_are_left_out(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any is answered, as data.on_error says; the others are said."""
+    from zoo.data.errors import RowError
+    from zoo.data.loading.bad_rows import BadRows
+    from zoo.data.sources.references import Access
+    from zoo.data.sources.rows import make_row
+    from zoo.generation.decoding import Decoding
+    from zoo.generation.sampling import Sampling
+    from zoo.tools.speaking.speak import Speaking
+
+    (tmp_path / "speech").mkdir()
+    messages = [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "1 2"}]
+    good = make_row({"messages": messages, "speaker": "Ethan"}, "rows:1", Access(tmp_path))
+    boxes, heard = replace(good, boxes=((0, 0, 1, 1),)), replace(good, use_audio_in_video=True)
+    zoo = pair.zoo
+    monkeypatch.setattr(zoo.assembly.processor, "speaks", False)  # as of every prompt
+    recipe = zoo.recipe.replace({"data.on_error": "skip"})
+    decoding = Decoding(zoo.assembly, [zoo.model], recipe, zoo.world, Sampling(2), ())
+    bad = BadRows(recipe.data)
+    speaking = Speaking(decoding, 4, bad, VOICES["greedy"], tmp_path, None, True, None)
+    results = speaking.all([boxes, good, heard], range(3))
+    assert list(results) == [1] and (tmp_path / results[1]["speech"]).exists()
+    assert bad.counts == {"bad_row": 1, "speech": 1}
+    with pytest.raises(RowError, match="can't be spoken: use_audio_in_video is true: transformers' talker does not"):
+        speaking.prompt(heard)
+
+
 def constant(samples: Any, rate: int) -> Any:
     """A codec that says how many thousand samples there are, in four codebooks."""
     return torch.full((round(len(samples) / rate * 12.5), 4), len(samples) // 1000)

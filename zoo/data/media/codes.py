@@ -121,6 +121,7 @@ class SpeechCodes(ABC):
     """
 
     hertz: ClassVar[float | None] = None  # frames a second; None: it is not held against sounds
+    hears_videos: ClassVar[bool] = True  # takes rows with use_audio_in_video
 
     limits: tuple[int, ...]
     speakers: Mapping[str, int]
@@ -129,10 +130,16 @@ class SpeechCodes(ABC):
     def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
         """The talker's sequence of a row of tokens (L,), whose last answer is spoken as frames (F, codebooks); ValueError where there is none."""
 
+    def check(self, row: Row) -> None:
+        """ValueError for a row whose answer the talker can't say, whatever it is."""
+        if row.use_audio_in_video and not self.hears_videos:
+            raise ValueError("use_audio_in_video is true: transformers' talker does not place the sound of a video")
+
     def add(self, row: Row, sample: Sample) -> Sample:
         """The sample with its speech among its media; ValueError for what does not fit the talker, RowError for a bad file."""
         if row.speech is None:
             raise ValueError("it has none; give it `speech`, or leave it out")
+        self.check(row)
         speaker, frames = self.speaker(row.speaker), load_codes(row)
         if frames.shape[1] != len(self.limits):
             raise ValueError(

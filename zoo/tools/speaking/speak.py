@@ -185,8 +185,13 @@ class Speaking(Generator):
     vocoder: Vocoder | None
 
     def prompt(self, row: Row, answered: bool = True) -> Prompt:
-        """The prompt of a row; RowError as every generator's, and for a speaker that is not there."""
+        """The prompt of a row; RowError as every generator's, as `as_item`, for what the talker can't say or a speaker that is not there."""
         prompt = super().prompt(row, answered)
+        as_item(row, "")
+        try:
+            self.speech.check(row)
+        except ValueError as error:
+            raise RowError(row.source, "speech", f"the row can't be spoken: {error}.") from error
         try:
             self.speech.speaker(self.speaker or row.speaker)
         except ValueError as error:
