@@ -75,10 +75,19 @@ def test_codes(voice: str, pair: Pair) -> None:
     settings = VOICES[voice]
     samples, wanted, _ = zip(*(pair.said(name, number, settings) for number, name in enumerate(ROWS)), strict=True)
     found = say(pair.zoo.model, pair.zoo.step(), packed_batch(samples), range(len(samples)), settings)
-    assert [codes.tolist() for codes in found] == [codes.tolist() for codes in wanted]
-    lengths = {len(codes) for codes in found}
+    assert [codes.tolist() for codes, _ in found] == [codes.tolist() for codes in wanted]
+    lengths = {len(codes) for codes, _ in found}
     if voice == "drawn":
         assert len(lengths) > 1, "all of one length: none has ended by itself"
+
+
+def test_a_speech_whose_end_comes_at_the_limit_is_whole(pair: Pair) -> None:
+    sample, codes, _ = pair.said("text-short", 0, VOICES["drawn"])
+    assert 1 < len(codes) < VOICES["drawn"].talker_max_new_tokens - 1
+    for most, whole in ((len(codes) + 1, True), (len(codes), False)):
+        voice = replace(VOICES["drawn"], talker_max_new_tokens=most)
+        [(found, ended)] = say(pair.zoo.model, pair.zoo.step(), packed_batch([sample]), [0], voice)
+        assert found.tolist() == codes[: most - 1].tolist() and ended == whole
 
 
 def test_rows_that_can_not_be_written_or_spoken_are_left_out(

@@ -92,8 +92,8 @@ class Voice:
 
 
 @torch.no_grad()
-def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Voice) -> list[Tensor]:
-    """Codes (frames, codebooks) int64 of each sample, on the host; of a sample cut at the limit one less, as in transformers.
+def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Voice) -> list[tuple[Tensor, bool]]:
+    """Codes (frames, codebooks) int64 of each sample, on the host, and whether it ended; of one cut at the limit one less, as in transformers.
 
     Args:
         model: with a `talker`.
@@ -128,4 +128,4 @@ def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Vo
         position = position + 1
     codes = torch.stack(frames, dim=1).cpu() if frames else torch.zeros(count, 0, talker.codebooks, dtype=torch.int64)
     ends = [(row == talker.end).nonzero()[:, 0].tolist() for row in firsts.cpu()]
-    return [of_row[: end[0] if end else None] for of_row, end in zip(codes, ends, strict=True)]
+    return [(of_row[: end[0] if end else None], bool(end)) for of_row, end in zip(codes, ends, strict=True)]

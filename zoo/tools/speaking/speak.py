@@ -231,9 +231,9 @@ class Speaking(Generator):
             batch = make_batch(list(samples.values()), "thd", decoding.align, None, decoding.assembly.processor.pad_id)
             model = getattr(decoding.chunks[0], "module", decoding.chunks[0])  # bf16 wraps it
             said = say(model, decoding.step, batch, list(samples), self.voice)
-            for number, codes in zip(samples, said, strict=True):
+            for number, (codes, ended) in zip(samples, said, strict=True):
                 results[number] |= self._written(number, codes)
-                if len(codes) == self.voice.talker_max_new_tokens - 1:
+                if not ended:
                     results[number][UNSPOKEN] = f"its speech is cut after {len(codes)} frames (talker_max_new_tokens)"
         return results
 
