@@ -99,6 +99,9 @@ def test_whose_heartbeats_a_rank_reads(
 ) -> None:
     """All in a small run; in a large one the first rank reads all and judges whether the run hangs, others look at those near them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(
+        "zoo.watchdog.heartbeat._PAUSE_SECONDS", 60.0
+    )  # a full machine's are the test's, not the ranks'
     recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=1e-6))
     world: Any = SimpleNamespace(rank=rank, size=size)
     watch: Any = HeartbeatMonitor(recipe, world, SimpleNamespace(asked=False))
