@@ -231,7 +231,7 @@ def _totals(recipe: Recipe, world: World, steps: int) -> float:
 
 
 def _watchdog(recipe: Recipe, ranks: int) -> tuple[float, float, float, float, float]:
-    """Of a second: the watchdog's seconds on the first and another rank, KB read, MB that the store gives out; seconds between rounds."""
+    """What the watchdog takes in a second: seconds on the first and on another rank, KB read, MB that the store gives out; seconds between rounds."""
     exported: Any = dist  # more than it says
     store, read = exported.HashStore(), [0]
     stop: Any = SimpleNamespace(asked=False)

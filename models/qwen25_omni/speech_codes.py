@@ -31,7 +31,7 @@ class Qwen25SpeechCodes(SpeechCodes):
 
     @classmethod
     def build(cls, whole: Any, tokenizer: PreTrainedTokenizerBase, source: str | None) -> Qwen25SpeechCodes:
-        """Of a `transformers.Qwen2_5OmniConfig` that speaks, and the folder of its weights; ConfigError for a bad file of speakers."""
+        """Read a `transformers.Qwen2_5OmniConfig` that speaks, and its speakers from the folder of its weights; ConfigError for a bad file of them."""
         tokens = SpeechTokens.from_config(whole)
         limit = min(whole.token2wav_config.dit_config.num_embeds, whole.talker_config.vocab_size, *tokens.codes)
         turn = [

@@ -203,7 +203,7 @@ def test_every_gradient(layout: str, pair: Pair) -> None:
 
 
 def test_gradients_of_thinker_and_talker(pair: Pair) -> None:
-    """Of the codes' loss, where the thinker is not frozen: of what it embeds, and of the states that are read."""
+    """Gradients of the codes' loss reach a thinker that is trained: by what it embeds, and by the states that are read."""
     rows, zoo = (
         list(pair.rows.values()),
         Zoo.load(pair.folder, pair.zoo.world, "model.family=qwen25_omni", "train.speech_loss=0.5"),

@@ -134,13 +134,13 @@ def test_every_gradient_of_a_thinker_that_learns_to_be_spoken(layout: str, pair:
 
 @pytest.mark.parametrize("name", ["talker", pytest.param("speech", marks=pytest.mark.slow)])
 def test_adapters_as_peft_has_them(name: str, pair: Pair, tmp_path: Path) -> None:
-    """Of the talker's decoders and projections, and of the thinker's decoder where it learns: peft loads them and has zoo's gradients."""
+    """peft loads adapters of the talker's decoders and projections, and of the thinker's where it learns, and has zoo's gradients."""
     import peft
 
     from zoo.checkpoint import lora_files
 
     if pair.hf.config.talker_config.accept_hidden_layer != 3:
-        pytest.skip("one layer is enough")
+        pytest.skip("which layer's states the talker reads changes no adapter; layer 3 shows them")
     world, joint = pair.zoo.world, name == "speech"
     recipe = recipe_for(pair.folder, "lora.rank=3", "lora.dropout=0", recipe=f"qwen3_omni_{name}_sft_lora")
     zoo, adapters = with_adapters(recipe, world)

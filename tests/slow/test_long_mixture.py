@@ -39,7 +39,7 @@ EIGHT = ("nproc=8", "parallel.tp=2", "parallel.sp=true", "parallel.pp=2", "paral
 
 
 def losses(folder: Path, *overrides: str) -> list[float]:
-    """Of every step of a run through the command line."""
+    """Every step of a run through the command line."""
     command = [sys.executable, "-m", "zoo", "train", *COMMON, f"run.dir={folder}", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=5400)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -109,7 +111,7 @@ class TileModel(VisionLanguageModel):
         return super().zero_of(name) + super().zero_of("projector")
 
 
-class Talker(MultimodalModel):
+class Talker(MultimodalModel, ABC):
     """The decoder over a row's text and codes; `embedding` and `output_layer` are of the first codebook. A family gives `logits`."""
 
     def losses(self, embedded: Tensor, states: Tensor, speech: Speech, *, count_correct: bool = False) -> Tensor:
@@ -148,12 +150,12 @@ class Talker(MultimodalModel):
             )
         return hidden[:, 0]
 
+    @abstractmethod
     def logits(
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of the first code behind each of the talker's `rows`, None: behind all (T', vocabulary); and of residual codes
         (codebooks - 1, F, vocabulary), None where there is one codebook."""
-        raise NotImplementedError
 
 
 class SpeakingModel(OmniModel):

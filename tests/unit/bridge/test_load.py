@@ -156,7 +156,7 @@ def test_cut_and_join_are_inverse(shard: Any) -> None:
 
 @pytest.mark.parametrize(("rows", "ranks"), [(12, 3), (13, 3), (5, 4)])
 def test_rows_that_ranks_do_not_divide(rows: int, ranks: int) -> None:
-    """Of 5 rows on 4 ranks the last has none."""
+    """The last of 4 ranks has none of 5 rows."""
     full, shard = torch.randn(rows, 6), PaddedRows(rows)
     infos = [ShardInfo(tp_rank=rank, tp_size=ranks) for rank in range(ranks)]
     held = torch.full((ranks, -(-rows // ranks), 6), float("nan"))

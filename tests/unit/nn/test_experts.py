@@ -88,7 +88,7 @@ def test_a_weight_gradient_that_is_worked_out_later(in_place: bool) -> None:
 
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_adapted_products_and_their_gradients(of_tokens: bool) -> None:
-    """Of rows sorted by expert, and of tokens' rows and sums of them."""
+    """Rows sorted by expert, and tokens' rows and sums of them."""
     permutation = Permutation.from_choices(torch.rand(9, 3).topk(2, dim=1).indices, 3, None) if of_tokens else None
     bounds = BOUNDS if permutation is None else permutation.bounds
     x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((7 + 2 * of_tokens, 4), (3, 2, 4), (3, 4, 2)))

@@ -131,7 +131,7 @@ def test_rare_bad_steps_never_end_a_run() -> None:
 
 @pytest.mark.parametrize("low", [5, 11, 20, 29, 60, 129])
 def test_levels_that_change_again_and_again_are_not_taken_for_ever(low: int) -> None:
-    """Of any 4 * skip_limit steps at most about twice skip_limit are left out, or the run ends."""
+    """At most about twice skip_limit of any 4 * skip_limit steps are left out, or the run ends."""
     detector, skipped = after(noisy(200), TAKE), []
     for step in range(2000):
         skipped.append(detector.check(7.0 if step % (10 + low) < 10 else 2.0, 1.0) is not None)

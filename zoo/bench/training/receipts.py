@@ -20,7 +20,7 @@ VOCABULARY = 400  # tokens of text are below
 
 
 class Sizes(NamedTuple):
-    """Of a sample, in tokens: its image's sides, and the text behind it."""
+    """A sample's sides of its image, and the text behind it, in tokens."""
 
     height: int
     width: int

@@ -60,7 +60,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def begin(self, step: int, total: int, of_rank: int) -> None:
-        """Of `total` bytes of all ranks this one copies `of_rank`."""
+        """All ranks copy `total` bytes, this one `of_rank` of them."""
         with self._lock:
             self._step, self._total, self._of_rank, self._done = step, total, of_rank, 0
             self._began = time.monotonic()

@@ -85,7 +85,7 @@ def speak(
         voice: how codes are chosen: fields of `zoo.generation.speaking.Voice`.
 
     Returns:
-        Of each row in order: `source`; the row as it was written, with `speech`, `audio` and `frames`; `unspoken` where it is not among
+        Dicts of the rows, in order: `source`; the row as it was written, with `speech`, `audio` and `frames`; `unspoken` where it is not among
         `rows.jsonl`, as answer or speech was cut, or there is none, says why.
 
     Raises:
