@@ -28,11 +28,6 @@ class Qwen25OmniStep(SpeakingStep):
         """Bounds of the frames and of the windows, places of the patches, and the order that puts windows together."""
         return window_inputs(self.config.vision, media)
 
-    @property
-    def code_eos(self) -> int:
-        """The code behind the last frame."""
-        return self.speech_tokens.code_eos
-
     def spoken_rows(
         self, segments: Sequence[Tensor], frames: Sequence[Tensor], media: Mapping[str, Tensor]
     ) -> list[SpokenRow]:

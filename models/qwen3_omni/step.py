@@ -21,11 +21,6 @@ class Qwen3OmniStep(SpeakingStep):
 
     config: Qwen3OmniConfig
 
-    @property
-    def code_eos(self) -> int:
-        """The code behind the last frame."""
-        return self.speech_tokens.code_eos
-
     def spoken_rows(
         self, segments: Sequence[Tensor], frames: Sequence[Tensor], media: Mapping[str, Tensor]
     ) -> list[SpokenRow]:

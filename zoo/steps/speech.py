@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,14 @@ def packed_speech(
     )
 
 
+class SpeechIds(Protocol):
+    """What every talker's ids have."""
+
+    @property
+    def code_eos(self) -> int:
+        """The code behind the last frame."""
+
+
 class SpeakingStep(OmniStep):
     """Rows of text and media, and their speech."""
 
@@ -87,8 +95,8 @@ class SpeakingStep(OmniStep):
 
     @property
     @abstractmethod
-    def code_eos(self) -> int:
-        """The code behind the last frame."""
+    def speech_tokens(self) -> SpeechIds:
+        """Ids of the talker's sequences."""
 
     @abstractmethod
     def spoken_rows(
@@ -151,7 +159,7 @@ class SpeakingStep(OmniStep):
         cursor.finish()
         starts = list(itertools.accumulate(layout.padded_lengths, initial=0))[:-1]
         align = self.packing.align or 1
-        return packed_speech(rows, segments, starts, frames, positions, self.code_eos, align)
+        return packed_speech(rows, segments, starts, frames, positions, self.speech_tokens.code_eos, align)
 
     @cached_property
     def _talker_tokens(self) -> Tokens:
