@@ -39,7 +39,7 @@ def test_logits_of_attention_begin_with_a_spread_of_one(cpu_world: Any) -> None:
     draw = torch.Generator().manual_seed(0)
 
     def spread(query: Any, key: Any) -> float:
-        """Of (tokens, 1, heads, D) and (tokens, 1, groups, D)."""
+        """The standard deviation of the scores of (tokens, 1, heads, D) and (tokens, 1, groups, D)."""
         return float(torch.einsum("qbhd,kbgd->hgqk", query, key).std())
 
     hidden, patches = (torch.randn(64, 1, width, generator=draw) for width in (128, 64))

@@ -157,7 +157,7 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
 
-        Of fp32 values in fp32. megatron-core 0.19.2 hands them to Transformer Engine, wherever it is installed, and that
+        The result of fp32 values is fp32. megatron-core 0.19.2 hands them to Transformer Engine, wherever it is installed, and that
         rounds them to TF32 (10 bits) in both passes. bf16 values lose nothing in products of bf16 (`zoo.nn.decoder.experts.router`).
         """
         if torch.float32 in (input.dtype, self.weight.dtype):
