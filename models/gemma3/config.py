@@ -44,6 +44,7 @@ class Gemma3Config(WindowedConfig):
         layer = patches * (8.0 * width**2 + 4.0 * width * vision.intermediate_size) + 4.0 * width * patches**2
         image = patches * embedded + depth * layer + tokens * 2.0 * width * hidden
         kept = patches * depth * (4.0 * width + 2.0 * vision.intermediate_size)
-        kept += vision.num_channels * vision.image_size**2 + 2.0 * patches * width + 3.0 * tokens * width
+        ends = vision.num_channels * vision.image_size**2 + 2.0 * patches * width + 3.0 * tokens * width
         attended = float(patches * depth * width)
-        return {"vision": TowerCost(image, 0.0, 1.0 / tokens, kept=kept, attended=attended, layers=depth)}
+        cost = TowerCost(image, 0.0, 1.0 / tokens, kept=kept + ends, attended=attended, layers=depth, ends=ends)
+        return {"vision": cost}

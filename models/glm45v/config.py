@@ -76,12 +76,14 @@ class GLM45VConfig(FamilyConfig):
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         layers = vision.depth * (8.0 * width**2 + 6.0 * width * out)
         merger = 2.0 * square * width * out + 2.0 * out**2 + 6.0 * out * inner
+        ends = patch + 8.0 * width
         cost = TowerCost(
             per_row=2.0 * patch * width + layers + merger / square,
             per_pair=4.0 * width * vision.depth,
             rows_per_token=float(square),
-            kept=vision.depth * (6.0 * width + 4.0 * out) + patch + 8.0 * width + (5.0 * out + 4.0 * inner) / square,
+            kept=vision.depth * (6.0 * width + 4.0 * out) + ends + (5.0 * out + 4.0 * inner) / square,
             attended=width * vision.depth,
             layers=vision.depth,
+            ends=ends,
         )
         return {"vision": cost}

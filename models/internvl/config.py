@@ -87,7 +87,10 @@ class InternVLConfig(FamilyConfig):
         tile = patches * 2.0 * patch * width + depth * layer + projector
         # Beside both inputs and outputs, PyTorch keeps what an RMSNorm multiplies by its weight.
         norms = 2.0 * (vision.norm_type == "rms_norm") + 4.0 * vision.use_qk_norm
-        kept = seen * depth * ((6.0 + norms) * width + 2.0 * vision.intermediate_size) + patches * patch
-        kept += self.tile_tokens * (2.0 * merged + 2.0 * hidden)
+        kept = seen * depth * ((6.0 + norms) * width + 2.0 * vision.intermediate_size)
+        ends = patches * patch + self.tile_tokens * (2.0 * merged + 2.0 * hidden)
         attended = float(seen * depth * width)
-        return {"vision": TowerCost(tile, 0.0, 1.0 / self.tile_tokens, kept=kept, attended=attended, layers=depth)}
+        cost = TowerCost(
+            tile, 0.0, 1.0 / self.tile_tokens, kept=kept + ends, attended=attended, layers=depth, ends=ends
+        )
+        return {"vision": cost}

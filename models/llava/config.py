@@ -103,10 +103,13 @@ class LlavaConfig(FamilyConfig):
         layer = seen * (8.0 * width**2 + 4.0 * width * vision.intermediate_size) + 4.0 * width * seen**2
         projector = 2.0 * hidden * (width * len(self.feature_layers) + hidden)
         tile = patches * embedded + depth * layer + tiling.tile_tokens * projector
-        kept = seen * depth * (4.0 * width + 2.0 * vision.intermediate_size) + vision.num_channels * tiling.tile**2
-        kept += tiling.tile_tokens * (width * len(self.feature_layers) + 2.0 * hidden)
+        kept = seen * depth * (4.0 * width + 2.0 * vision.intermediate_size)
+        ends = vision.num_channels * tiling.tile**2
+        ends += tiling.tile_tokens * (width * len(self.feature_layers) + 2.0 * hidden)
         attended = float(seen * depth * width)
-        cost = TowerCost(tile, 0.0, 1.0 / tiling.tile_tokens, kept=kept, attended=attended, layers=depth)
+        cost = TowerCost(
+            tile, 0.0, 1.0 / tiling.tile_tokens, kept=kept + ends, attended=attended, layers=depth, ends=ends
+        )
         return {"vision": cost}
 
     @cached_property

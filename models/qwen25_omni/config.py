@@ -81,14 +81,15 @@ class Qwen25OmniConfig(SpeakingConfig):
         width, layers, mel = audio.d_model, audio.encoder_layers, audio.num_mel_bins
         convolutions = 6.0 * mel * width + 3.0 * width**2  # of a frame; the second has a state for two of them
         state = layers * (8.0 * width**2 + 4.0 * width * audio.encoder_ffn_dim) + width * audio.output_dim
-        kept = layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width
+        kept, ends = layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim), mel + 5.0 * width
         cost = TowerCost(
             per_row=convolutions + state / 2,
             per_pair=width * layers,
             rows_per_token=4.0,
             window=2 * audio.n_window,
-            kept=mel + 3.0 * width + kept / 2,
+            kept=ends + kept / 2,
             attended=layers * width / 2,
             layers=layers,
+            ends=ends,
         )
         return {"vision": window_cost(self.vision), "audio": cost}

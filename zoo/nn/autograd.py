@@ -1,11 +1,16 @@
-"""The type of the context that PyTorch hands to an autograd Function, for annotations."""
+"""The context that PyTorch hands to an autograd Function, for annotations, and calls that run once more in the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 
 class Context(FunctionCtx):
@@ -19,3 +24,28 @@ class Context(FunctionCtx):
     def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: object) -> None: ...
+
+
+def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call gives, which runs again in the backward pass if there is one.
+
+    What comes in may need no gradient, as that of a frozen embedding with adapters behind it: megatron-core's own recompute would
+    then give adapters none. Without anything trained nothing is kept.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _same_draws}
+    return checkpoint(function, *args, **settings, **kwargs)
+
+
+def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a run and of its repetition, which draws the same masks of dropout: megatron-core's states go with PyTorch's."""
+    states = random._get_all_rng_states()
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        with random._fork_rng():
+            random._set_all_rng_states(*states)
+            yield
+
+    return nullcontext(), repeated()

@@ -215,7 +215,9 @@ class FamilyConfig:
         kept = vision.depth * (4.0 * width + 2.0 * vision.intermediate_size)
         kept += patch + 4.0 * width * (1 + self.deepstack_layers)
         per_pair, attended = 4.0 * width * vision.depth, width * vision.depth
-        cost = TowerCost(per_row, per_pair, float(square), kept=kept, attended=attended, layers=vision.depth)
+        cost = TowerCost(
+            per_row, per_pair, float(square), kept=kept, attended=attended, layers=vision.depth, ends=patch
+        )
         return {"vision": cost}
 
     @property

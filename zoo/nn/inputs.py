@@ -9,9 +9,21 @@ from typing import Any, Literal
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zoo.nn.decoder.experts.router import Routing
-from zoo.nn.head import DistillationInputs, LabelExchange, TopK
+from zoo.nn.head import (
+    DistillationInputs,
+    LabelExchange,
+    TopK,
+    TopTokens,
+    at_temperature,
+    cross_entropy,
+    divergence,
+    entropy,
+    most_likely,
+    top_tokens,
+)
 from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device
 
@@ -95,6 +107,35 @@ class ModelInputs:
     mtp: tuple[MTPInputs, ...] = ()  # what each depth of multi-token prediction reads and predicts
     # B T of the data-parallel rank that has most; None: ranks that exchange tokens of experts ask one another, for which the host waits.
     most_tokens: int | None = None
+
+    def labels(self, rows: slice) -> ModelInputs:
+        """With what belongs to these targets alone, where something does."""
+        temperature, taught = self.temperature, self.distillation
+        if isinstance(temperature, Tensor):
+            temperature = temperature[rows]
+        if taught is not None:
+            taught = taught._replace(tokens=TopTokens(*(x[rows] for x in taught.tokens)))
+        return replace(self, temperature=temperature, distillation=taught)
+
+
+def label_losses(logits: Tensor, targets: Tensor, inputs: ModelInputs | None, group: ProcessGroup) -> Tensor:
+    """Negative log likelihoods (N,) fp32 of targets (N,) under logits (N, vocab/tp), and what else a call asks for.
+
+    With `inputs` (2, N), the second row as `MultimodalModel.forward` says, or what `TopTokens.joined` gives.
+    """
+    second: Tensor | None = None
+    if inputs is not None:
+        if inputs.top is not None:
+            return top_tokens(logits, *inputs.top, group).joined()
+        logits = at_temperature(logits, inputs.temperature)
+        if inputs.count_correct:
+            second = most_likely(logits, group) == targets
+        elif inputs.entropy:
+            second = entropy(logits.detach() if inputs.entropy == "measured" else logits, group)
+        elif inputs.distillation is not None:
+            second = divergence(logits, inputs.distillation, group)
+    loss = cross_entropy(logits, targets, group)
+    return loss if second is None else torch.stack((loss, second.to(loss.dtype)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from megatron.core import tensor_parallel
@@ -33,6 +34,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from zoo.nn.autograd import recomputed
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack, NotedStates
@@ -40,18 +42,7 @@ from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.fp32 import as_held
-from zoo.nn.head import (
-    LabelExchange,
-    ScoreHead,
-    at_temperature,
-    clear_padding,
-    cross_entropy,
-    divergence,
-    entropy,
-    most_likely,
-    top_tokens,
-    without_padding,
-)  # fmt: skip
+from zoo.nn.head import LabelExchange, ScoreHead, clear_padding, without_padding  # fmt: skip
 from zoo.nn.inputs import (
     Encoded,
     Media,
@@ -60,11 +51,13 @@ from zoo.nn.inputs import (
     RotaryShape,
     Stage,
     Vocabulary,
+    label_losses,
     media_rows,
     on_device_of,
     put_rows,
 )  # fmt: skip
 from zoo.nn.towers.gather import GatherEncoded
+from zoo.packing.cost import LABELS_AT_ONCE
 
 
 class MultimodalModel(LanguageModule):
@@ -353,23 +346,22 @@ class MultimodalModel(LanguageModule):
             states = exchange(states)
         if count == 0:  # the head runs all the same: its gradient is waited for, and that of what was sent
             states, targets = torch.cat((states, first)), targets.new_zeros(1)
-        logits = self._logits(states, weight)
-        second: Tensor | None = None  # row of the result
-        if inputs is not None:
-            if inputs.top is not None:
-                return top_tokens(logits, *inputs.top, self.tp_group).joined()[:, :count]
-            if count:
-                logits = at_temperature(logits, inputs.temperature)
-            if inputs.count_correct:
-                second = most_likely(logits, self.tp_group) == targets
-            elif inputs.entropy:
-                measured = inputs.entropy == "measured"
-                second = entropy(logits.detach() if measured else logits, self.tp_group)
-            elif inputs.distillation is not None and count:
-                second = divergence(logits, inputs.distillation, self.tp_group)
-        loss = cross_entropy(logits, targets, self.tp_group)
-        out = loss if second is None else torch.stack((loss, second.to(loss.dtype)))
-        return out if count else out[..., :0] + out.sum() * 0.0
+            inputs = inputs and replace(inputs, temperature=1.0, distillation=None)
+        if count > LABELS_AT_ONCE:  # whose logits would be larger than all else of the row
+            chunks = [slice(start, start + LABELS_AT_ONCE) for start in range(0, count, LABELS_AT_ONCE)]
+            every = [
+                recomputed(self._losses, states[rows], targets[rows], weight, inputs and inputs.labels(rows))
+                for rows in chunks
+            ]
+            return torch.cat(every, dim=min(1, every[0].ndim - 1))
+        out = self._losses(states, targets, weight, inputs)
+        if count:
+            return out
+        return out[:, :0] if out.ndim == 3 else out[..., :0] + out.sum() * 0.0
+
+    def _losses(self, states: Tensor, targets: Tensor, weight: Tensor | None, inputs: ModelInputs | None) -> Tensor:
+        """`label_losses` of states (N, hidden)."""
+        return label_losses(self._logits(states, weight), targets, inputs, self.tp_group)
 
     def _logits(self, states: Tensor, weight: Tensor | None) -> Tensor:
         """(..., vocab/tp) of states (..., hidden)."""

@@ -25,6 +25,7 @@ from zoo.nn.head import cross_entropy, most_likely
 from zoo.nn.inputs import Encoded, Media, ModelInputs, Speech, Stage, Vocabulary, on_device_of
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
+from zoo.nn.towers.recompute import recompute_layers
 
 
 class LanguageModel(MultimodalModel):
@@ -33,8 +34,11 @@ class LanguageModel(MultimodalModel):
     def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage, *, varlen: bool = True) -> None:
         """`varlen`: towers take all media as one row, with bounds."""
         towers = self.build_towers(config) if stage.first else {}
-        if varlen:
-            towers = {name: use_varlen_attention(tower) for name, tower in towers.items()}
+        for tower in towers.values():
+            if varlen:
+                use_varlen_attention(tower)
+            if recipe.engine.recompute == "full":
+                recompute_layers(tower)
         traits = dict.fromkeys(config.traits, True)
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),

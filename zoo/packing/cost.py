@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+# A row with more goes through the head, or under full recompute through an MLP, in chunks of so many, which keep their input alone.
+LABELS_AT_ONCE, TOKENS_AT_ONCE = 8192, 16384
 NEARLY_ALL = 0.75  # of the ranks: tokens that have experts on so many go to all
 
 
@@ -55,6 +57,7 @@ class TowerCost:
     piece: int = 1  # rows that are taken at once: the last ones of an item are kept as if they were as many
     attended: float = 0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
     layers: int = 0  # that the host launches one by one
+    ends: float = 0.0  # those of `kept` that are before and behind layers and mergers, which full recompute keeps too
 
     def flops(self, rows: float) -> float:
         """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from zoo.config.entries import parse_entry
 from zoo.config.schema import ParallelConfig, Recipe
 from zoo.errors import UserError
-from zoo.packing.cost import LayerKind, ModelCost, TowerCost, ranks_sent_to
+from zoo.packing.cost import LABELS_AT_ONCE, TOKENS_AT_ONCE, LayerKind, ModelCost, TowerCost, ranks_sent_to
 from zoo.packing.moves import FEW, LONG
 from zoo.types import JsonMapping
 
@@ -145,6 +145,19 @@ def rows_sent(text: PretrainedConfig, parallel: ParallelConfig) -> float:
     return parallel.etp * ranks_sent_to(parallel.ep, text.num_experts, text.num_experts_per_tok)
 
 
+def labels_in_chunks(recipe: Recipe, row: Row) -> bool:
+    """Whether the logits of a row's labels are computed in chunks, and again in the backward pass."""
+    return row.labels / recipe.parallel.cp > LABELS_AT_ONCE
+
+
+def mlp_in_chunks(recipe: Recipe, row: Row) -> bool:
+    """Whether a recomputed layer's MLP takes a row in chunks, of which each is recomputed once more."""
+    engine, parallel = recipe.engine, recipe.parallel
+    tokens = row.total / parallel.cp / (parallel.tp if parallel.sp else 1)
+    scaled_at_once = engine.fp8 and engine.fp8_recipe == "tensorwise"
+    return engine.recompute == "full" and tokens > TOKENS_AT_ONCE and not scaled_at_once
+
+
 @dataclass(frozen=True)
 class SavedActivations:
     """Bytes that each layer keeps for the backward pass, of one recipe's row."""
@@ -260,7 +273,12 @@ class SavedActivations:
     def _mlp(self, width: float) -> float:
         inner = self.tokens * self._swiglu * width / self.recipe.parallel.tp * self.size
         inner += self._dropped(self.text.hidden_size + width / self.recipe.parallel.tp)
-        return self._norms() + self.into_linear() + inner
+        return self._norms() + self.into_linear() + inner * self._mlp_share
+
+    @property
+    def _mlp_share(self) -> float:
+        """Share of the row that an MLP works on at once."""
+        return TOKENS_AT_ONCE / self.shared if mlp_in_chunks(self.recipe, self.row) else 1.0
 
     @property
     def _swiglu(self) -> int:
@@ -304,20 +322,26 @@ class SavedActivations:
     def head(self) -> tuple[float, float]:
         """(bytes kept, further bytes while the loss is computed) of the logits of the row's labels."""
         labels = self.row.labels / self.recipe.parallel.cp
-        logits = labels * self.text.vocab_size / self.recipe.parallel.tp
+        logits = min(labels, LABELS_AT_ONCE) * self.text.vocab_size / self.recipe.parallel.tp
         hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size
-        if self.fused:  # the gradient takes the place of the logits
-            return hidden + logits * self.size, 0.0
-        # The softmax in fp32 is kept; its gradient, and both in the model's precision, come beside it.
-        return hidden + logits * FP32, logits * (FP32 + (self.size if self.size != FP32 else 0))
+        # The gradient takes the place of the logits. Without a kernel the softmax in fp32 is kept; its gradient, and both in the model's
+        # precision, come beside it.
+        kept = logits * (self.size if self.fused else FP32)
+        beside = 0.0 if self.fused else logits * (FP32 + (self.size if self.size != FP32 else 0))
+        return (hidden + kept, beside) if labels <= LABELS_AT_ONCE else (hidden, kept + beside)
 
-    def tower(self, cost: TowerCost, name: str) -> float:
-        """Bytes of a tower that sees its share of the row's media; ranks that share a row share its media."""
+    def tower(self, cost: TowerCost, name: str) -> tuple[float, float]:
+        """(bytes stored, further bytes in the backward pass) of a tower that sees its share of the row's media; ranks that share a row
+        share its media. Under full recompute that are inputs of layers, and the widest layer.
+        """
         parallel, items = self.recipe.parallel, self.row.items[name]
-        rows = items.padded(cost.piece) / (parallel.tp * parallel.cp)
-        if self.fused:
-            return rows * (cost.kept + 4 * cost.attended) * self.size
-        count = len(items.rows)
-        padded = count * items.longest / max(items.total, 1) if cost.window is None else 1.0
-        moved = 5 if cost.per_pair and 2 * count > FEW and items.total < LONG * 2 * count else 0
-        return rows * (cost.kept + (1 + 4 * padded + moved) * cost.attended) * self.size
+        rows, times = items.padded(cost.piece) / (parallel.tp * parallel.cp) * self.size, 4.0
+        if not self.fused:
+            count = len(items.rows)
+            padded = count * items.longest / max(items.total, 1) if cost.window is None else 1.0
+            moved = 5 if cost.per_pair and 2 * count > FEW and items.total < LONG * 2 * count else 0
+            times = 1 + 4 * padded + moved
+        kept = cost.kept + times * cost.attended
+        if self.recipe.engine.recompute == "full" and cost.layers:
+            return rows * (cost.ends + cost.attended), rows * 1.3 * (kept - cost.ends) / cost.layers
+        return rows * kept, 0.0

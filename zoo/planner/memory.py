@@ -187,8 +187,10 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
             layers += [LayerKind(False, model.kinds[-1].sparse)] * model.mtp
             head, loss = (value * (1 + model.mtp) for value in kept.head())
         stored, recomputed = _layers(kept, layers, recipe.engine.recompute)
-        first = _first(kept, model) if stage == 0 else 0.0
-        by_stage.append(in_flight(recipe, stage, micro_batches) * (stored + first) + head + max(recomputed, loss))
+        first, towers = _first(kept, model) if stage == 0 else (0.0, 0.0)
+        # The backward pass comes to the towers when it has left the decoder.
+        widest = max(stored + head + max(recomputed, loss), towers)
+        by_stage.append((in_flight(recipe, stage, micro_batches) - 1) * (stored + first) + first + widest)
     return by_stage
 
 
@@ -220,9 +222,10 @@ def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str)
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)
 
 
-def _first(kept: SavedActivations, model: Model) -> float:
-    """Bytes that embedding and towers keep."""
+def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
+    """(bytes that embedding and towers keep, further bytes in the towers' backward pass)."""
     trained = model.trained_parts | (set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set())
     names = [name for name, items in kept.row.media.items() if items and name in trained]
-    towers_kept = sum(kept.tower(model.cost.towers[name], name) for name in names)
-    return towers_kept + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
+    towers = [kept.tower(model.cost.towers[name], name) for name in names]
+    stored = sum(stored for stored, _ in towers) + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
+    return stored, max((widest for _, widest in towers), default=0.0)

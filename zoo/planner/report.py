@@ -186,7 +186,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a validated recipe on so many ranks, `limit` bytes each; `saves`: with its checkpoints and export."""
     forward, rows = forward_flops(model, row), rows_of_step(recipe, row)
-    step = {name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()}
+    step = {name: rows * flops * factor(model, recipe, name, row) for name, flops in forward.items()}
     if recipe.train.optimizer == "muon":
         step["newton_schulz"] = model.parameters.newton_schulz(recipe.parallel.tp)
     return Plan(

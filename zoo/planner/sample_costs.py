@@ -32,11 +32,12 @@ def training_cost(config: FamilyConfig, recipe: Recipe) -> Callable[[SampleSize]
     trained = adapted | whole if lora.rank else recipe.named_parts - frozen
     merging = trained & set(get_family(recipe.model.family).inner)  # trained behind a tower that may be frozen
     backward = merging | {name for name in model.towers if name not in frozen or name in adapted}
-    factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
+    full = float(recipe.engine.recompute == "full")
+    factors = {
+        name: train_factor(frozen=name in frozen, first=name not in adapted, recomputed=full) for name in model.towers
+    }
     factors["decoder"] = train_factor(
-        frozen="language" in frozen,
-        first=not backward and "language" not in adapted,
-        recomputed=1.0 if recipe.engine.recompute == "full" else 0.0,
+        frozen="language" in frozen, first=not backward and "language" not in adapted, recomputed=full
     )
 
     def cost(size: SampleSize) -> int:

@@ -22,7 +22,7 @@ from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.packing.cost import train_factor
-from zoo.planner.activations import Row, rows_of_step, rows_sent
+from zoo.planner.activations import Row, labels_in_chunks, mlp_in_chunks, rows_of_step, rows_sent
 from zoo.planner.memory import Model
 from zoo.planner.parameters import share
 
@@ -78,19 +78,19 @@ class Speed:
 
     def _flops(self, recipe: Recipe) -> float:
         """FLOPs of training on a row, the experts' as many as would take their time."""
-        total = sum(flops * factor(self.model, recipe, part) for part, flops in self.forward.items())
+        total = sum(flops * factor(self.model, recipe, part, self.row) for part, flops in self.forward.items())
         if self.experts:
             parallel, text = recipe.parallel, self.model.text
             # Ranks of an expert's group send it the tokens of all of them.
             local_tokens = self.row.total / (parallel.cp * parallel.tp) * parallel.ep * parallel.etp
             tokens = local_tokens * text.num_experts_per_tok / text.num_experts
             slower = FEW / max(tokens, 1.0)
-            total += self.forward["decoder"] * self.experts * factor(self.model, recipe, "decoder") * slower
+            total += self.forward["decoder"] * self.experts * factor(self.model, recipe, "decoder", self.row) * slower
         return total
 
     def _ends(self, recipe: Recipe) -> tuple[float, float, float]:
         """FLOPs of training of a decoder layer, and of what stands before the first one and behind the last."""
-        flops = {part: forward * factor(self.model, recipe, part) for part, forward in self.forward.items()}
+        flops = {part: forward * factor(self.model, recipe, part, self.row) for part, forward in self.forward.items()}
         layers = len(self.model.kinds) + self.model.mtp
         layer, head = flops.pop("decoder") / layers, flops.pop("head")
         return layer, sum(flops.values()), head + self.model.mtp * layer
@@ -159,23 +159,28 @@ def forward_flops(model: Model, row: Row) -> dict[str, float]:
     return {**model.cost.parts(0, row.labels, row.media), "decoder": decoder}
 
 
-def factor(model: Model, recipe: Recipe, part: str) -> float:
+def factor(model: Model, recipe: Recipe, part: str, row: Row) -> float:
     """FLOPs of training a part over those of its forward pass."""
-    trained = model.trained_parts
+    trained, full = model.trained_parts, recipe.engine.recompute == "full"
     if part in model.cost.towers:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
-        return train_factor(frozen=part not in trained, first=not adapted)
+        return train_factor(frozen=part not in trained, first=not adapted, recomputed=float(full))
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
     before = trained - {"decoder", "experts", "multi_token", "head"}  # parts that the decoder's gradient goes to
-    share = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    if mlp_in_chunks(recipe, row):
+        again += _recomputed(model, experts=False)
     frozen, decoder = not trained & set(names), part == "decoder"
-    return train_factor(frozen=frozen, first=decoder and not before, recomputed=share if decoder else 0.0)
+    again = again if decoder else float(labels_in_chunks(recipe, row))
+    return train_factor(frozen=frozen, first=decoder and not before, recomputed=again)
 
 
-def _recomputed(model: Model) -> float:
+def _recomputed(model: Model, experts: bool = True) -> float:
     """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
     text, share = model.text, 0.0
     for kind in model.kinds:
+        if kind.sparse and not experts:
+            continue
         width = text.num_experts_per_tok * text.moe_intermediate_size if kind.sparse else text.intermediate_size
         share += 6.0 * text.hidden_size * width
     return min(1.0, share / model.cost.decoder.per_token)

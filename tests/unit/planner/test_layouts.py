@@ -235,7 +235,7 @@ def test_what_is_given_is_kept() -> None:
     chosen = chosen_for("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
     assert (chosen.parallel.pp, chosen.engine.recompute) == (2, "full")
     with pytest.raises(ConfigError, match="does not fit 8 GPUs of 80 GB"):
-        chosen_for("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
+        chosen_for("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1", "engine.recompute=selective")
 
 
 def test_a_host_without_room_for_samples() -> None:

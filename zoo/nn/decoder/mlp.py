@@ -1,16 +1,22 @@
-"""Gated MLPs of a layer (SwiGLU or GEGLU, Shazeer 2020): dense ones, and the shared expert of all tokens."""
+"""Gated MLPs of a layer (SwiGLU or GEGLU, Shazeer 2020): dense ones, and the shared expert of all tokens.
+
+Under full recompute a long row goes through in chunks, each recomputed by itself, as what is kept within an MLP is most of a layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
+from zoo.nn.autograd import recomputed
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
+from zoo.packing.cost import TOKENS_AT_ONCE
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -46,8 +52,16 @@ class DenseMLP(MLP):
     ) -> tuple[Tensor, Tensor | None]:
         """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
         refuse_unused("DenseMLP", unused)
-        inner, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(glu(inner, self.config.activation_func))
+        # Transformer Engine's FP8 is switched on around a layer, not around what its backward pass repeats.
+        full = self.config.recompute_granularity == "full" and self.training and not self.config.fp8
+        if not full or len(hidden_states) <= TOKENS_AT_ONCE:
+            return self._run(hidden_states), None
+        return torch.cat([recomputed(self._run, chunk) for chunk in hidden_states.split(TOKENS_AT_ONCE)]), None
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        inner, _ = self.linear_fc1(hidden)
+        out: Tensor = self.linear_fc2(glu(inner, self.config.activation_func))[0]
+        return out
 
 
 class SharedExperts(SharedExpertMLP, DenseMLP):

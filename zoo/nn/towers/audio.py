@@ -124,6 +124,7 @@ def audio_cost(audio: PretrainedConfig) -> TowerCost:
         piece=chunk,
         attended=audio.encoder_layers * width / rows,
         layers=audio.encoder_layers,
+        ends=maps / chunk + 4.0 * width / rows,
     )
 
 

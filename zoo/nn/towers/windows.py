@@ -42,6 +42,7 @@ def window_cost(vision: PretrainedConfig) -> TowerCost:
         kept=vision.depth * (6.0 * width + 4.0 * vision.intermediate_size) + patch + 5.0 * width,
         attended=width * vision.depth,
         layers=vision.depth,
+        ends=patch,
     )
 
 
