@@ -5,7 +5,7 @@ from __future__ import annotations
 from zoo.errors import UserError
 from zoo.models.qwen25_omni.speech import SpeechTokens
 from zoo.nn.config_checks import check_decoder
-from zoo.nn.family import SpeakingConfig, TalkerConfig
+from zoo.nn.family import Projection, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.windows import check_windows, window_cost
 from zoo.packing.cost import TowerCost
 
@@ -23,11 +23,19 @@ class Qwen25TalkerConfig(TalkerConfig):
     mrope_section = (16, 24, 24)
     mrope_interleaved = False
     width = "embedding_size"
+    hertz = 50.0
+    opening = 2  # bos, and the answer's first token
 
     @property
     def text_prefix(self) -> str:
         """Where its keys stand."""
         return "talker_config."
+
+    @property
+    def projection(self) -> Projection:
+        """One linear."""
+        wide = int(self.hf.embedding_size)
+        return Projection(wide * int(self.text.hidden_size), wide)
 
     def check(self) -> None:
         """UserError for a talker whose arithmetic is not built, or without a row for each of its codes."""

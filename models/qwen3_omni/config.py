@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError
 from zoo.nn.config_checks import check_decoder
-from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
+from zoo.nn.family import FamilyConfig, Projection, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
 from zoo.packing.cost import TowerCost
 
@@ -26,6 +26,8 @@ class Qwen3TalkerConfig(TalkerConfig):
     traits = ("qk_norm",)
     further = ("head_dim", "shared_expert_intermediate_size")
     mrope_section = (24, 20, 20)
+    hertz = 12.5
+    opening = 6  # pad, four times, bos, and the answer's first token; of the three that begin a turn, all are the row's
 
     @property
     def text_prefix(self) -> str:
@@ -48,6 +50,17 @@ class Qwen3TalkerConfig(TalkerConfig):
     def codebooks(self) -> int:
         """Codes of a frame."""
         return int(self.hf.num_code_groups)
+
+    @property
+    def residual(self) -> PretrainedConfig:
+        """The code predictor's decoder."""
+        return self.predictor.text
+
+    @property
+    def projection(self) -> Projection:
+        """Two linears with an activation between them."""
+        wide, inner = int(self.hf.thinker_hidden_size), int(self.text.intermediate_size)
+        return Projection((wide + int(self.text.hidden_size)) * inner, wide + 2 * inner)
 
     def check(self) -> None:
         """UserError for a talker that transformers can't run, or whose arithmetic is not built."""
@@ -101,13 +114,18 @@ class Qwen3OmniConfig(SpeakingConfig):
         """UserError for an audio tower that transformers can't build, or whose clips can't be cut into its windows."""
         check_audio(self.thinker.audio_config, "max_source_positions")
 
+    @property
+    def accepted(self) -> int:
+        """As the talker's config says."""
+        return super().accepted if self.talker is None else int(self.talker.hf.accept_hidden_layer)
+
     def checked_talker(self) -> Qwen3TalkerConfig:
         """As every speaking model's, with a layer of the thinker that its talker reads."""
         talker = super().checked_talker()
         assert isinstance(talker, Qwen3TalkerConfig)
-        if not 0 <= talker.hf.accept_hidden_layer <= self.text.num_hidden_layers:
+        if not 0 <= self.accepted <= self.text.num_hidden_layers:
             raise UserError(
-                f"talker_config.accept_hidden_layer is {talker.hf.accept_hidden_layer}; wanted 0 to {self.text.num_hidden_layers}, the "
+                f"talker_config.accept_hidden_layer is {self.accepted}; wanted 0 to {self.text.num_hidden_layers}, the "
                 "thinker's layers"
             )
         return talker
@@ -121,7 +139,7 @@ class Qwen3OmniConfig(SpeakingConfig):
 
         self.checked_talker()
         vocoder = Qwen3OmniMoeCode2Wav._from_config(self.hf.code2wav_config)
-        return vocoder, "code2wav.", round(12.5 * int(vocoder.total_upsample))
+        return vocoder, "code2wav.", round(self.talks.hertz * int(vocoder.total_upsample))
 
     @property
     def further_decoders(self) -> Mapping[str, Any]:

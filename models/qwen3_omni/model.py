@@ -31,8 +31,7 @@ class Qwen3OmniModel(SpeakingModel):
         """With a `talker` where the recipe trains it and the model has one, which `Processor.train_speech` sees to in a run."""
         super().__init__(config, recipe, stage)
         if recipe.train.speech_loss and config.talker is not None:
-            talker = config.checked_talker()
-            self.accepted, self.talker = int(talker.hf.accept_hidden_layer), Qwen3Talker(talker, recipe)
+            self.talker = Qwen3Talker(config.checked_talker(), recipe)
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision and the audio tower with weights as transformers initialises them."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.data.media.codes import SpeechCodes
+from zoo.models.qwen3_omni.config import Qwen3TalkerConfig
 from zoo.models.qwen3_omni.speech import SpeechTokens, spoken_row
 from zoo.packing.spoken import SpokenRow
 
@@ -16,7 +17,7 @@ from zoo.packing.spoken import SpokenRow
 class Qwen3SpeechCodes(SpeechCodes):
     """The first codebook's others, from its limit on, are never said (`generate` suppresses the last 1024)."""
 
-    hertz, hears_videos = 12.5, False
+    hertz, hears_videos = Qwen3TalkerConfig.hertz, False
 
     tokens: SpeechTokens
 

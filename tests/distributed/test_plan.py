@@ -42,12 +42,18 @@ MORE = [
     ("qwen3_vl_lora", "tiny", 1, "lora.dropout=0 lora.whole_parts=[merger]"),
     ("qwen3_vl_lora", "tiny", 2, "lora.dropout=0 lora.whole_parts=[vision] parallel.tp=2"),
     ("qwen3_omni_lora", "tiny", 2, "lora.dropout=0 lora.whole_parts=[vision,audio_projector] parallel.pp=2"),
+    *((f"{family}_talker_sft", "tiny", 1, "") for family in ("qwen3_omni", "qwen25_omni")),
+    ("qwen3_omni_speech_sft", "tiny", 1, ""),
+    ("qwen3_omni_talker_sft", "tiny", 1, "engine.recompute=full"),
+    ("qwen3_omni_talker_sft", "tiny", 2, "parallel.tp=2"),
+    ("qwen3_omni_talker_sft", "tiny", 2, "parallel.cp=2"),
 ]
 
 
 @pytest.mark.parametrize(("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in RECIPES), *MORE])
 def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: Pool, tmp_path: Path) -> None:
-    overrides = (f"size={size}", *ROW, *keys.split())
+    row = ROW[:2] if "talker" in name or "speech" in name else ROW  # whose own rows are spoken
+    overrides = (f"size={size}", *row, *keys.split())
     recipe = validate(load_recipe(name, list(overrides)), ranks)
     model = model_of(recipe)
     stages: dict[int, list[float]] = {}  # activations held over those planned, of each stage's ranks

@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.sample import collate
+from zoo.data.sample import IGNORE, collate
 from zoo.model import build
 from zoo.nn.flops import model_cost
 from zoo.packing import PackedLayout
+from zoo.packing.cost import TALKER
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -60,11 +61,11 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
             with _counter() as backward:
                 loss.backward()
             counted = _by_part(forward.get_flop_counts(), list(assembly.config.tower_costs()))
-            cost = model_cost(assembly.config, assembly.config.mtp_layers(recipe))
+            cost = model_cost(assembly.config, recipe)
             # The CPU computes all pairs of a causal layer, the model needs those that look back.
             pairs = (cost.decoder.per_pair + sum(cost.decoder.windows.values())) * sample.length**2
             causal = cost.decoder.flops(sample.length) - cost.decoder.per_token * sample.length
-            parts = cost.parts(sample.length, sample.num_labels, rows)
+            parts = cost.parts([sample.length], sample.num_labels, rows)
             parts["decoder"] += pairs - causal
             for part, flops in parts.items():
                 assert flops == pytest.approx(counted[part], rel=0.1), (sample.kind, part)
@@ -73,6 +74,38 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         assert {name: len(layers) for name, layers in ran.items()} == {
             name: tower.layers for name, tower in cost.towers.items()
         }
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni_talker_sft", "qwen3_omni_speech_sft", "qwen25_omni_talker_sft"])
+def test_flops_of_a_spoken_sample(name: str) -> None:
+    recipe = validate(load_recipe(name, ["size=tiny", "hardware=cpu", "data.augment=0"]), 1)
+    with single_process_world() as world:
+        assembly = build.assemble(recipe)
+        (model,) = build.build_model(assembly, recipe, world)
+        step = build.build_step(assembly, recipe, world)
+        source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, max_rows=40)
+        samples = [source.sample(visit) for visit in range(len(source))]
+        sample = max((one for one in samples if one.kind == "image"), key=lambda one: one.codes)
+        batch = collate([sample], PackedLayout.from_lengths([sample.length]))
+        frames = assembly.processor.size(sample).media[TALKER]
+        assert frames == [sample.codes - 1]
+        with _counter() as forward:
+            output, loss_of = step(iter([batch]), model, loss_scale=1.0)
+            loss_of(output)
+        counted = _by_part(forward.get_flop_counts(), list(assembly.config.tower_costs()))
+        cost = model_cost(assembly.config, recipe)
+        labels = int((sample.labels != IGNORE).sum())
+        parts = cost.parts([sample.length], labels, {TALKER: frames})
+        assert cost.talker is not None
+        (tokens,) = cost.talker.tokens([sample.length], labels, frames)
+        assert tokens == pytest.approx(step.talker_row(batch.input_ids, batch.layout, batch.media).layout.total, abs=3)
+        # The CPU computes all pairs.
+        parts["decoder"] += cost.decoder.per_pair * sample.length * (sample.length - 1) / 2
+        parts[TALKER] += cost.talker.decoder.per_pair * tokens * (tokens - 1) / 2
+        # The talker is no module that is called: PyTorch's counter has it with the decoder.
+        parts["decoder"] += parts[TALKER]
+        assert parts["decoder"] == pytest.approx(counted["decoder"], rel=0.05)
+        assert parts["head"] == pytest.approx(counted["head"], rel=0.1)
 
 
 def _layers_that_run(tower: torch.nn.Module) -> set[int]:

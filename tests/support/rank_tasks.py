@@ -208,6 +208,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.live import LiveBytes
     from support.recipes import load_effective
     from zoo.config.validate import validate
+    from zoo.data.sample import IGNORE
     from zoo.logging.startup_time import Startup
     from zoo.optim.adamw import optimizers
     from zoo.parallel.signals import interrupts
@@ -234,7 +235,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
             grads=sum(buffer.grad_data.nbytes for buffer in buffers),
             optimizer=sum(map(_state_bytes, optimizers(trainable.optimizer))),
             activations=live.peak,
-            rows=[Row(b.lengths, b.num_labels, _media_rows(run.step, b.media)) for b in batches],
+            rows=[Row(b.lengths, int((b.labels != IGNORE).sum()), _media_rows(run.step, b.media)) for b in batches],
             pp_rank=here.pp_rank,
             teacher=sum(p.nbytes for one in teachers for chunk in one.chunks for p in chunk.parameters()),
         )
@@ -251,9 +252,13 @@ def _state_bytes(optimizer: Any) -> int:
 
 
 def _media_rows(step: Any, media: Any) -> dict[str, tuple[int, ...]]:
-    """Tower name -> rows of each item of a micro-batch."""
+    """Tower name -> rows of each item of a micro-batch, and frames of each sample that is spoken."""
+    from zoo.packing.cost import TALKER
+    from zoo.packing.spoken import COUNTS
+
     streams = step.media_streams(media) if media else {}
-    return {tower: tuple(r for stream in each for r in stream.rows) for tower, each in streams.items()}
+    spoken = {TALKER: tuple(media[COUNTS].tolist())} if COUNTS in media else {}
+    return {tower: tuple(r for stream in each for r in stream.rows) for tower, each in streams.items()} | spoken
 
 
 def one_step(rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str) -> dict[str, int]:

@@ -240,10 +240,10 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
 
 def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     """The family's PackedStep for this rank."""
-    groups, mtp_layers, flops = world.groups, assembly.config.mtp_layers(recipe), None
+    groups, flops = world.groups, None
     if not (recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe)):
         # Context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks.
-        flops = model_cost(assembly.config, mtp_layers).decoder.flops
+        flops = model_cost(assembly.config, recipe).decoder.flops
     rank = StepRank(
         world.device,
         cp_group=groups.cp if groups.cp.size() > 1 else None,
@@ -254,7 +254,7 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     speech = None
     if train.speech_loss and (talker := getattr(assembly.config, "talker", None)):
         speech = SpeechLoss(train.speech_loss, train.residual_loss, talker.codebooks, trains_thinker(recipe))
-    objective = Objective(*losses, mtp_layers, train.mtp_loss, policy, speech)
+    objective = Objective(*losses, assembly.config.mtp_layers(recipe), train.mtp_loss, policy, speech)
     step: PackedStep = assembly.family.load("step")(
         assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
     )

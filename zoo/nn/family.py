@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from zoo.config.architecture import check_arch, refuse_unbuilt
 from zoo.config.locate import read_arch, unquantised
@@ -264,15 +264,34 @@ class OmniConfig(FamilyConfig, ABC):
         """Embeddings that the audio tower makes of a clip of so many mel frames."""
 
 
-class TalkerConfig(FamilyConfig):
+class Projection(NamedTuple):
+    """Linears that a token goes through."""
+
+    weights: int
+    kept: int  # numbers of a token that the backward pass reads
+
+
+class TalkerConfig(FamilyConfig, ABC):
     """The `talker_config` of a whole model; `text` is its decoder."""
 
     width: ClassVar[str]  # its key of the thinker's hidden_size
+    hertz: ClassVar[float]  # frames of a second's speech
+    opening: ClassVar[int]  # tokens between question and frames that are none of the row's
 
     @property
     def codebooks(self) -> int:
         """Codes of a frame."""
         return 1
+
+    @property
+    def residual(self) -> PretrainedConfig | None:
+        """That of the decoder of a frame's residual codes; None where there is one codebook."""
+        return None
+
+    @property
+    @abstractmethod
+    def projection(self) -> Projection:
+        """What makes the thinker's embeddings as wide as the talker's states."""
 
 
 class SpeakingConfig(OmniConfig):
@@ -284,6 +303,11 @@ class SpeakingConfig(OmniConfig):
     def talker(self) -> TalkerConfig | None:
         """The talker's config; None where the model does not speak."""
         return self.talks(self.hf.talker_config) if self.hf.enable_audio_output else None
+
+    @property
+    def accepted(self) -> int:
+        """The thinker's layer whose states the talker reads, counted from 1; the last one's number: what the final norm gives."""
+        return int(self.text.num_hidden_layers)
 
     def checked_talker(self) -> TalkerConfig:
         """The config of a talker to be trained; UserError where there is none, or for what is not built of it."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from zoo.config.derived import trains_thinker
 from zoo.nn.decoder.config import full_heads, windowed_layers
-from zoo.nn.family import FamilyConfig
+from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
 from zoo.nn.graphs.row import CHUNK
-from zoo.packing.cost import DecoderCost, LayerKind, ModelCost
+from zoo.packing.cost import DecoderCost, LayerKind, ModelCost, TalkerCost
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from zoo.config.schema import Recipe
 
-def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
-    """What a sample costs a model of that config, with so many layers of multi-token prediction."""
+
+def model_cost(config: FamilyConfig, recipe: Recipe | None = None) -> ModelCost:
+    """What a sample costs a model of that config as the recipe trains it: with multi-token prediction, a talker, or neither (None)."""
     text = config.text
     kinds = layer_kinds(text)
-    layers = [_layer(config, kind) for kind in kinds]
+    layers = [_layer(text, config.traits, kind) for kind in kinds]
     windowed = windowed_layers(text) or [False] * len(layers)
     near = sum(layer.per_pair for layer, short in zip(layers, windowed, strict=True) if short)
+    mtp_layers, talker = 0 if recipe is None else config.mtp_layers(recipe), None
+    if recipe is not None and recipe.train.speech_loss and isinstance(config, SpeakingConfig) and config.talker:
+        talker = config.talker
+        if not trains_thinker(recipe):  # which ends where the talker reads it
+            layers = layers[: config.accepted]
+            cost = DecoderCost(sum(layer.per_token for layer in layers), sum(layer.per_pair for layer in layers))
+            return ModelCost(cost, 0.0, config.tower_costs(), _talker(talker))
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
-    ahead = [_layer(config, LayerKind(False, kinds[-1].sparse))] * mtp_layers
+    ahead = [_layer(text, config.traits, LayerKind(False, kinds[-1].sparse))] * mtp_layers
     joined = 4.0 * text.hidden_size**2 * mtp_layers
     return ModelCost(
         decoder=DecoderCost(
@@ -31,7 +42,23 @@ def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
         ),
         head=2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
         towers=config.tower_costs(),
+        talker=None if talker is None else _talker(talker),
     )
+
+
+def _talker(config: TalkerConfig) -> TalkerCost:
+    """A talker's: of the residual codes a dense decoder over each frame by itself, whose codes have a head each but for the first."""
+    text, predictor = config.text, config.residual
+    layers = [_layer(text, config.traits, kind) for kind in layer_kinds(text)]
+    per_frame = 2.0 * text.hidden_size * text.vocab_size
+    if predictor is not None:
+        length = config.codebooks
+        of_frame = [_layer(predictor, (), kind) for kind in layer_kinds(predictor)]
+        per_frame += sum(layer.flops(length) for layer in of_frame)
+        per_frame += 2.0 * predictor.hidden_size * predictor.vocab_size * (length - 1)
+    per_token = sum(layer.per_token for layer in layers) + 2.0 * config.projection.weights
+    decoder = DecoderCost(per_token, sum(layer.per_pair for layer in layers))
+    return TalkerCost(decoder, per_frame, config.opening, config.hertz)
 
 
 def layer_kinds(text: PretrainedConfig) -> list[LayerKind]:
@@ -45,11 +72,10 @@ def layer_kinds(text: PretrainedConfig) -> list[LayerKind]:
     return [LayerKind(linear[i], sparse and i not in dense and (i + 1) % every == 0, full[i]) for i in range(count)]
 
 
-def _layer(config: FamilyConfig, kind: LayerKind) -> DecoderCost:
-    text = config.text
+def _layer(text: PretrainedConfig, traits: Collection[str], kind: LayerKind) -> DecoderCost:
     attention = _full_attention if kind.full else _attention
-    mixing = _linear_attention(text) if kind.linear else attention(text, "output_gate" in config.traits)
-    gated = "plain_shared_expert" not in config.traits
+    mixing = _linear_attention(text) if kind.linear else attention(text, "output_gate" in traits)
+    gated = "plain_shared_expert" not in traits
     return DecoderCost(mixing.per_token + (_experts(text, gated) if kind.sparse else _mlp(text)), mixing.per_pair)
 
 

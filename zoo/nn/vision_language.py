@@ -20,7 +20,7 @@ from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import NotedStates
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.family import FamilyConfig
+from zoo.nn.family import FamilyConfig, SpeakingConfig
 from zoo.nn.head import cross_entropy, most_likely
 from zoo.nn.inputs import Encoded, Media, ModelInputs, Speech, Stage, Vocabulary, on_device_of
 from zoo.nn.multimodal import MultimodalModel
@@ -166,16 +166,15 @@ class SpeakingModel(OmniModel):
     """A thinker, with a `talker` where a recipe trains it; a family builds both.
 
     Attributes:
-        accepted: the thinker's layer whose states the talker reads, as `NotedStates` counts; None: what its final norm gives.
+        accepted: the thinker's layer whose states the talker reads, as `NotedStates` counts.
         joint: whether the thinker is trained, too.
     """
 
     talker: Talker
-    accepted: int | None = None
 
-    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
+    def __init__(self, config: SpeakingConfig, recipe: Recipe, stage: Stage) -> None:
         super().__init__(config, recipe, stage)
-        self.joint = trains_thinker(recipe)
+        self.accepted, self.joint = config.accepted, trains_thinker(recipe)
 
     @property
     def routed_configs(self) -> tuple[TransformerConfig, ...]:
@@ -201,8 +200,7 @@ class SpeakingModel(OmniModel):
 
     def noted_states(self) -> NotedStates:
         """A place for the states that the talker reads, at which a thinker that is not trained ends."""
-        layer = self.config.num_layers if self.accepted is None else self.accepted
-        return NotedStates(layer, alone=not self.joint)
+        return NotedStates(self.accepted, alone=not self.joint)
 
     def read(self, inputs: ModelInputs, speech: Speech, noted: NotedStates) -> tuple[Tensor, Tensor]:
         """What the talker reads: embeddings (T, hidden) of its text, and states (N, hidden).

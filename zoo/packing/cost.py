@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 # A row with more goes through the head, or under full recompute through an MLP, in chunks of so many, which keep their input alone.
 LABELS_AT_ONCE, TOKENS_AT_ONCE = 8192, 16384
+TALKER = "talker"  # its name among a model's parts, and that of a sample's frames among its media
 NEARLY_ALL = 0.75  # of the ranks: tokens that have experts on so many go to all
 
 
@@ -68,36 +69,57 @@ class TowerCost:
 
 
 @dataclass(frozen=True)
-class ModelCost:
-    """A model: decoder, head and towers by name."""
+class TalkerCost:
+    """A talker: a decoder over a sample's question and the frames of its answer, and what makes a frame's codes of its states."""
 
-    decoder: DecoderCost
+    decoder: DecoderCost  # with the projection of the thinker's embeddings
+    per_frame: float  # FLOPs of a frame: logits of its first code, and all of its residual ones
+    opening: int  # tokens between question and frames that are none of the sample's
+    per_second: float  # frames
+
+    def tokens(self, lengths: Sequence[int], labels: int, frames: Sequence[float]) -> list[int]:
+        """Tokens of its sequences, of samples spoken in so many frames each; the answers, `labels` tokens in all, take no token of their own."""
+        question = 1 - labels / max(sum(lengths), 1)
+        return [round(length * question + self.opening + n) for length, n in zip(lengths, frames, strict=False)]
+
+    def flops(self, lengths: Sequence[int], labels: int, frames: Sequence[float]) -> float:
+        """Forward FLOPs; arguments as those of `tokens`."""
+        return sum(map(self.decoder.flops, self.tokens(lengths, labels, frames))) + self.per_frame * sum(frames)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """A model: decoder, head, towers by name, and a talker where one is trained."""
+
+    decoder: DecoderCost  # of a thinker that only its talker reads, the layers that come before
     head: float  # FLOPs of the logits of one label, over all depths of multi-token prediction
     towers: Mapping[str, TowerCost] = field(default_factory=dict)
+    talker: TalkerCost | None = None
 
     def parts(
-        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
+        self, lengths: Sequence[int], labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
     ) -> dict[str, float]:
-        """Forward FLOPs of a sample by part: `decoder`, `head`, and each tower's name.
+        """Forward FLOPs of a row by part: `decoder`, `head`, each tower's name, and `talker` where one is trained.
 
         Args:
-            length: tokens of the sample, placeholders expanded.
+            lengths: tokens of each sample, placeholders expanded.
             labels: tokens with a loss; logits of others are not computed.
-            media: tower name -> rows of each item, as `MediaStream.rows` of zoo.steps has them.
+            media: tower name -> rows of each item, as `MediaStream.rows` of zoo.steps has them; `talker` -> frames of each sample's speech.
 
         Raises:
             KeyError: the model has no such tower.
         """
-        costs = {"decoder": self.decoder.flops(length), "head": self.head * labels}
+        costs = {"decoder": sum(map(self.decoder.flops, lengths)), "head": self.head * labels}
         for name in self.towers:
             costs[name] = 0.0
+        if self.talker is not None:
+            costs[TALKER] = 0.0
         for name, items in (media or {}).items():
-            costs[name] += sum(map(self.towers[name].flops, items))
+            if name == TALKER and self.talker is not None:
+                costs[name] = self.talker.flops(lengths, labels, items)
+            else:
+                costs[name] += sum(map(self.towers[name].flops, items))
         return costs
-
-    def flops(self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None) -> float:
-        """Forward FLOPs of a sample; arguments as `parts` takes them."""
-        return sum(self.parts(length, labels, media).values())
 
 
 def train_factor(*, frozen: bool = False, first: bool = False, recomputed: float = 0.0) -> float:

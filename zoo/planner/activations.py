@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from zoo.config.entries import parse_entry
 from zoo.config.schema import ParallelConfig, Recipe
 from zoo.errors import UserError
-from zoo.packing.cost import LABELS_AT_ONCE, TOKENS_AT_ONCE, LayerKind, ModelCost, TowerCost, ranks_sent_to
+from zoo.packing.cost import LABELS_AT_ONCE, TALKER, TOKENS_AT_ONCE, LayerKind, ModelCost, TowerCost, ranks_sent_to
 from zoo.packing.moves import FEW, LONG
 from zoo.types import JsonMapping
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.attention.gated_delta_net)
 FP32 = 4
 LABELS, MEDIA, SAMPLE, ITEM = 0.25, 0.5, 2048, 1024  # of a typical row
+SPOKEN = 3.3  # tokens of text that are said in a second
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Row:
 
     lengths: tuple[int, ...]  # tokens of its samples
     labels: int  # tokens with a loss
-    media: Mapping[str, tuple[float, ...]]  # tower name -> rows of each item
+    media: Mapping[
+        str, tuple[float, ...]
+    ]  # tower name -> rows of each item; where a talker is trained its frames of each sample
 
     @cached_property
     def total(self) -> int:
@@ -89,13 +92,16 @@ class Items:
         return sum(-(-rows // piece) * piece * count for rows, count in self._counts.items())
 
 
-def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: float = MEDIA) -> Row:
+def typical_row(
+    recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: float = MEDIA, frames: float | None = None
+) -> Row:
     """A full row of a micro-batch: samples of 2048 tokens, in equal parts of each kind of media.
 
     Args:
         labels: share of the tokens that carry a loss.
         media: share of them that are of media, in items of at most 1024 tokens (a picture of a million pixels), or of
             as many as data.max_pixels gives.
+        frames: of speech for each token that carries a loss, where a talker is trained; None: as many as `SPOKEN` makes.
 
     Raises:
         UserError: a share that is not from 0 to 1.
@@ -108,7 +114,11 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
     for name, tower in cost.towers.items():
         pieces = _pieces(int(total * media) // len(cost.towers), _item(recipe))
         items[name] = tuple(piece * tower.rows_per_token for piece in pieces)
-    return Row(_pieces(total, min(SAMPLE, recipe.packing.budget)), round(total * labels), items)
+    lengths = _pieces(total, min(SAMPLE, recipe.packing.budget))
+    if cost.talker is not None:
+        said = labels * (cost.talker.per_second / SPOKEN if frames is None else frames)
+        items[TALKER] = tuple(max(1, round(length * said)) for length in lengths)
+    return Row(lengths, round(total * labels), items)
 
 
 def rows_of_step(recipe: Recipe, row: Row) -> float:
@@ -167,6 +177,7 @@ class SavedActivations:
     traits: Sequence[str]
     row: Row
     fused: bool
+    part: str = "language"  # of the model, which is frozen or not; a talker's head and MLPs take its row whole
 
     @property
     def size(self) -> int:
@@ -186,7 +197,7 @@ class SavedActivations:
     @property
     def frozen(self) -> bool:
         """Whether the decoder's own weights are not trained."""
-        return self.recipe.lora.rank > 0 or "language" in self.recipe.model.freeze
+        return self.recipe.lora.rank > 0 or self.part in self.recipe.model.freeze
 
     def layer(self, kind: LayerKind) -> tuple[float, float]:
         """(bytes of the attention's half, bytes of the MLP's) of a layer of that kind."""
@@ -245,7 +256,7 @@ class SavedActivations:
         A linear that isn't trained doesn't keep the input itself; something else keeps that of `kept` values.
         """
         lora = self.recipe.lora
-        if not (lora.rank and lora.dropout and "language" in lora.parts):
+        if not (lora.rank and lora.dropout and self.part in lora.parts):
             return 0.0
         freed = inputs * self.size if self.fused else 0.0
         return self.tokens * ((inputs + kept) * (self.size + 1) - freed)
@@ -278,7 +289,8 @@ class SavedActivations:
     @property
     def _mlp_share(self) -> float:
         """Share of the row that an MLP works on at once."""
-        return TOKENS_AT_ONCE / self.shared if mlp_in_chunks(self.recipe, self.row) else 1.0
+        in_chunks = self.part != TALKER and mlp_in_chunks(self.recipe, self.row)
+        return TOKENS_AT_ONCE / self.shared if in_chunks else 1.0
 
     @property
     def _swiglu(self) -> int:
@@ -322,13 +334,14 @@ class SavedActivations:
     def head(self) -> tuple[float, float]:
         """(bytes kept, further bytes while the loss is computed) of the logits of the row's labels."""
         labels = self.row.labels / self.recipe.parallel.cp
-        logits = min(labels, LABELS_AT_ONCE) * self.text.vocab_size / self.recipe.parallel.tp
+        most = labels if self.part == TALKER else min(labels, LABELS_AT_ONCE)
+        logits = most * self.text.vocab_size / self.recipe.parallel.tp
         hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size
         # The gradient takes the place of the logits. Without a kernel the softmax in fp32 is kept; its gradient, and both in the model's
         # precision, come beside it.
         kept = logits * (self.size if self.fused else FP32)
         beside = 0.0 if self.fused else logits * (FP32 + (self.size if self.size != FP32 else 0))
-        return (hidden + kept, beside) if labels <= LABELS_AT_ONCE else (hidden, kept + beside)
+        return (hidden + kept, beside) if labels <= most else (hidden, kept + beside)
 
     def tower(self, cost: TowerCost, name: str) -> tuple[float, float]:
         """(bytes stored, further bytes in the backward pass) of a tower that sees its share of the row's media; ranks that share a row
@@ -345,3 +358,20 @@ class SavedActivations:
         if self.recipe.engine.recompute == "full" and cost.layers:
             return rows * (cost.ends + cost.attended), rows * 1.3 * (kept - cost.ends) / cost.layers
         return rows * kept, 0.0
+
+
+def layers_bytes(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
+    """(bytes stored, further bytes in the backward pass of the widest layer)."""
+    counts = Counter(layers)
+    halves, into = {kind: kept.layer(kind) for kind in counts}, kept.into_linear()
+    if recompute == "full":
+        widest = (mixing + (1.1 if kind.sparse else 1.3) * mlp for kind, (mixing, mlp) in halves.items())
+        return into * len(layers), max(widest, default=0.0)
+    if recompute == "selective":
+        norm = kept.norm(kept.shared, kept.text.hidden_size)
+        arrived = {True: kept.arrived() if any(kind.sparse for kind in counts) else 0.0, False: 0.0}
+        stored = sum(count * (halves[kind][0] + norm + into + arrived[kind.sparse]) for kind, count in counts.items())
+        recomputed = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
+        return stored, max(recomputed, default=0.0) * 1.5
+    stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
+    return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)

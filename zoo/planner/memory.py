@@ -7,15 +7,15 @@ what the widest moment of the backward pass needs beside them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
+from zoo.config.derived import trains_thinker
 from zoo.config.schema import Recipe
-from zoo.packing.cost import LayerKind, ModelCost
-from zoo.planner.activations import FP32, Row, SavedActivations, rows_of_step
+from zoo.packing.cost import TALKER, LayerKind, ModelCost
+from zoo.planner.activations import FP32, Row, SavedActivations, layers_bytes, rows_of_step
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 from zoo.planner.rollouts import has_frozen_copy, rollout_bytes
 from zoo.planner.vllm import beside_vllm, vllm_bytes
@@ -32,6 +32,19 @@ GRAPHS = 3 * 2**30
 
 
 @dataclass(frozen=True)
+class TalkerModel:
+    """What a plan knows of a talker beside its parameters and FLOPs."""
+
+    text: PretrainedConfig  # of its decoder
+    traits: Sequence[str]
+    kinds: Sequence[LayerKind]  # of each of its layers
+    residual: PretrainedConfig | None  # of the decoder of residual codes
+    residual_kinds: Sequence[LayerKind]
+    codebooks: int
+    projected: int  # numbers that its projections keep of a token
+
+
+@dataclass(frozen=True)
 class Model:
     """The numbers of a model that a plan is made from."""
 
@@ -45,6 +58,7 @@ class Model:
     teacher: ParameterStatistics | None = (
         None  # of a model beside it, which is not trained: a teacher or a reward model
     )
+    talker: TalkerModel | None = None  # where it is trained
 
     @cached_property
     def trained_parts(self) -> frozenset[str]:
@@ -186,8 +200,14 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
         if stage == parallel.pp - 1:
             layers += [LayerKind(False, model.kinds[-1].sparse)] * model.mtp
             head, loss = (value * (1 + model.mtp) for value in kept.head())
-        stored, recomputed = _layers(kept, layers, recipe.engine.recompute)
+        stored, recomputed = layers_bytes(kept, layers, recipe.engine.recompute)
         first, towers = _first(kept, model) if stage == 0 else (0.0, 0.0)
+        if model.talker is not None and not trains_thinker(recipe):  # nothing is kept but what a layer works on
+            stored = first = towers = head = loss = 0.0
+            recomputed = max((max(kept.layer(kind)) for kind in set(layers)), default=0.0)
+        if model.talker is not None and stage == parallel.pp - 1:
+            spoken, further = _talker_bytes(model.talker, model.cost, recipe, row, fused=fused)
+            head, loss = head + spoken, max(loss, further)
         # The backward pass comes to the towers when it has left the decoder.
         widest = max(stored + head + max(recomputed, loss), towers)
         by_stage.append((in_flight(recipe, stage, micro_batches) - 1) * (stored + first) + first + widest)
@@ -205,27 +225,45 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _layers(kept: SavedActivations, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
-    """(bytes stored, further bytes in the backward pass of the widest layer)."""
-    counts = Counter(layers)
-    halves, into = {kind: kept.layer(kind) for kind in counts}, kept.into_linear()
-    if recompute == "full":
-        widest = (mixing + (1.1 if kind.sparse else 1.3) * mlp for kind, (mixing, mlp) in halves.items())
-        return into * len(layers), max(widest, default=0.0)
-    if recompute == "selective":
-        norm = kept.norm(kept.shared, kept.text.hidden_size)
-        arrived = {True: kept.arrived() if any(kind.sparse for kind in counts) else 0.0, False: 0.0}
-        stored = sum(count * (halves[kind][0] + norm + into + arrived[kind.sparse]) for kind, count in counts.items())
-        recomputed = (mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
-        return stored, max(recomputed, default=0.0) * 1.5
-    stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
-    return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)
-
-
 def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
     """(bytes that embedding and towers keep, further bytes in the towers' backward pass)."""
     trained = model.trained_parts | (set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set())
-    names = [name for name, items in kept.row.media.items() if items and name in trained]
+    names = [name for name in model.cost.towers if kept.row.media.get(name) and name in trained]
     towers = [kept.tower(model.cost.towers[name], name) for name in names]
     stored = sum(stored for stored, _ in towers) + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
     return stored, max((widest for _, widest in towers), default=0.0)
+
+
+def _talker_bytes(
+    talker: TalkerModel, cost: ModelCost, recipe: Recipe, row: Row, *, fused: bool
+) -> tuple[float, float]:
+    """(bytes kept, further bytes at the widest moment) of a rank, for a row that is spoken."""
+    assert cost.talker is not None
+    frames = [int(number) for number in row.media.get(TALKER, ())]
+    spoken = Row(tuple(cost.talker.tokens(row.lengths, row.labels, frames)), sum(frames) + len(frames), {})
+    kept = SavedActivations(recipe, talker.text, talker.traits, spoken, fused, TALKER)
+    stored, recomputed = layers_bytes(kept, talker.kinds, recipe.engine.recompute)
+    head, loss = kept.head()
+    # States of media go through a projection of their own, beside the embeddings of all tokens.
+    media = sum(
+        items.total / cost.towers[name].rows_per_token for name, items in row.items.items() if name in cost.towers
+    )
+    stored += (kept.tokens + media / recipe.parallel.cp) * talker.projected * kept.size + head
+    if trains_thinker(recipe):  # whose states and embeddings come with a gradient
+        recomputed = max(recomputed, (kept.tokens + row.total) * kept.size)
+    if talker.residual is None:
+        return stored, max(recomputed, loss)
+    # Each rank has its frames whole, whatever shares tokens and experts out.
+    alone = replace(recipe, parallel=replace(recipe.parallel, cp=1, ep=1, etp=1, sp=False))
+    of_frames = _frames(-(-sum(frames) // recipe.parallel.cp), talker.codebooks)
+    predictor = SavedActivations(alone, talker.residual, ("qk_norm",), of_frames, fused, TALKER)
+    more, again = layers_bytes(predictor, talker.residual_kinds, recipe.engine.recompute)
+    head, loss = predictor.head()
+    logits = of_frames.labels * talker.residual.vocab_size / recipe.parallel.tp * predictor.size
+    return stored + more + head, max(recomputed, again, loss + logits)
+
+
+@cache
+def _frames(count: int, codebooks: int) -> Row:
+    """A row of frames by themselves, each a token for each codebook: all but the first predict a code."""
+    return Row((codebooks,) * count, count * (codebooks - 1), {})

@@ -14,6 +14,7 @@ from zoo.model import build, lora
 from zoo.model.matrices import is_matrix, matrices_of
 from zoo.model.meta_model import on_meta
 from zoo.nn.muon import newton_schulz_flops
+from zoo.packing.cost import TALKER
 from zoo.parallel.world import alone, on_one_rank
 from zoo.planner.parameters import ADAPTERS, EXPERTS, Cut, ParameterStatistics, Weights
 from zoo.registry import ModelFamily
@@ -73,8 +74,10 @@ def _where(name: str, family: ModelFamily, recipe: Recipe) -> tuple[str, int | L
     adapter, expert = ".lora." in name, ".experts." in name
     if first == "decoder" and rest[0] == "layers":
         return ADAPTERS if adapter else EXPERTS if expert else "decoder", int(rest[1])
-    if first in ("embedding", *family.parts):
+    if first in ("embedding", *family.parts) and first != TALKER:
         inner = family.part_of(name, recipe.named_parts)
         return ADAPTERS if adapter else inner if inner in family.inner else first, "first"
     part = {"decoder": "decoder", "output_layer": "head", "score": "head"}.get(first, first)
+    if part == TALKER:
+        return ADAPTERS if adapter else part, "last"
     return EXPERTS if expert else part, "last"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import load_recipe
@@ -26,18 +26,21 @@ from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute
 from zoo.config.validate import validate
 from zoo.errors import ConfigError, size
+from zoo.packing.cost import TALKER
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.process_state import preserve_process_state
 from zoo.planner import memory as planned_memory
 from zoo.planner.activations import Row, typical_row
 from zoo.planner.layouts import choose_layout, gpu_capacity
-from zoo.planner.memory import Memory, Model, export_bytes
+from zoo.planner.memory import Memory, Model, TalkerModel, export_bytes
 from zoo.planner.parameters import ParameterStatistics
 from zoo.planner.report import Plan, make_plan
 from zoo.registry import get_family
 
 if TYPE_CHECKING:
-    from zoo.nn.family import FamilyConfig
+    from transformers import PretrainedConfig
+
+    from zoo.nn.family import FamilyConfig, TalkerConfig
 
 PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
 SURE = 20.0  # a run whose rough estimate is so many times below what there is needs no plan to fit
@@ -50,13 +53,24 @@ def model_of(recipe: Recipe) -> Model:
     from zoo.planner.parameter_statistics import parameter_statistics
 
     config: FamilyConfig = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
-    mtp = config.mtp_layers(recipe)
-    # Attributes that are quick to read: a search reads them a hundred thousand times.
-    names = {*config.text.to_dict(), *config.text.attribute_map}
-    sizes = SimpleNamespace(**{name: getattr(config.text, name, None) for name in names})
     parameters, teacher, kinds = parameter_statistics(recipe), _teacher(recipe), layer_kinds(config.text)
-    cost, deepstack = model_cost(config, mtp), config.deepstack_layers
-    return Model(parameters, cost, sizes, config.traits, kinds, deepstack, mtp, teacher)
+    cost, mtp, talker = model_cost(config, recipe), config.mtp_layers(recipe), None
+    if cost.talker is not None:
+        own: TalkerConfig = getattr(config, TALKER)
+        residual, of_frames = own.residual, () if own.residual is None else layer_kinds(own.residual)
+        talker = TalkerModel(
+            _sizes(own.text), own.traits, layer_kinds(own.text), None if residual is None else _sizes(residual), of_frames,
+            own.codebooks, own.projection.kept,
+        )  # fmt: skip
+    return Model(
+        parameters, cost, _sizes(config.text), config.traits, kinds, config.deepstack_layers, mtp, teacher, talker
+    )
+
+
+def _sizes(text: PretrainedConfig) -> Any:
+    """Attributes that are quick to read: a search reads them a hundred thousand times."""
+    names = {*text.to_dict(), *text.attribute_map}
+    return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
 def _teacher(recipe: Recipe) -> ParameterStatistics | None:
@@ -86,6 +100,7 @@ def plan(
     overrides: Overrides = (),
     labels: float | None = None,
     media: float | None = None,
+    frames: float | None = None,
     on_this_machine: bool | None = None,
 ) -> Plan:
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
@@ -96,6 +111,7 @@ def plan(
         overrides: of the recipe's keys, as `zoo.load_recipe` takes them.
         labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.activations`.
         media: share of a row's tokens that belong to media; default: the one in `zoo.planner.activations`.
+        frames: of speech for each token with a loss, where a talker is trained; default: as many as are spoken at an even pace.
         on_this_machine: the ranks are this machine's, which has to have the packages that the recipe's keys need; default: where `hardware`
             names no other machine.
 
@@ -108,7 +124,8 @@ def plan(
     on_this_machine = recipe.hardware in (None, AUTO, CPU) if on_this_machine is None else on_this_machine
     recipe = with_architecture(recipe)
     model = model_of(recipe)
-    shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
+    given = {"labels": labels, "media": media, "frames": frames}
+    shares = {name: share for name, share in given.items() if share is not None}
     if type(ranks) is not int or not 1 <= ranks < 10**9:
         raise ConfigError(f"ranks={ranks!r}: wanted a whole number above 0")
     row = typical_row(recipe, model.cost, **shares)
@@ -165,10 +182,11 @@ def _surely_fits(recipe: Recipe, limit: float) -> bool:
     from zoo.nn.flops import model_cost
 
     config: FamilyConfig = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
-    text, cost = config.text, model_cost(config, config.mtp_layers(recipe))
+    text, cost = config.text, model_cost(config, recipe)
     experts = getattr(text, "num_experts", None) or 1
     rows = 3.0 * text.vocab_size * text.hidden_size  # embedding, head, and those of multi-token prediction
-    weights = rows + cost.decoder.per_token / 2 * experts + sum(tower.per_row / 2 for tower in cost.towers.values())
+    per_token = cost.decoder.per_token + (cost.talker.decoder.per_token + cost.talker.per_frame if cost.talker else 0.0)
+    weights = rows + per_token / 2 * experts + sum(tower.per_row / 2 for tower in cost.towers.values())
     tokens = recipe.packing.budget * recipe.train.micro_batch
     activations = 4.0 * tokens * (64 * text.hidden_size * text.num_hidden_layers + text.vocab_size)
     on_disk = (recipe.train.keep + 2) * (16 * weights + 2**20)  # with the one that is being written, and the export

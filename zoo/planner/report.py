@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from zoo.config.derived import STAGED, data_parallel, saves_at_once
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
+from zoo.packing.cost import TALKER
 from zoo.planner.activations import Row, rows_of_step
 from zoo.planner.layouts import ACCURACY, RECOMPUTE, capacity, cpu_capacity
 from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory, remainder_bytes
@@ -277,7 +278,11 @@ def table(plan: Plan) -> str:
             + (f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones" if "stage" in save else "")
         )
     row = values["row"]
-    media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
+    media = "".join(
+        f", {rows:.0f} {'frames of speech' if name == TALKER else f'rows of {name}'}"
+        for name, rows in row["media_rows"].items()
+        if rows
+    )
     samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
     total = sum(plan.step.values())
     lines += [

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from zoo.config.derived import trained_parts
 from zoo.config.schema import Recipe
 from zoo.data.media.sizes import SampleSize
 from zoo.nn.flops import model_cost
-from zoo.packing.cost import train_factor
+from zoo.packing.cost import TALKER, train_factor
 from zoo.registry import get_family
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ def training_cost(config: FamilyConfig, recipe: Recipe) -> Callable[[SampleSize]
 
     Args:
         config: the family's config.
-        recipe: its model.freeze, train.lr_scale, lora, engine.recompute and train.mtp_loss are used.
+        recipe: its model.freeze, train.lr_scale, lora, engine.recompute and the losses of depths and speech are used.
     """
-    model = model_cost(config, config.mtp_layers(recipe))
+    model = model_cost(config, recipe)
     lora = recipe.lora
     whole = set(lora.whole_parts)
     frozen = {*model.towers, "language"} - whole if lora.rank else set(recipe.model.freeze)
@@ -40,10 +41,12 @@ def training_cost(config: FamilyConfig, recipe: Recipe) -> Callable[[SampleSize]
         frozen="language" in frozen, first=not backward and "language" not in adapted, recomputed=full
     )
 
+    if model.talker is not None:  # what it reads, if only embeddings, comes before it
+        factors[TALKER] = train_factor(frozen=TALKER not in trained_parts(recipe) - adapted, recomputed=full)
+
     def cost(size: SampleSize) -> int:
-        first, *others = size.segments or (size.length,)
-        parts = [model.parts(first, media=size.media), *(model.parts(length, media={}) for length in others)]
-        flops = sum(factors[name] * part[name] for part in parts for name in factors)
+        parts = model.parts(size.segments or (size.length,), media=size.media)
+        flops = sum(factors[name] * parts[name] for name in factors)
         return max(1, round(flops / UNIT))
 
     return cost

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from math import log2
 
-from zoo.config.derived import data_parallel, stage_layers
+from zoo.config.derived import data_parallel, stage_layers, trains_thinker
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
-from zoo.packing.cost import train_factor
+from zoo.packing.cost import TALKER, train_factor
 from zoo.planner.activations import Row, labels_in_chunks, mlp_in_chunks, rows_of_step, rows_sent
 from zoo.planner.memory import Model
 from zoo.planner.parameters import share
@@ -92,7 +92,7 @@ class Speed:
         """FLOPs of training of a decoder layer, and of what stands before the first one and behind the last."""
         flops = {part: forward * factor(self.model, recipe, part, self.row) for part, forward in self.forward.items()}
         layers = len(self.model.kinds) + self.model.mtp
-        layer, head = flops.pop("decoder") / layers, flops.pop("head")
+        layer, head = flops.pop("decoder") / layers, flops.pop("head") + flops.pop(TALKER, 0.0)
         return layer, sum(flops.values()), head + self.model.mtp * layer
 
     def _widest(self, recipe: Recipe) -> float:
@@ -155,8 +155,7 @@ class Speed:
 
 def forward_flops(model: Model, row: Row) -> dict[str, float]:
     """FLOPs of a row's forward pass, by part."""
-    decoder = sum(model.cost.decoder.flops(length) for length in row.lengths)
-    return {**model.cost.parts(0, row.labels, row.media), "decoder": decoder}
+    return model.cost.parts(row.lengths, row.labels, row.media)
 
 
 def factor(model: Model, recipe: Recipe, part: str, row: Row) -> float:
@@ -165,9 +164,14 @@ def factor(model: Model, recipe: Recipe, part: str, row: Row) -> float:
     if part in model.cost.towers:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
         return train_factor(frozen=part not in trained, first=not adapted, recomputed=float(full))
-    names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
-    before = trained - {"decoder", "experts", "multi_token", "head"}  # parts that the decoder's gradient goes to
     again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    if part == TALKER:  # by the thinker's share: both are mostly experts
+        return train_factor(frozen=TALKER not in trained, recomputed=again)
+    if model.talker is not None and not trains_thinker(recipe):
+        return train_factor(frozen=True, first=True)
+    names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
+    behind = {"decoder", "experts", "multi_token", "head", TALKER}
+    before = trained - behind  # parts that the decoder's gradient goes to
     if mlp_in_chunks(recipe, row):
         again += _recomputed(model, experts=False)
     frozen, decoder = not trained & set(names), part == "decoder"

@@ -101,7 +101,7 @@ def test_flops_are_three_times_those_of_the_parts() -> None:
     config = build.assemble(recipe("2b")).config
     cost, (sample,) = model_cost(config), receipts(config, 1)
     rows = [int(sample.media["image_grid_thw"].prod())]
-    parts = cost.parts(sample.length, sample.num_labels, {"vision": rows})
+    parts = cost.parts([sample.length], sample.num_labels, {"vision": rows})
     both = train_flops(cost, [sample.length] * 2, 2 * sample.num_labels, {"vision": 2 * rows})
     assert both == pytest.approx({name: 6 * flops for name, flops in parts.items()})
 

@@ -114,7 +114,7 @@ def _whole_passes(least: int, batches: int) -> int:
 
 def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], assembly: Assembly) -> list[Timed]:
     """A record for each timed step; `rows` and `widths` (tokens with padding) are those of the batches, in turn."""
-    cost, timed = model_cost(assembly.config, 0), []
+    cost, timed = model_cost(assembly.config), []
     for step, ms in enumerate(times):
         samples, width = rows[step % len(rows)], widths[step % len(rows)]
         real = sum(sample.length for sample in samples)

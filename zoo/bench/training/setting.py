@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
@@ -76,7 +76,7 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def train_flops(
-    cost: ModelCost, lengths: Iterable[int], labels: int, rows: Mapping[str, Sequence[float]]
+    cost: ModelCost, lengths: Sequence[int], labels: int, rows: Mapping[str, Sequence[float]]
 ) -> dict[str, float]:
     """FLOPs of a training step by part, as the model needs them: three times those of a forward pass.
 
@@ -85,11 +85,9 @@ def train_flops(
     Args:
         lengths: tokens of each sample.
         labels: tokens with loss, of all samples.
-        rows: tower -> rows of each item of their media.
+        rows: tower -> rows of each item of their media, as `ModelCost.parts` takes them.
     """
-    totals = {name: train_factor() * flops for name, flops in cost.parts(0, labels, rows).items()}
-    totals["decoder"] += train_factor() * sum(map(cost.decoder.flops, lengths))
-    return totals
+    return {name: train_factor() * flops for name, flops in cost.parts(lengths, labels, rows).items()}
 
 
 @dataclass(frozen=True)

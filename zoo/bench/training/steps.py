@@ -26,7 +26,7 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.loading.loader import BatchLoader
-from zoo.data.sample import MicroBatch
+from zoo.data.sample import IGNORE, MicroBatch
 from zoo.errors import UserError
 from zoo.logging.memory_use import memory
 from zoo.logging.run_log import environment
@@ -111,7 +111,7 @@ class LoadedRun(Trainer):
         self.setting = Setting(**request["setting"])
         self.taken: list[tuple[int, dict[str, float]]] = []  # of each step: samples, and FLOPs by part
         super().__init__(recipe, world, stop, startup)
-        self.cost = model_cost(self.assembly.config, self.assembly.config.mtp_layers(recipe))
+        self.cost = model_cost(self.assembly.config, recipe)
 
     def measure(self) -> JsonObject:
         """Build, warm up, time."""
@@ -174,11 +174,12 @@ class LoadedRun(Trainer):
     def log_step(self, result: StepResult) -> None:
         """As a run's, and what this rank's batches held."""
         super().log_step(result)
-        flops = dict.fromkeys(("decoder", "head", *self.cost.towers), 0.0)
+        flops = dict.fromkeys(self.cost.parts(()), 0.0)
         batches = result.batches.micro_batches if self.world.counts_data else []
         for batch in batches:
             rows = self.assembly.processor.tower_rows(batch.media)
-            for name, value in train_flops(self.cost, batch.lengths, batch.num_labels, rows).items():
+            labels = batch.num_labels if self.cost.talker is None else int((batch.labels != IGNORE).sum())  # not codes
+            for name, value in train_flops(self.cost, batch.lengths, labels, rows).items():
                 flops[name] += value
         self.taken.append((sum(len(batch.lengths) for batch in result.batches.micro_batches), flops))
 

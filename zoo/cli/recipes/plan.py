@@ -1,5 +1,5 @@
 """
-usage: zoo plan recipe=NAME [key=value ...] [ranks=N] [labels=0.25] [media=0.5] [--json]
+usage: zoo plan recipe=NAME [key=value ...] [ranks=N] [labels=0.25] [media=0.5] [frames=3.8] [--json]
        zoo plan --table [recipe=NAME] [size=NAME] [hardware=KIND] [key=value ...] [labels=0.25] [media=0.5] [--json]
 
 Shows what a run would take, before anything is launched: parameters by part, memory of a rank by kind, FLOPs by part.
@@ -10,6 +10,7 @@ Exits with 1 where the model does not fit.
   ranks=16           ranks of the run; default: those of the hardware, or of this machine
   labels=0.25        share of a row's tokens that carry a loss
   media=0.5          share of them that are of images, video and sound
+  frames=3.8         frames of speech for each token with a loss, where a talker is trained; default: as spoken at an even pace
   --json             everything, in counts, bytes and FLOPs, for machines
   --table            which published sizes fit 1, 2, 4, 8 and 16 GPUs of a kind (hardware=h200, a100-40, 24gb; default: h100 and
                      h200), with the layout of each; without a recipe those of all families, with all weights and with adapters
@@ -24,14 +25,15 @@ from zoo.cli.arguments import split_flags, split_own_keys, split_recipe, whole_n
 from zoo.errors import UserError, printable
 from zoo.types import JsonObject
 
-KEYS = ("ranks", "labels", "media")
+KEYS = ("ranks", "labels", "media", "frames")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan; 1 where the model does not fit."""
     flags, rest = split_flags(arguments, ("--json", "--table"))
     values, overrides = split_own_keys(rest, KEYS)
-    shares: JsonObject = {key: _share(key, values[key]) for key in ("labels", "media") if key in values}
+    most = {"labels": 1.0, "media": 1.0, "frames": 1000.0}
+    shares: JsonObject = {key: _share(key, values[key], most[key]) for key in most if key in values}
     if "--table" in flags:
         if "ranks" in values:
             raise UserError(f"ranks={printable(values['ranks'], 200)}: --table has 1 to 16 GPUs; leave it out")
@@ -69,11 +71,12 @@ def _print_table(arguments: Sequence[str], shares: Mapping[str, float], *, as_js
     return 0
 
 
-def _share(key: str, text: str) -> float:
+def _share(key: str, text: str, most: float) -> float:
     try:
         share = float(text)
     except ValueError:
         share = -1.0
-    if not 0 <= share <= 1:
-        raise UserError(f"{key}={text}: wanted a share between 0 and 1")
+    if not 0 <= share <= most:
+        wanted = "a share between 0 and 1" if most == 1 else f"a number between 0 and {most:g}"
+        raise UserError(f"{key}={text}: wanted {wanted}")
     return share

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from zoo.data.errors import RowError, corrupt_media
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.opening import open_binary
+from zoo.data.media.sizes import SOUND_RATE
 from zoo.data.sample import Sample
 from zoo.data.sources.formats.speech import MAX_FRAMES, checked_codes
-from zoo.data.sources.references import Blob, MediaFile, shown
+from zoo.data.sources.references import Blob, MediaFile, is_url, shown
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
@@ -39,9 +40,7 @@ def load_codes(row: Row) -> Tensor:
     assert isinstance(source, MediaFile | Blob)
     try:
         with open_binary(source) as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
+            shape, dtype = _npy_header(file)
             count = int(np.prod(shape, dtype=object))
             if dtype.kind not in "iu" or count > MAX_CODES:
                 raise ValueError(f"it holds {count} values of {dtype}; whole numbers, at most {MAX_CODES}, are wanted")
@@ -55,6 +54,29 @@ def load_codes(row: Row) -> Tensor:
         return torch.from_numpy(checked_codes(codes, str(source))).long()
     except RowError as error:
         raise error.at(row.source) from error
+
+
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an npy file; ValueError for another file."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
+
+
+def count_frames(row: Row, hertz: float | None, decoder: Decoder) -> int | None:
+    """The frames of a row's speech by the header of its file; of a sound about as many as a codec of `hertz` makes. None where it does not tell."""
+    assert row.speech is not None
+    source = row.opened(row.speech)
+    if not _is_npy(row):
+        samples = None if hertz is None or is_url(row.speech) else decoder.sound_samples(row.speech, row)
+        return None if samples is None or hertz is None else max(1, round(samples / SOUND_RATE * hertz))
+    try:
+        with open_binary(source) as file:  # type: ignore[arg-type]
+            shape, _ = _npy_header(file)
+            return int(shape[0]) if shape and shape[0] else None
+    except (RowError, OSError, ValueError, EOFError):  # which encoding tells
+        return None
 
 
 @cache

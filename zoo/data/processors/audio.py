@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,16 +20,18 @@ from torch import Tensor
 from zoo.config.entries import MediaLimits, PixelLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
-from zoo.data.media.codes import SpeechCodes, find_codec, with_codes
+from zoo.data.media.codes import SpeechCodes, count_frames, find_codec, with_codes
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.media.media_files import LoadedMedia
-from zoo.data.media.sizes import Headers
+from zoo.data.media.sizes import Headers, SampleSize
 from zoo.data.processors import vision
 from zoo.data.processors.fitting import Sketch
 from zoo.data.processors.processor import ArchConfig, CallArguments, Features, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
+from zoo.packing.cost import TALKER
+from zoo.packing.spoken import COUNTS
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -328,6 +331,19 @@ class SpeakingProcessor(OmniProcessor):
         self.speech, self.speaks, self.codec = self._speech(), True, codec
         if codec is not None:
             find_codec(codec)
+
+    def measure(self, row: Row, **options: Any) -> SampleSize | None:
+        """As every processor's, with the frames of a row that is spoken."""
+        size = super().measure(row, **options)
+        if size is None or self.speech is None or row.speech is None:
+            return size
+        frames = count_frames(row, self.speech.hertz, options.get("decoder") or decoder_for(DataConfig()))
+        return None if frames is None else replace(size, media={**size.media, TALKER: [frames]})
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Those of the towers, and the talker's: frames of each sample."""
+        spoken = {TALKER: media[COUNTS].tolist()} if COUNTS in media else {}
+        return super().tower_rows(media) | spoken
 
     def encode_both(self, row: Row, **options: Any) -> tuple[Sample, JsonObject]:
         """As every processor's; where a talker is trained, RowError for codes, a speaker or an answer that it does not take as well."""

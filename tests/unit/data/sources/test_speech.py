@@ -9,7 +9,7 @@ import pytest
 import soundfile
 
 from zoo.data.errors import RowError
-from zoo.data.media.codes import find_codec, load_codes, with_codes
+from zoo.data.media.codes import count_frames, find_codec, load_codes, with_codes
 from zoo.data.media.decoder import InProcessDecoder
 from zoo.data.sources.identity import row_digest
 from zoo.data.sources.references import Access, Blob
@@ -182,3 +182,20 @@ def test_a_codec_that_is_not_there() -> None:
     for name, reason in (("no_such_module:encode", "can't be imported"), (f"{__file__}:HERTZ", "it is no function")):
         with pytest.raises(UserError, match=f"data.codec=.*{reason}"):
             find_codec(name)
+
+
+def test_frames_are_counted_by_headers(tmp_path: Path) -> None:
+    decoder = InProcessDecoder()
+    soundfile.write(tmp_path / "said.wav", np.zeros(36_000, dtype=np.float32), 24_000)
+    sound = row(tmp_path, speech="said.wav")
+    assert count_frames(sound, 12.5, decoder) == 19  # of 1.5 s
+    assert count_frames(sound, None, decoder) is None
+    assert [count_frames(row(tmp_path, speech=speech), None, decoder) for speech in (CODES, [3, 0], npy(CODES))] == [
+        4,
+        2,
+        4,
+    ]
+    for name, content in (("gone.npy", None), ("cut.npy", npy(CODES)[:20]), ("none.npy", npy(np.array(3)))):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        assert count_frames(row(tmp_path, speech=name), 12.5, decoder) is None
