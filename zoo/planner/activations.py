@@ -340,8 +340,8 @@ class SavedActivations:
         # The gradient takes the place of the logits. Without a kernel the softmax in fp32 is kept; its gradient, and both in the model's
         # precision, come beside it.
         kept = logits * (self.size if self.fused else FP32)
-        beside = 0.0 if self.fused else logits * (FP32 + (self.size if self.size != FP32 else 0))
-        return (hidden + kept, beside) if labels <= most else (hidden, kept + beside)
+        further = 0.0 if self.fused else logits * (FP32 + (self.size if self.size != FP32 else 0))
+        return (hidden + kept, further) if labels <= most else (hidden, kept + further)
 
     def tower(self, cost: TowerCost, name: str) -> tuple[float, float]:
         """(bytes stored, further bytes in the backward pass) of a tower that sees its share of the row's media; ranks that share a row
