@@ -1,5 +1,6 @@
 """Full recompute: layers of decoder and towers keep their inputs alone, and gradients are to the bit those of layers that keep everything."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,35 @@ def test_gradients_are_those_of_layers_that_keep_everything(
     layers = {layer for layer in runs if layer.startswith(f"{tower}.") and layer.count(".") < 4}
     again = {layer for layer in layers if runs_again[layer] > 1.2 * runs[layer]}
     assert layers and again == (set() if overrides == ("model.freeze=[vision]",) else layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen25_omni"])
+def test_inputs_of_layers_wait_on_the_host(
+    name: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied there, each of decoder and towers; gradients are the same to the bit."""
+    family, found, copied = FAMILIES[name], {}, []
+    folder, plain = family.write(tmp_path / "hf"), torch.Tensor.copy_
+
+    def copy(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copied.append(source.shape)
+        return plain(into, source, *args, **kwargs)
+
+    for offload in (False, True):
+        zoo = Zoo.load(
+            folder, cpu_world, *family.keys, "engine.recompute=full", f"engine.offload_activations={offload}".lower()
+        )
+        samples = [example.sample for example in family.examples(zoo.assembly.processor).values()]
+        batch, count = packed_batch(samples), sum(sample.num_labels for sample in samples)
+        copied.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", copy)
+            found[offload] = zoo.gradients([batch], count), len(copied)
+    layers = [m for n, m in zoo.model.named_modules() if re.search(r"(layers|blocks)\.\d+$", n)]
+    assert found[True][1] - found[False][1] >= len(layers)
+    assert found[True][0][0] == found[False][0][0]
+    for key, gradient in found[False][0][1].items():
+        assert gradient is None or torch.equal(gradient, found[True][0][1][key]), key
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl experts", "gemma3"])

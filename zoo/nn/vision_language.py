@@ -38,7 +38,7 @@ class LanguageModel(MultimodalModel):
             if varlen:
                 use_varlen_attention(tower)
             if recipe.engine.recompute == "full":
-                recompute_layers(tower)
+                recompute_layers(tower, offload=recipe.engine.offload_activations)
         traits = dict.fromkeys(config.traits, True)
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from zoo.config.entries import parse_entry
@@ -326,6 +327,18 @@ class SavedActivations:
         rows = self.shared * parallel.etp * (parallel.ep * min(topk, local) - topk)
         return rows * (text.hidden_size + 3 * text.moe_intermediate_size / parallel.etp) * self.size
 
+    def on_host(self, layers: int, towers: Mapping[str, TowerCost]) -> float:
+        """Bytes of inputs of so many layers and of those of towers in host memory; pinned memory is given out in powers of two."""
+        if not self.recipe.engine.offload_activations or self.recipe.engine.recompute != "full":
+            return 0.0
+        ranks = self.recipe.parallel.tp * self.recipe.parallel.cp
+        inputs = [(layers, self.into_linear())]
+        for name, tower in towers.items():
+            if tower.layers:
+                rows = self.row.items[name].padded(tower.piece) / ranks
+                inputs.append((tower.layers, rows * tower.attended / tower.layers * self.size))
+        return float(sum(count * 2 ** ceil(log2(size)) for count, size in inputs if size))
+
     def deepstack(self, layers: int) -> float:
         """Features of the vision tower that are added after the first layers."""
         patches = self.row.items["vision"].total if "vision" in self.row.items else 0.0
@@ -356,7 +369,8 @@ class SavedActivations:
             times = 1 + 4 * padded + moved
         kept = cost.kept + times * cost.attended
         if self.recipe.engine.recompute == "full" and cost.layers:
-            return rows * (cost.ends + cost.attended), rows * 1.3 * (kept - cost.ends) / cost.layers
+            inputs = 0.0 if self.recipe.engine.offload_activations else cost.attended
+            return rows * (cost.ends + inputs), rows * 1.3 * (kept - cost.ends) / cost.layers
         return rows * kept, 0.0
 
 
@@ -366,6 +380,8 @@ def layers_bytes(kept: SavedActivations, layers: Sequence[LayerKind], recompute:
     halves, into = {kind: kept.layer(kind) for kind in counts}, kept.into_linear()
     if recompute == "full":
         widest = (mixing + (1.1 if kind.sparse else 1.3) * mlp for kind, (mixing, mlp) in halves.items())
+        if kept.recipe.engine.offload_activations:  # the one that is worked on is on the GPU
+            return 0.0, into + max(widest, default=0.0)
         return into * len(layers), max(widest, default=0.0)
     if recompute == "selective":
         norm = kept.norm(kept.shared, kept.text.hidden_size)

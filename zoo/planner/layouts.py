@@ -18,7 +18,7 @@ from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row, rows_of_step
-from zoo.planner.memory import Model, host_bytes, least_bytes, memory
+from zoo.planner.memory import Model, activations_on_host, host_bytes, least_bytes, memory
 from zoo.planner.speed import Speed
 from zoo.types import JsonObject
 
@@ -27,6 +27,7 @@ RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
 # Weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads.
 HOST_UPDATE = 2e9
+HOST_COPY = 25e9  # bytes a second between a GPU and its host, by rule of thumb
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
@@ -123,7 +124,7 @@ def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = F
     `twice`: with two rows' activations, those in the graphs, which keep their memory, and those of a row that runs without, as of one size too many.
     """
     host, limit = cpu_capacity(recipe), capacity(recipe)
-    if host is not None and host_bytes(model, recipe, ranks) > host:
+    if host is not None and host_bytes(model, recipe, ranks, row) > host:
         return False
     stages = memory(model, recipe, row, ranks, fused=True)
     most = max(stage.total + (stage.activations if twice else 0.0) for stage in stages)
@@ -135,14 +136,15 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
 
     Each comes after the seconds that a row takes all ranks together.
     """
-    speed, layers, plan = Speed(model, row), len(model.kinds), recipe.parallel.plan
+    speed, layers = Speed(model, row), len(model.kinds)
     states = list(_optimizer_states(model, recipe))
     for layout in _layouts(recipe, ranks):
         if layout.parallel.pp * layout.parallel.vpp > layers:  # a stage without a layer
             continue
         for staged in _with_stages(layout, speed):
-            for recompute in RECOMPUTE if "recompute" in plan else (recipe.engine.recompute,):
-                chosen = replace(staged, engine=replace(staged.engine, recompute=recompute))
+            for recompute, away in _recomputes(recipe):
+                engine = replace(staged.engine, recompute=recompute, offload_activations=away)
+                chosen = replace(staged, engine=engine)
                 _, fillers = micro_batches(chosen, ranks)
                 seconds = speed.seconds(chosen, ranks) * (
                     1 + fillers * chosen.train.micro_batch / chosen.train.global_batch
@@ -151,7 +153,18 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
                     train = replace(chosen.train, **changes)
                     updated = model.parameters.trained / ranks * train.optimizer_offload_fraction  # by the host
                     on_host = updated / HOST_UPDATE / rows_of_step(chosen, speed.row)
+                    on_host += 2 * activations_on_host(model, chosen, row) / HOST_COPY / data_parallel(chosen, ranks)
                     yield rate * (seconds + on_host), replace(chosen, train=train)
+
+
+def _recomputes(recipe: Recipe) -> Iterator[tuple[Recompute, bool]]:
+    """Choices of what is recomputed, and whether inputs of layers are on the host; that only where its memory is known, or if asked for."""
+    plan, asked = recipe.parallel.plan, recipe.engine.offload_activations
+    for recompute in RECOMPUTE if "recompute" in plan else (recipe.engine.recompute,):
+        full = recompute == "full"
+        yield recompute, asked and full
+        if full and not asked and "offload" in plan and cpu_capacity(recipe) is not None:
+            yield recompute, True
 
 
 def _optimizer_states(model: Model, recipe: Recipe) -> Iterator[tuple[float, JsonObject]]:
@@ -213,7 +226,7 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
         budgets = (mb for mb in (2048, 1024, 512, 256) if mb < recipe.data.ahead_mb)
         fits = (mb for mb in budgets if first_fit(model, recipe.replace({"data.ahead_mb": mb}), ranks, row))
         if without is not None and (ahead_mb := next(fits, None)):
-            needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks) / 1e9
+            needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks, row) / 1e9
             return (
                 f"the ranks of a node would take {needed:.0f} GB of its host's memory, and it has "
                 f"{recipe.machine.host_memory_gb:g}; data.ahead_mb={ahead_mb} (MiB of samples that a rank makes ahead) would do"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zoo.config.derived import trains_thinker
 from zoo.config.schema import Recipe
-from zoo.packing.cost import TALKER, LayerKind, ModelCost
+from zoo.packing.cost import TALKER, LayerKind, ModelCost, TowerCost
 from zoo.planner.activations import FP32, Row, SavedActivations, layers_bytes, rows_of_step
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 from zoo.planner.rollouts import has_frozen_copy, rollout_bytes
@@ -116,13 +116,20 @@ def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activati
     return Memory(weights, grads, state - host, activations, host)
 
 
-def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
-    """Most bytes of CPU memory that a rank on a GPU uses: optimizer state, a save's pinned copy, the process, samples."""
+def host_bytes(model: Model, recipe: Recipe, ranks: int, row: Row) -> float:
+    """Most bytes of CPU memory that a rank on a GPU uses: optimizer state, inputs of layers, a save's pinned copy, the process, samples."""
     state = max(_state(model, recipe, stage, ranks)[2] for stage in range(recipe.parallel.pp))
     samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
     saved = checkpoint_bytes(model, recipe) / ranks
     away = 1.0 if vllm_bytes(recipe) and recipe.rl.vllm.sleep else recipe.train.optimizer_offload_fraction
-    return state * away + saved + HOST_PROCESS + samples
+    return state * away + activations_on_host(model, recipe, row) + saved + HOST_PROCESS + samples
+
+
+def activations_on_host(model: Model, recipe: Recipe, row: Row) -> float:
+    """Bytes of inputs of layers in the CPU memory of a rank of the first stage."""
+    kept = SavedActivations(recipe, model.text, model.traits, row, True)
+    rows = in_flight(recipe, 0, max(1, int(rows_of_step(recipe, row))))
+    return rows * kept.on_host(len(layers_of(recipe, len(model.kinds), 0)), _trained_towers(kept, model))
 
 
 def least_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
@@ -225,11 +232,15 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
+def _trained_towers(kept: SavedActivations, model: Model) -> dict[str, TowerCost]:
+    """Towers by name that keep something: those of the row's media with weights or adapters that are trained."""
+    trained = model.trained_parts | (set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set())
+    return {name: cost for name, cost in model.cost.towers.items() if kept.row.media.get(name) and name in trained}
+
+
 def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
     """(bytes that embedding and towers keep, further bytes in the towers' backward pass)."""
-    trained = model.trained_parts | (set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set())
-    names = [name for name in model.cost.towers if kept.row.media.get(name) and name in trained]
-    towers = [kept.tower(model.cost.towers[name], name) for name in names]
+    towers = [kept.tower(cost, name) for name, cost in _trained_towers(kept, model).items()]
     stored = sum(stored for stored, _ in towers) + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
     return stored, max((widest for _, widest in towers), default=0.0)
 

@@ -63,6 +63,9 @@ def _alternatives(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
         if have <= level and (values is not offload[1] or train.optimizer == "adamw"):
             other = values[0] if have == level else value
             yield name, have == level, recipe.replace(dict.fromkeys(keys, other))
+    if recipe.engine.recompute == "full":
+        away = recipe.engine.offload_activations
+        yield "layer inputs on the host", away, recipe.replace({"engine.offload_activations": not away})
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def make_plan(
         list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
         saved=checkpoint_bytes(model, recipe) if saves else 0,
         exported=export_bytes(model, recipe) if saves else 0,
-        host=host_bytes(model, recipe, ranks) if recipe.machine.gpus else 0.0,
+        host=host_bytes(model, recipe, ranks, row) if recipe.machine.gpus else 0.0,
         teacher=0 if model.teacher is None else model.teacher.total,
         rollout=rollout_bytes(model.text, model.kinds, recipe, row, ranks),
         vllm=vllm_memory(model.parameters.total, model.text, model.kinds, recipe, row),

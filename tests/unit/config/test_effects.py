@@ -63,6 +63,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "PIPELINE": (["parallel.pp=2"], []),
     "CONTEXT_PARALLEL": (["parallel.cp=2"], []),
     "FP8": (["engine.fp8=true"], []),
+    "FULL_RECOMPUTE": (["engine.recompute=full"], []),
     "NO_GRAPHS": ([], ["engine.cuda_graphs=true"]),
     "OPEN_RANKS": ([], ["nproc=1"]),
     "RL": (["task=grpo"], []),

@@ -231,6 +231,12 @@ TENSOR_PARALLEL = _size("tp", "without tensor parallelism")
 PIPELINE = _size("pp", "without pipeline stages")
 CONTEXT_PARALLEL = _size("cp", "without context parallelism")
 FP8 = _value("engine.fp8", bool, lacks="without FP8", do="set engine.fp8=true")
+FULL_RECOMPUTE = When(
+    lacks="without full recompute",
+    do="set engine.recompute=full",
+    keys=("engine.recompute",),
+    holds=lambda recipe: recipe.engine.recompute == "full" or "recompute" in recipe.parallel.plan,
+)
 NO_GRAPHS = _value(
     "engine.cuda_graphs", lambda value: not value, lacks="under CUDA graphs", do="set engine.cuda_graphs=false"
 )

@@ -120,6 +120,8 @@ class EngineConfig:
     """blockwise: a scale for 128 values, weight gradients in bf16; on Hopper, without te | tensorwise: a scale for a tensor; needs te"""
     recompute: Recompute = setting("none", when=ALWAYS)
     """none | selective (MLP, experts) | full: computed again in backward"""
+    offload_activations: bool = setting(False, when=conditions.FULL_RECOMPUTE, off=False)
+    """under full recompute, inputs of layers wait in host memory for the backward pass: for rows of 65,536 tokens and more, which copies hardly slow down"""
     cuda_graphs: bool = setting(False, when=ALWAYS)
     """on a GPU, layers of dense decoders and vision towers are captured once for each size of row, and replayed: for rows so small that the host launches longer than the GPU computes"""
     threads: int | None = number(None, 1, 1024, when=ALWAYS)

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from zoo.nn.autograd import on_host
 from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.decoder.experts.exchange import ExpertExchange
 from zoo.nn.decoder.experts.layer import MixtureOfExperts
@@ -134,8 +135,11 @@ def run_layer(
                 padding_mask=padding_mask,
             )[0]
 
-    recompute = layer.config.recompute_granularity == "full" and layer.training
-    return tensor_parallel.checkpoint(run, False, hidden) if recompute else run(hidden)
+    if not (layer.config.recompute_granularity == "full" and layer.training):
+        return run(hidden)
+    with on_host() if getattr(layer.config, "inputs_on_host", False) else nullcontext():
+        out: Tensor = tensor_parallel.checkpoint(run, False, hidden)
+    return out
 
 
 class Decoder(TransformerBlock):

@@ -140,6 +140,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+    config.inputs_on_host = recipe.engine.offload_activations  # those of recomputed layers
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     fp8 = recipe.engine.fp8
     config.fp8_blocks = fp8 and recipe.engine.fp8_recipe == "blockwise"  # these two for zoo.nn.backend

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from zoo.nn.autograd import recomputed
+from zoo.nn.autograd import on_host, recomputed
 
 
-def recompute_layers(tower: torch.nn.Module) -> None:
-    """Have the modules of a tower's outermost lists (layers, deepstack's mergers) and its `merger` recomputed in training."""
+def recompute_layers(tower: torch.nn.Module, *, offload: bool = False) -> None:
+    """Have the modules of a tower's outermost lists (layers, deepstack's mergers) and its `merger` recomputed in training.
+
+    `offload`: their inputs are in host memory until then.
+    """
     for name, child in tower.named_children():
         if isinstance(child, torch.nn.ModuleList):
             for module in child:
-                _recompute(module)
+                _recompute(module, offload)
         elif name == "merger":
-            _recompute(child)
+            _recompute(child, offload)
         else:
-            recompute_layers(child)
+            recompute_layers(child, offload=offload)
 
 
-def _recompute(module: Any) -> None:
-    module.forward = partial(_run, module, module.forward)
+def _recompute(module: Any, offload: bool) -> None:
+    module.forward = partial(_run, module, module.forward, offload)
 
 
-def _run(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return recomputed(forward, *args, **kwargs) if module.training else forward(*args, **kwargs)
+def _run(module: torch.nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any) -> Any:
+    if not module.training:
+        return forward(*args, **kwargs)
+    with on_host() if offload else nullcontext():
+        return recomputed(forward, *args, **kwargs)
