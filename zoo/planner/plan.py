@@ -124,8 +124,8 @@ def plan(
     on_this_machine = recipe.hardware in (None, AUTO, CPU) if on_this_machine is None else on_this_machine
     recipe = with_architecture(recipe)
     model = model_of(recipe)
-    given = {"labels": labels, "media": media, "frames": frames}
-    shares = {name: share for name, share in given.items() if share is not None}
+    asked = {"labels": labels, "media": media, "frames": frames}
+    shares = {name: share for name, share in asked.items() if share is not None}
     if type(ranks) is not int or not 1 <= ranks < 10**9:
         raise ConfigError(f"ranks={ranks!r}: wanted a whole number above 0")
     row = typical_row(recipe, model.cost, **shares)
