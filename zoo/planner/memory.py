@@ -210,8 +210,8 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
         stored, recomputed = layers_bytes(kept, layers, recipe.engine.recompute)
         first, towers = _first(kept, model) if stage == 0 else (0.0, 0.0)
         if model.talker is not None and not trains_thinker(recipe):  # nothing is kept but what a layer works on
-            stored = first = towers = head = loss = 0.0
-            recomputed = max((max(kept.layer(kind)) for kind in set(layers)), default=0.0)
+            towers = max((max(kept.layer(kind)) for kind in set(layers)), default=0.0)  # gone when the talker begins
+            stored = first = head = loss = recomputed = 0.0
         if model.talker is not None and stage == parallel.pp - 1:
             spoken, further = _talker_bytes(model.talker, model.cost, recipe, row, fused=fused)
             head, loss = head + spoken, max(loss, further)
