@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 from zoo.errors import UserError
 from zoo.models.qwen25_omni.speech import SpeechTokens
 from zoo.nn.config_checks import check_decoder
 from zoo.nn.family import Projection, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.windows import check_windows, window_cost
 from zoo.packing.cost import TowerCost
+
+if TYPE_CHECKING:
+    import torch
 
 
 def audio_tokens(frames: int) -> int:
@@ -23,7 +29,7 @@ class Qwen25TalkerConfig(TalkerConfig):
     mrope_section = (16, 24, 24)
     mrope_interleaved = False
     width = "embedding_size"
-    hertz = 50.0
+    hertz = 50.0  # of 24 kHz, published models make 2 mel frames of a code, and 240 samples of a frame
     opening = 2  # bos, and the answer's first token
 
     @property
@@ -54,6 +60,7 @@ class Qwen25OmniConfig(SpeakingConfig):
     traits = ("qkv_bias",)
     mrope_section = (16, 24, 24)
     mrope_interleaved = False
+    voice_defaults = {"talker_top_k": 40, "talker_top_p": 0.8}
 
     def check(self) -> None:
         """UserError for towers that transformers can't build, or whose media can't be cut into their windows."""
@@ -78,6 +85,15 @@ class Qwen25OmniConfig(SpeakingConfig):
                     f"talker_config: a tts_{kind}_..._token_id of {ids} has no embedding; wanted 0 to {rows - 1}"
                 )
         return talker
+
+    def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
+        """As every speaking model's."""
+        from zoo.models.qwen25_omni.vocoder import Token2Wav
+
+        self.checked_talker()
+        config = self.hf.token2wav_config
+        samples = config.dit_config.repeats * math.prod(config.bigvgan_config.upsample_rates)
+        return Token2Wav._from_config(config), "token2wav.", round(self.talks.hertz * samples)
 
     def audio_tokens(self, frames: int) -> int:
         """Embeddings of a clip: 25 a second."""

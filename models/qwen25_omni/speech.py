@@ -78,4 +78,6 @@ def spoken_row(ids: Tensor, frames: Tensor, answer: tuple[int, int], speaker: in
         media=torch.nn.functional.pad(media, (0, len(text) - first)),
         codes=torch.cat((torch.full((first,), -1), opening, frames[:, 0])),
         specials=(speaker, tokens.text_eos, tokens.text_pad),
+        rest=torch.cat((torch.arange(first + 1, stop), torch.tensor([EOS]))),
+        rest_stated=True,
     )

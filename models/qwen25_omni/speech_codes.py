@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from zoo.data.media.codes import SpeechCodes
 from zoo.data.sample import Sample
 from zoo.errors import ConfigError
+from zoo.models.qwen25_omni.config import Qwen25TalkerConfig
 from zoo.models.qwen25_omni.speech import SpeechTokens, spoken_row
 from zoo.packing.spoken import ANSWERS, SpokenRow
 
@@ -26,8 +28,11 @@ SPEAKERS = "spk_dict.pt"  # beside published weights, by name: the speaker's fir
 class Qwen25SpeechCodes(SpeechCodes):
     """Codes are those that token2wav embeds. `speakers` is empty of random weights, where every name has one token."""
 
+    hertz = Qwen25TalkerConfig.hertz
+
     tokens: SpeechTokens
     turn: tuple[int, int, int]  # tokens of <|im_start|>, assistant and <|im_end|>
+    voices: Mapping[str, Mapping[str, Tensor]]  # what token2wav wants of each speaker, by names in lower case
 
     @classmethod
     def build(cls, whole: Any, tokenizer: PreTrainedTokenizerBase, source: str | None) -> Qwen25SpeechCodes:
@@ -37,8 +42,14 @@ class Qwen25SpeechCodes(SpeechCodes):
         turn = [
             tokenizer.encode(text, add_special_tokens=False)[0] for text in ("<|im_start|>", "assistant", "<|im_end|>")
         ]
-        speakers = {} if source is None else _speakers(Path(source), whole.thinker_config.text_config.vocab_size)
-        return cls((limit,), speakers, tokens, (turn[0], turn[1], turn[2]))
+        read = {} if source is None else _speakers(Path(source), whole.thinker_config.text_config.vocab_size)
+        speakers = {name: token for name, (token, _) in read.items()}
+        voices = {name: voice for name, (_, voice) in read.items()}
+        return cls((limit,), speakers, tokens, (turn[0], turn[1], turn[2]), voices)
+
+    def voice(self, name: str) -> Mapping[str, Tensor]:
+        """What token2wav is conditioned on, in fp32: conditioning (1, C) and reference_mel (1, M, mel)."""
+        return self.voices[self.known(name)]
 
     def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
         """As every talker's."""
@@ -70,14 +81,20 @@ class Qwen25SpeechCodes(SpeechCodes):
         return first, stop
 
 
-def _speakers(folder: Path, vocabulary: int) -> dict[str, int]:
-    """The first text token of each speaker, by names in lower case."""
+def _speakers(folder: Path, vocabulary: int) -> dict[str, tuple[int, Mapping[str, Tensor]]]:
+    """The first text token of each speaker, and what `Qwen25SpeechCodes.voice` gives, by names in lower case."""
     path = folder / SPEAKERS
     if not path.is_file():
         raise ConfigError(f"{path} is not there: it names the speakers; copy the published file.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        speakers = {str(name).lower(): int(speaker["bos_token"]) for name, speaker in content.items()}
+        speakers = {
+            str(name).lower(): (
+                int(speaker["bos_token"]),
+                {"conditioning": speaker["cond"].float(), "reference_mel": speaker["ref_mel"].float()},
+            )
+            for name, speaker in content.items()
+        }
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -92,7 +109,7 @@ def _speakers(folder: Path, vocabulary: int) -> dict[str, int]:
         raise ConfigError(
             f"{path}: it can't be read as speakers ({type(error).__name__}: {reason}); copy the published {SPEAKERS} there."
         ) from error
-    if wrong := {name: token for name, token in speakers.items() if not 0 <= token < vocabulary}:
+    if wrong := {name: token for name, (token, _) in speakers.items() if not 0 <= token < vocabulary}:
         raise ConfigError(
             f"{path}: bos_token of speakers is {wrong}; wanted tokens of the thinker, 0 to {vocabulary - 1}."
         )

@@ -131,14 +131,11 @@ class Qwen3OmniConfig(SpeakingConfig):
         return talker
 
     def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
-        """transformers' module that turns codes (1, codebooks, F) into sound by `chunked_decode`, what its tensors' names begin with, and Hz.
-
-        UserError where the model does not speak.
-        """
-        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+        """As every speaking model's."""
+        from zoo.models.qwen3_omni.vocoder import Code2Wav
 
         self.checked_talker()
-        vocoder = Qwen3OmniMoeCode2Wav._from_config(self.hf.code2wav_config)
+        vocoder = Code2Wav._from_config(self.hf.code2wav_config)
         return vocoder, "code2wav.", round(self.talks.hertz * int(vocoder.total_upsample))
 
     @property

@@ -16,16 +16,16 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import Rotary
-from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import Decoder
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.inputs import Speech, Stage, Vocabulary
 from zoo.nn.vision_language import Talker
-from zoo.packing import PackedLayout
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
     from zoo.models.qwen3_omni.config import PredictorConfig, Qwen3TalkerConfig
+
+SUPPRESSED = 1024  # last codes of the first codebook, which transformers suppresses but for the end
 
 
 class CodeHead(torch.nn.Module):
@@ -114,7 +114,11 @@ class Qwen3Talker(Talker):
             stage=Stage(),
             towers={},
         )
-        self.codebooks, self.end = config.codebooks, int(config.hf.codec_eos_token_id)
+        self.codebooks, end, codes = config.codebooks, int(config.hf.codec_eos_token_id), config.text.vocab_size
+        self.ends, self.suppressed = (
+            (end,),
+            tuple(code for code in range(max(0, codes - SUPPRESSED), codes) if code != end),
+        )
         self.text_projection = Qwen3OmniMoeTalkerResizeMLP(config.hf)
         self.hidden_projection = Qwen3OmniMoeTalkerResizeMLP(config.hf)
         self.code_predictor = CodePredictor(config.predictor, recipe)
@@ -123,7 +127,7 @@ class Qwen3Talker(Talker):
         self, embedded: Tensor, states: Tensor, speech: Speech, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As every talker's, whose rows of text are projected before codes are added."""
-        hidden = self._read(embedded, states, speech, self.code_predictor.embed(speech.heard_frames).sum(0))
+        hidden = self.last_states(embedded, states, speech)
         residual = self.code_predictor.embed(speech.frames)
         firsts = self._embedded(speech.frames[None, :, 0])[:, 0]
         asked = hidden.index_select(0, speech.asked)
@@ -131,40 +135,18 @@ class Qwen3Talker(Talker):
         hidden = hidden if rows is None else hidden.index_select(0, rows)
         return self._logits(hidden, None), predicted
 
-    def _read(
-        self, embedded: Tensor, states: Tensor, speech: Speech, heard: Tensor, cache: DecodeCache | None = None
-    ) -> Tensor:
-        """States (T', hidden) behind the last layer; `heard`: (F, hidden) sums of the embeddings of each frame's residual codes."""
+    def last_states(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache | None = None) -> Tensor:
+        """As every talker's."""
         hidden = self.text_projection(embedded)
         hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
         hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
+        heard = self.code_predictor.embed(speech.heard_frames).sum(0)
         return self.decoded(hidden.index_add(0, speech.heard, heard.to(hidden.dtype)), speech, cache)
 
-    def begin(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache) -> Tensor:
-        """Read S sequences of no frames yet, as `logits` does: states (S, hidden) that predict their first ones."""
-        hidden = self._read(embedded, states, speech, embedded.new_zeros(0, self.config.hidden_size), cache)
-        return hidden.index_select(0, speech.label_rows)
-
-    def first_logits(self, states: Tensor) -> Tensor:
-        """Logits (S, vocabulary) of the first codes that states (S, hidden) predict."""
-        return self._logits(states, None)
-
-    def go_on(
-        self, states: Tensor, firsts: Tensor, text: Tensor, position: Tensor, cache: DecodeCache, pick: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Complete a frame of each sequence and read it: residual codes (S, codebooks - 1), and states (S, hidden) that predict the next one.
-
-        Args:
-            states: (S, hidden) that predicted these frames.
-            firsts: (S,) int64 first codes.
-            text: (S, hidden of the thinker) embeddings of what is read with the frames.
-            position: (3, S).
-            pick: as `CodePredictor.say` has it.
-        """
+    def next_input(
+        self, states: Tensor, firsts: Tensor, text: Tensor, pick: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """As every talker's, residual codes by the code predictor."""
         first = self._embedded(firsts[None])[:, 0]
         residual, heard = self.code_predictor.say(states, first.to(states.dtype), pick)
-        params = SeqParams.from_layout(PackedLayout.from_lengths([1] * len(states)).to(states.device))
-        params.cache = cache
-        hidden = (first + heard + self.text_projection(text)).to(states.dtype)
-        out: Tensor = self.decoder(hidden[:, None], self.rotary(position[:, None]), params, None, None)
-        return residual, out[:, 0]
+        return residual, first + heard + self.text_projection(text)

@@ -296,7 +296,7 @@ def test_a_speech_that_does_not_fit_the_talker_is_refused(keys: dict, reason: st
         (b"not a pickle", "can't be read as speakers"),
         (None, "is not there: it names the speakers"),
         ({"Ethan": {"cond": 1}}, r"can't be read as speakers \(KeyError"),
-        ({"Ethan": {"bos_token": 9999}}, r"bos_token of speakers is .*wanted tokens of the thinker"),
+        ({"Ethan": {"bos_token": 9999, "cond": torch.zeros(1, 8), "ref_mel": torch.zeros(1, 12, 20)}}, r"bos_token of speakers is .*wanted tokens of the thinker"),
     ],
     ids=["bytes", "none", "no token", "no token of the thinker"],
 )

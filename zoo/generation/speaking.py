@@ -26,12 +26,10 @@ from zoo.errors import UserError
 from zoo.generation.decoding import next_positions
 from zoo.nn.decoder.attention.cache import DecodeCache
 
-UNSAID = 1024  # last ids of the talker's vocabulary, which transformers suppresses but for the end
-
 
 @dataclass(frozen=True)
 class Voice:
-    """How codes are chosen; names and defaults of transformers' `generate`, but for `talker_temperature`: 0 is greedy there.
+    """How codes are chosen; names of transformers' `generate`, but for `talker_temperature`: 0 is greedy there. Families have its defaults.
 
     Attributes:
         talker_max_new_tokens: most frames, the end among them.
@@ -60,12 +58,12 @@ class Voice:
             if not valid:
                 raise UserError(f"{name}={getattr(self, name)}: wanted {wanted}")
 
-    def of_first(self, vocabulary: int, end: int) -> LogitsProcessorList:
+    def of_first(self, suppressed: Sequence[int]) -> LogitsProcessorList:
         """What transformers does to logits of first codes before one is drawn."""
-        unsaid = [code for code in range(vocabulary - UNSAID, vocabulary) if code != end]
         steps: list[Any] = [
-            RepetitionPenaltyLogitsProcessor(self.talker_repetition_penalty), SuppressTokensLogitsProcessor(unsaid)
-        ]  # fmt: skip
+            RepetitionPenaltyLogitsProcessor(self.talker_repetition_penalty),
+            SuppressTokensLogitsProcessor(list(suppressed)),
+        ]
         if self.talker_temperature:
             steps += [TemperatureLogitsWarper(self.talker_temperature)] if self.talker_temperature != 1 else []
             steps += [TopKLogitsWarper(self.talker_top_k)] if self.talker_top_k else []
@@ -76,12 +74,15 @@ class Voice:
         """The same for residual codes, which are drawn so whatever is asked."""
         return LogitsProcessorList([TopKLogitsWarper(50), TopPLogitsWarper(0.8)] if self.talker_temperature else [])
 
+    def seed_of(self, row: int) -> int:
+        """The seed of a row's draws."""
+        return (self.seed * 1_000_003 + row) % 2**63
+
     def pick(self, rows: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """Chooses codes (S,) by processed logits (S, vocabulary); a row's draws are those of transformers with its seed, alone in a batch."""
         if not self.talker_temperature:
             return lambda logits: logits.argmax(-1)
-        seeds = [(self.seed * 1_000_003 + row) % 2**63 for row in rows]
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        generators = [torch.Generator().manual_seed(self.seed_of(row)) for row in rows]
 
         def draw(logits: Tensor) -> Tensor:
             shares = torch.softmax(logits, -1).cpu()
@@ -93,7 +94,7 @@ class Voice:
 
 @torch.no_grad()
 def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Voice) -> list[tuple[Tensor, bool]]:
-    """Codes (frames, codebooks) int64 of each sample, on the host, and whether it ended; of one cut at the limit one less, as in transformers.
+    """Codes (frames, codebooks) int64 of each sample, on the host, and whether it ended; one that is cut has what transformers has of it.
 
     Args:
         model: with a `talker`.
@@ -102,30 +103,31 @@ def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Vo
         rows: the number of each, for draws at random.
     """
     inputs, _ = step.prepare(batch)
-    speech, talker, count = inputs.speech, model.talker, len(rows)
+    speech, talker, count, noted = inputs.speech, model.talker, len(rows), model.noted_states()
     cache = DecodeCache(count, max(speech.layout.lengths) + voice.talker_max_new_tokens)
-    states = talker.begin(*model.read(inputs, speech, model.noted_states()), speech, cache)
-    texts = model.to_say(speech)
+    states = talker.begin(*model.read(inputs, speech, noted), speech, cache)
+    texts = model.to_say(speech, noted)
     cache.prompts_read(speech.layout, states.device)
     position = next_positions(speech.positions, speech.layout)
-    first_logits, residual_logits, pick = (
-        voice.of_first(talker.vocabulary.size, talker.end), voice.of_residual(), voice.pick(rows)
-    )  # fmt: skip
-    firsts = torch.zeros(count, 0, dtype=torch.int64, device=states.device)
-    unread, frames = firsts, list[Tensor]()
+    first_logits, residual_logits, pick = voice.of_first(talker.suppressed), voice.of_residual(), voice.pick(rows)
+    read, ends = (torch.tensor(codes, dtype=torch.int64, device=states.device) for codes in (talker.opening, talker.ends))
+    read, unread = read.repeat(count, 1), read.new_zeros(count, 0)
+    firsts, residuals = unread, [unread[..., None].expand(-1, -1, talker.codebooks - 1)]
     while True:
-        logits = first_logits(firsts, talker.first_logits(states).float())
+        logits = first_logits(torch.cat((read, firsts), dim=1), talker.first_logits(states).float())
         firsts = torch.cat((firsts, pick(logits)[:, None]), dim=1)
-        done = (firsts == talker.end).any(1)
-        if firsts.shape[1] == voice.talker_max_new_tokens or bool(done.all()):
+        ended = torch.isin(firsts, ends)
+        if firsts.shape[1] == voice.talker_max_new_tokens or bool(ended.any(1).all()):
             break
         residual, states = talker.go_on(
-            states, firsts[:, -1], texts[:, min(len(frames), texts.shape[1] - 1)], position, cache,
+            states, firsts[:, -1], texts[:, min(firsts.shape[1], texts.shape[1]) - 1], position, cache,
             lambda logits: pick(residual_logits(unread, logits.float())),
         )  # fmt: skip
-        frames.append(torch.cat((firsts[:, -1:], residual), dim=1))
+        residuals.append(residual[:, None])
         cache.token_read()
         position = position + 1
-    codes = torch.stack(frames, dim=1).cpu() if frames else torch.zeros(count, 0, talker.codebooks, dtype=torch.int64)
-    ends = [(row == talker.end).nonzero()[:, 0].tolist() for row in firsts.cpu()]
-    return [(of_row[: end[0] if end else None], bool(end)) for of_row, end in zip(codes, ends, strict=True)]
+    codes = firsts[..., None]
+    if talker.codebooks > 1:  # the last first code has no residual ones
+        codes = torch.cat((codes[:, :-1], torch.cat(residuals, dim=1)), dim=-1)
+    lengths = [row.nonzero()[:, 0].tolist() for row in ended.cpu()]
+    return [(of_row[: end[0] if end else None], bool(end)) for of_row, end in zip(codes.cpu(), lengths, strict=True)]

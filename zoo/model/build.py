@@ -81,11 +81,12 @@ class Assembly:
         return stored_in_fp32(bridge, source.weights, native=source.kind == "zoo", tied=bool(self.config.tied))
 
     def save_files(self, folder: Path) -> None:
-        """Write config.json, the processor's files and generation_config.json."""
+        """Write config.json, the processor's files, generation_config.json and what the family carries beside weights."""
         self.processor.save(folder)
         (folder / "config.json").write_text(self.config.hf.to_json_string(), encoding="utf-8")
-        if self.source is not None and (self.source.files / GENERATION).is_file():
-            shutil.copyfile(self.source.files / GENERATION, folder / GENERATION)
+        for name in (GENERATION, *self.family.load("bridge").carry_files) if self.source is not None else ():
+            if (self.source.files / name).is_file():
+                shutil.copyfile(self.source.files / name, folder / name)
         write_generation_config(folder, self.config.hf.to_dict(), list(self.processor.ends.values()))
 
 

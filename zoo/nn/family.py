@@ -20,6 +20,7 @@ from zoo.packing.cost import TowerCost
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 # Keys that say how transformers is to compute and in what to hand it back, not what: zoo computes in its own ways.
@@ -298,6 +299,8 @@ class SpeakingConfig(OmniConfig):
     """A transformers config of a whole model: the thinker, and the talker where the whole model has one."""
 
     talks: ClassVar[type[TalkerConfig]]  # the family's config of a talker
+    # Defaults of transformers' `generate` for this talker, where they are others than `zoo.generation.speaking.Voice` has.
+    voice_defaults: ClassVar[Mapping[str, Any]] = {}
 
     @cached_property
     def talker(self) -> TalkerConfig | None:
@@ -323,6 +326,13 @@ class SpeakingConfig(OmniConfig):
                 f"talker_config.{talker.width} is {width}; wanted the thinker's hidden_size {self.text.hidden_size}"
             )
         return talker
+
+    @abstractmethod
+    def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
+        """transformers' module that makes sound of codes, what its tensors' names begin with, and Hz; UserError where the model does not speak.
+
+        Its `sound` makes a waveform (N,) of codes (F, codebooks) int64, with what `SpeechCodes.voice` gives.
+        """
 
     @property
     def further_decoders(self) -> Mapping[str, Any]:

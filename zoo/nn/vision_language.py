@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -26,6 +27,7 @@ from zoo.nn.inputs import Encoded, Media, ModelInputs, Speech, Stage, Vocabulary
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 from zoo.nn.towers.recompute import recompute_layers
+from zoo.packing import PackedLayout
 
 
 class LanguageModel(MultimodalModel):
@@ -116,7 +118,19 @@ class TileModel(VisionLanguageModel):
 
 
 class Talker(MultimodalModel, ABC):
-    """The decoder over a row's text and codes; `embedding` and `output_layer` are of the first codebook. A family gives `logits`."""
+    """The decoder over a row's text and codes; `embedding` and `output_layer` are of the first codebook.
+
+    Attributes:
+        codebooks: codes of a frame.
+        ends: first codes that end a speech, in transformers' `generate`.
+        suppressed: first codes that it never says.
+        opening: first codes that its repetition penalty counts before any is said.
+    """
+
+    codebooks: int = 1
+    ends: tuple[int, ...]
+    suppressed: tuple[int, ...]
+    opening: tuple[int, ...] = ()
 
     def losses(self, embedded: Tensor, states: Tensor, speech: Speech, *, count_correct: bool = False) -> Tensor:
         """Negative log likelihoods (F + S + F (codebooks - 1),) fp32: of first codes and ends, then of each frame's residual codes.
@@ -160,6 +174,42 @@ class Talker(MultimodalModel, ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of the first code behind each of the talker's `rows`, None: behind all (T', vocabulary); and of residual codes
         (codebooks - 1, F, vocabulary), None where there is one codebook."""
+
+    @abstractmethod
+    def last_states(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache | None = None) -> Tensor:
+        """States (T', hidden) behind the last layer, of arguments as `losses` has them."""
+
+    @abstractmethod
+    def next_input(
+        self, states: Tensor, firsts: Tensor, text: Tensor, pick: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Residual codes (S, codebooks - 1) of frames, and what is read with them (S, hidden); arguments as `go_on` has them."""
+
+    def begin(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache) -> Tensor:
+        """Read S sequences of no frames yet: states (S, hidden) that predict their first ones."""
+        return self.last_states(embedded, states, speech, cache).index_select(0, speech.label_rows)
+
+    def first_logits(self, states: Tensor) -> Tensor:
+        """Logits (S, vocabulary) of the first codes that states (S, hidden) predict."""
+        return self._logits(states, None)
+
+    def go_on(
+        self, states: Tensor, firsts: Tensor, text: Tensor, position: Tensor, cache: DecodeCache, pick: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Complete a frame of each sequence and read it: residual codes (S, codebooks - 1), and states (S, hidden) that predict the next one.
+
+        Args:
+            states: (S, hidden) that predicted these frames.
+            firsts: (S,) int64 first codes.
+            text: (S, hidden of the thinker) what is read with the frames.
+            position: (3, S).
+            pick: chooses codes (S,) by logits (S, vocabulary).
+        """
+        residual, hidden = self.next_input(states, firsts, text, pick)
+        params = SeqParams.from_layout(PackedLayout.from_lengths([1] * len(states)).to(states.device))
+        params.cache = cache
+        out: Tensor = self.decoder(hidden.to(states.dtype)[:, None], self.rotary(position[:, None]), params, None, None)
+        return residual, out[:, 0]
 
 
 class SpeakingModel(OmniModel):
@@ -226,7 +276,12 @@ class SpeakingModel(OmniModel):
                 states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.wanted)
             return self._embedded(speech.text[None])[:, 0], states
 
-    def to_say(self, speech: Speech) -> Tensor:
-        """(S, R, hidden) embeddings of the texts that frames are read with which are still to be said."""
+    def to_say(self, speech: Speech, noted: NotedStates) -> Tensor:
+        """(S, R, hidden) what frames are read with that are still to be said: embeddings, and where `rest_seen` asks for them states."""
         assert speech.rest is not None
-        return self._embedded(speech.rest.T)
+        texts = self._embedded(speech.rest.T)
+        if speech.rest_seen is None:
+            return texts
+        assert noted.states is not None
+        states = noted.states[:, 0][speech.rest_seen.clamp(min=0)].to(texts.dtype)
+        return texts + states.masked_fill((speech.rest_seen < 0)[..., None], 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 FRAMES, COUNTS, SPEAKERS, WEIGHTS = "speech_codes", "speech_frames", "speech_speaker", "speech_weight"
@@ -29,6 +30,10 @@ class SpokenRow:
     media: Tensor  # (N,) bool, where the token's embedding is not read
     codes: Tensor  # (N,) int64 first codes that are added, -1 for none
     specials: tuple[int, int, int]  # the thinker's tokens of BOS, EOS and PAD
-    rest: Tensor | None = (
-        None  # (R,) int64 as `text`, what frames are read with that are still to be said; None where none can be
-    )
+    # (R,) int64 as `text`, what frames are read with that are still to be said; None where none can be
+    rest: Tensor | None = None
+    rest_stated: bool = False  # whether the thinker's states of these tokens are read, too
+
+    def tokens(self, ids: Tensor, places: Tensor) -> Tensor:
+        """Tokens of the thinker at places as `text` has them, in a row of tokens (L,)."""
+        return torch.cat((ids, torch.tensor(self.specials)))[torch.where(places < 0, places - BOS + len(ids), places)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.nn.inputs import ModelInputs, Speech, SpokenInputs
 from zoo.packing import PackedLayout
-from zoo.packing.spoken import ANSWERS, BOS, COUNTS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
+from zoo.packing.spoken import ANSWERS, COUNTS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
 from zoo.steps.losses import LossInputs, SpokenLabels, speech_loss
 from zoo.steps.omni import OmniStep, Tokens, sample_positions
 from zoo.steps.shard import IGNORE, Parts
@@ -41,15 +41,18 @@ def packed_speech(
     layout = PackedLayout.from_lengths([len(row.ids) for row in rows], align)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     offsets = itertools.accumulate(layout.padded_lengths, initial=0)
-    rest, widest = list[Tensor](), max(0 if row.rest is None else len(row.rest) for row in rows) + 1
+    rest, rest_seen = list[Tensor](), list[Tensor]()
+    widest = max(0 if row.rest is None else len(row.rest) for row in rows) + 1
     for number, (row, ids, start, offset, of_row) in enumerate(
         zip(rows, segments, starts, offsets, frames, strict=False)
     ):
-        tokens = torch.cat((ids, torch.tensor(row.specials)))
-        parts["text"].append(tokens[torch.where(row.text < 0, row.text - BOS + len(ids), row.text)])
+        parts["text"].append(row.tokens(ids, row.text))
         if row.rest is not None and not len(of_row):
-            further = tokens[torch.where(row.rest < 0, row.rest - BOS + len(ids), row.rest)]
-            rest.append(torch.nn.functional.pad(further, (0, widest - len(further)), value=row.specials[-1]))
+            fill = widest - len(row.rest)
+            rest.append(torch.nn.functional.pad(row.tokens(ids, row.rest), (0, fill), value=row.specials[-1]))
+            if row.rest_stated:
+                places = torch.where(row.rest < 0, -1, row.rest + start)
+                rest_seen.append(torch.nn.functional.pad(places, (0, fill), value=-1))
         stated, media, coded = (mask.nonzero()[:, 0] for mask in (row.stated, row.media, row.codes >= 0))
         asked = offset + len(row.ids) - len(of_row) - 1 + torch.arange(len(of_row) + 1)
         parts["stated"].append(stated + offset)
@@ -76,6 +79,7 @@ def packed_speech(
         wanted=torch.arange(states),
         places=torch.arange(states),
         rest=torch.stack(rest) if rest else None,
+        rest_seen=torch.stack(rest_seen) if rest_seen else None,
         **{name: torch.cat(values) for name, values in parts.items()},
     )
 

@@ -148,6 +148,10 @@ class SpeechCodes(ABC):
     limits: tuple[int, ...]
     speakers: Mapping[str, int]
 
+    def voice(self, name: str) -> Mapping[str, Tensor]:
+        """What the vocoder wants of a speaker, beside codes."""
+        return {}
+
     @abstractmethod
     def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
         """The talker's sequence of a row of tokens (L,), whose last answer is spoken as frames (F, codebooks); ValueError where there is none."""
@@ -167,19 +171,22 @@ class SpeechCodes(ABC):
             raise ValueError(
                 f"its frames have {frames.shape[1]} codes; wanted {len(self.limits)}, one of each codebook"
             )
-        beyond = (frames >= torch.tensor(self.limits)).nonzero()
-        if len(beyond):
-            frame, book = beyond[0].tolist()
-            raise ValueError(
-                f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1} (zoo "
-                "writes beginning, speaker and end itself)"
-            )
+        if (silent := self.silent(frames)) is not None:
+            raise ValueError(f"{silent} (zoo writes beginning, speaker and end itself)")
         spoken, said = self.spoken(sample, speaker, frames)
         if not bool((said.text[-len(frames) :] == EOS).any()):
             raise ValueError(
                 f"it has {len(frames)} frames, fewer than the answer has tokens: the talker reads one a frame, and would never read the rest"
             )
         return spoken
+
+    def silent(self, frames: Tensor) -> str | None:
+        """The first of the frames (F, codebooks) with a code that is no sound, and what is wanted; None where there is none."""
+        beyond = (frames >= torch.tensor(self.limits)).nonzero()
+        if not len(beyond):
+            return None
+        frame, book = beyond[0].tolist()
+        return f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1}"
 
     def to_say(self, sample: Sample, speaker: str) -> Sample:
         """The sample with a speech of no frames yet; ValueError for an answer or a speaker that can't be spoken."""
@@ -200,11 +207,15 @@ class SpeechCodes(ABC):
 
     def speaker(self, name: str) -> int:
         """The code or token of a speaker; of the only one where none is named."""
+        return self.speakers[self.known(name)]
+
+    def known(self, name: str) -> str:
+        """A speaker's name as `speakers` has it; ValueError for one that is not there."""
         known = ", ".join(sorted(self.speakers)) or "none"
         if not name:
             if len(self.speakers) == 1:
-                return next(iter(self.speakers.values()))
+                return next(iter(self.speakers))
             raise ValueError(f"it has no speaker; the checkpoint has {known}")
         if name.lower() not in self.speakers:
             raise ValueError(f"speaker {shown(name)} is not in the checkpoint, which has {known}")
-        return self.speakers[name.lower()]
+        return name.lower()

@@ -82,7 +82,7 @@ def speak(
         batch: most rows that are answered and spoken at once.
         max_rows: say the first so many rows only.
         in_process: a single rank runs in this process, as in the command `zoo speak`.
-        voice: how codes are chosen: fields of `zoo.generation.speaking.Voice`.
+        voice: how codes are chosen: fields of `zoo.generation.speaking.Voice`; those left out are transformers' defaults of the family.
 
     Returns:
         Dicts of the rows, in order: `source`; the row as it was written, with `speech`, `audio` and `frames`; `unspoken` where it is not among
@@ -96,7 +96,7 @@ def speak(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_counts(batch=batch, max_rows=max_rows)
     try:
-        chosen = Voice(**voice, seed=seed)
+        Voice(**voice, seed=seed)
     except TypeError:
         raise UserError(f"{', '.join(voice)}: wanted {', '.join(Voice.__dataclass_fields__)}") from None
     folder = expanded(out)
@@ -104,10 +104,11 @@ def speak(
         raise UserError(f"out={out}: it is a file; wanted a folder")
     with out_file(folder / ROWS) as file, asked(path, rows, overrides) as recipe:
         recipe = _with_talker(recipe, path)
+        defaults = get_family(recipe.model.family).load("config").voice_defaults
         options: JsonObject = {
             "sampling": asdict(sampling),
             "batch": batch,
-            "voice": asdict(chosen),
+            "voice": asdict(Voice(**{**defaults, **voice}, seed=seed)),
             "answers": answers,
         }
         options |= {"max_rows": max_rows, "kept": file.kept and str(file.kept), "audio": audio}
@@ -132,10 +133,6 @@ def _with_talker(recipe: Recipe, path: Model) -> Recipe:
     family = get_family(recipe.model.family)
     if "talker" not in family.parts:
         raise UserError(f"{path}: {family.title} has no talker, so it writes text alone; zoo generate asks it")
-    if not hasattr(family.load("config"), "build_vocoder"):
-        raise UserError(
-            f"{path}: {family.title}'s talker is trained here, and speaks in transformers alone, from an export"
-        )
     frozen = [part for part in family.parts if part != "talker"]
     return recipe.replace({"train.speech_loss": 1.0, "model.freeze": frozen})
 
@@ -232,7 +229,7 @@ class Speaking(Generator):
             model = getattr(decoding.chunks[0], "module", decoding.chunks[0])  # bf16 wraps it
             said = say(model, decoding.step, batch, list(samples), self.voice)
             for number, (codes, ended) in zip(samples, said, strict=True):
-                results[number] |= self._written(number, codes)
+                results[number] |= self._written(number, codes, self.speaker or prompts[number].row.speaker)
                 if not ended:
                     results[number][UNSPOKEN] = f"its speech is cut after {len(codes)} frames (talker_max_new_tokens)"
         return results
@@ -245,15 +242,18 @@ class Speaking(Generator):
         ids = torch.cat((prompt.sample.input_ids, new))
         return replace(prompt.sample, input_ids=ids, labels=torch.full_like(ids, IGNORE))
 
-    def _written(self, number: int, codes: Tensor) -> JsonObject:
+    def _written(self, number: int, codes: Tensor, speaker: str) -> JsonObject:
         """Write a speech."""
         if not len(codes):
             return {UNSPOKEN: "its talker ended at once"}
+        if (silent := self.speech.silent(codes)) is not None:
+            return {UNSPOKEN: f"its talker says what is no sound: {silent}"}
         names: JsonObject = {"speech": f"speech/{number:06d}.npy", "frames": len(codes)}
         np.save(self.out / names["speech"], codes.numpy().astype(np.int32))
         if self.vocoder is not None:
             names["audio"] = f"audio/{number:06d}.wav"
-            self.vocoder.write(codes, self.out / names["audio"])
+            voice = self.speech.voice(speaker)
+            self.vocoder.write(codes, voice, self.voice.seed_of(number), self.out / names["audio"])
         return names
 
 

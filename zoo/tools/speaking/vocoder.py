@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import soundfile
 import torch
 from torch import Tensor
@@ -44,7 +44,11 @@ class Vocoder:
         return cls(module.float().to(device).eval(), rate, device)
 
     @torch.no_grad()
-    def write(self, codes: Tensor, path: Path) -> None:
-        """A wav file, 16 bit mono, of codes (frames, codebooks)."""
-        audio = self.module.chunked_decode(codes.T[None].to(self.device))[0, 0].float().cpu().numpy()
-        soundfile.write(path, np.clip(audio, -1, 1), self.rate, subtype="PCM_16")
+    def write(self, codes: Tensor, voice: Mapping[str, Tensor], seed: int, path: Path) -> None:
+        """A wav file, 16 bit mono, of codes (frames, codebooks); `voice`: what `SpeechCodes.voice` gives. `seed`: of noise that it begins with."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            waveform = self.module.sound(
+                codes.to(self.device), **{name: x.to(self.device) for name, x in voice.items()}
+            )
+        soundfile.write(path, waveform.clip(-1, 1).float().cpu().numpy(), self.rate, subtype="PCM_16")
