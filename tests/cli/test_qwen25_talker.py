@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import soundfile
 import torch
 from support.commands import Zoo, write_rows
 from support.tiny import load_plain
@@ -28,6 +30,31 @@ def spoken_rows(folder: Path) -> Path:
 def log(run: Path) -> list[dict[str, Any]]:
     records = map(json.loads, (run / "train.jsonl").read_text().splitlines())
     return [record for record in records if "code_loss" in record]
+
+
+def speaks(zoo: Zoo, run: Path, folder: Path) -> None:
+    """The run's checkpoint says the rows, to sound of the checkpoint that it started from."""
+    out = folder / "own"
+    done = zoo(
+        "speak", str(run), str(folder / "rows.jsonl"), f"out={out}", "answers=rows", "max_rows=2", "talker_temperature=0",
+        "talker_max_new_tokens=12", "seed=3", "nproc=1",
+    )  # fmt: skip
+    assert done.code == 0 and "Warning" not in done.err and "[transformers]" not in done.err, done
+    written = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert f"{len(written)} of 2 rows spoken in {out}" in done.out
+    model = load_plain(folder / "weights")
+    for number, (_, speaker) in enumerate(SAID.values()):
+        codes = np.load(out / f"speech/{number:06d}.npy")
+        assert codes.dtype == np.int32 and codes.shape[1:] == (1,) and 1 <= len(codes) <= 12
+        voice = model.speaker_map[speaker.title()]
+        torch.manual_seed(3_000_009 + number)
+        with torch.no_grad():
+            wanted = model.token2wav(
+                torch.from_numpy(codes).long().T, conditioning=voice["cond"], reference_mel=voice["ref_mel"]
+            )
+        sound, rate = soundfile.read(out / f"audio/{number:06d}.wav")
+        assert rate == 50 * 8 and np.abs(sound - wanted.clip(-1, 1).numpy()).max() < 1e-4
+    assert any(row["speech"] == f"speech/{number:06d}.npy" for number, row in enumerate(written))
 
 
 def test_a_talker_of_one_codebook_learns_and_speaks_in_transformers(zoo: Zoo, tmp_path: Path) -> None:
@@ -64,6 +91,7 @@ def test_a_talker_of_one_codebook_learns_and_speaks_in_transformers(zoo: Zoo, tm
     for folder in (run / "export", tmp_path / "back"):
         assert (folder / "spk_dict.pt").read_bytes() == (weights / "spk_dict.pt").read_bytes()
 
+    speaks(zoo, run, tmp_path)
     model = load_plain(run / "export")
     said = model.config.talker_config
     ends = [said.tts_codec_pad_token_id, said.tts_codec_end_token_id]
