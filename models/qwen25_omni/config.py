@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 from zoo.errors import UserError
-from zoo.models.qwen25_omni.speech import SpeechTokens
+from zoo.models.qwen25_omni.speech import Qwen25SpeechTokens
 from zoo.nn.config_checks import check_decoder
 from zoo.nn.family import Projection, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.windows import check_windows, window_cost
@@ -60,7 +62,7 @@ class Qwen25OmniConfig(SpeakingConfig):
     traits = ("qkv_bias",)
     mrope_section = (16, 24, 24)
     mrope_interleaved = False
-    voice_defaults = {"talker_top_k": 40, "talker_top_p": 0.8}
+    voice_defaults: ClassVar[Mapping[str, float]] = {"talker_top_k": 40, "talker_top_p": 0.8}
 
     def check(self) -> None:
         """UserError for towers that transformers can't build, or whose media can't be cut into their windows."""
@@ -76,7 +78,7 @@ class Qwen25OmniConfig(SpeakingConfig):
 
     def checked_talker(self) -> Qwen25TalkerConfig:
         """As every speaking model's, with rows for its special tokens and codes."""
-        talker, tokens = super().checked_talker(), SpeechTokens.from_config(self.hf)
+        talker, tokens = super().checked_talker(), self.speech_tokens
         assert isinstance(talker, Qwen25TalkerConfig)
         texts = (tokens.text_bos, tokens.text_eos, tokens.text_pad)
         for kind, ids, rows in (("text", texts, self.text.vocab_size), ("codec", tokens.codes, talker.text.vocab_size)):
@@ -85,6 +87,11 @@ class Qwen25OmniConfig(SpeakingConfig):
                     f"talker_config: a tts_{kind}_..._token_id of {ids} has no embedding; wanted 0 to {rows - 1}"
                 )
         return talker
+
+    @cached_property
+    def speech_tokens(self) -> Qwen25SpeechTokens:
+        """As every speaking model's."""
+        return Qwen25SpeechTokens.from_config(self.hf)
 
     def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
         """As every speaking model's."""

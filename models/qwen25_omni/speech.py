@@ -18,25 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.packing.spoken import BOS, EOS, PAD, SpokenRow
+from zoo.packing.spoken import BOS, SpeechTokens, SpokenRow, texts_of_frames
 
 
 @dataclass(frozen=True)
-class SpeechTokens:
-    """Ids that build the talker's sequence."""
+class Qwen25SpeechTokens(SpeechTokens):
+    """Those of a `transformers.Qwen2_5OmniConfig`."""
 
-    media: tuple[int, ...]  # placeholders
     text_bos: int  # default, where no speaker gives its own
     text_eos: int
     text_pad: int
-    code_bos: int
-    code_eos: int
-    code_pad: int
     code_mask: int  # reserved; never in a row
 
     @classmethod
-    def from_config(cls, whole: Any) -> SpeechTokens:
-        """Those of a `transformers.Qwen2_5OmniConfig`."""
+    def from_config(cls, whole: Any) -> Qwen25SpeechTokens:
+        """Those of a config with a talker."""
         thinker, talker = whole.thinker_config, whole.talker_config
         return cls(
             media=(thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id),
@@ -54,30 +50,21 @@ class SpeechTokens:
         """The codes that are no sound."""
         return (self.code_bos, self.code_eos, self.code_pad, self.code_mask)
 
-
-def spoken_row(ids: Tensor, frames: Tensor, answer: tuple[int, int], speaker: int, tokens: SpeechTokens) -> SpokenRow:
-    """The sequence of a row of tokens `ids` (L,).
-
-    Args:
-        frames: (F, 1).
-        answer: places of the spoken answer's first token, and behind its last one.
-        speaker: the token that begins the speaker's text.
-    """
-    first, stop = answer
-    trailing, words = torch.full((len(frames),), PAD), stop - first
-    trailing[: words - 1] = torch.arange(first + 1, stop)[: len(frames)]
-    if words <= len(frames):
-        trailing[words - 1] = EOS
-    text = torch.cat((torch.arange(first), torch.tensor([BOS, first]), trailing))
-    media = torch.isin(ids[:first], torch.tensor(tokens.media))
-    opening = torch.tensor([tokens.code_pad, tokens.code_bos])
-    return SpokenRow(
-        ids=torch.cat((ids[:first], torch.full((len(text) - first,), tokens.text_pad))),
-        text=text,
-        stated=text >= 0,
-        media=torch.nn.functional.pad(media, (0, len(text) - first)),
-        codes=torch.cat((torch.full((first,), -1), opening, frames[:, 0])),
-        specials=(speaker, tokens.text_eos, tokens.text_pad),
-        rest=torch.cat((torch.arange(first + 1, stop), torch.tensor([EOS]))),
-        rest_stated=True,
-    )
+    def row(self, ids: Tensor, frames: Tensor, answer: tuple[int, int], speaker: int) -> SpokenRow:
+        """As every talker's; `speaker` is the token that begins the speaker's text."""
+        first, (rest, trailing) = answer[0], texts_of_frames(answer, len(frames))
+        text = torch.cat((torch.arange(first), torch.tensor([BOS, first]), trailing))
+        media = torch.isin(ids, torch.tensor(self.media))
+        if bool(media[first:].any()):
+            raise ValueError("media stand behind the question, where the talker does not read them")
+        opening = torch.tensor([self.code_pad, self.code_bos])
+        return SpokenRow(
+            ids=torch.cat((ids[:first], torch.full((len(text) - first,), self.text_pad))),
+            text=text,
+            stated=text >= 0,
+            media=torch.nn.functional.pad(media[:first], (0, len(text) - first)),
+            codes=torch.cat((torch.full((first,), -1), opening, frames[:, 0])),
+            specials=(speaker, self.text_eos, self.text_pad),
+            rest=rest,
+            rest_stated=True,
+        )

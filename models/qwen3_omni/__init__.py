@@ -9,6 +9,7 @@ FAMILY = family(
     "text image video audio",
     "vision audio talker language",
     experts=True,
+    step="zoo.steps.speech:SpeakingStep",
     merger="vision.merger. vision.merger_list.",
     audio_projector="audio.proj1. audio.proj2.",
 )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError
+from zoo.models.qwen3_omni.speech import Qwen3SpeechTokens
 from zoo.nn.config_checks import check_decoder
 from zoo.nn.family import FamilyConfig, Projection, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
@@ -129,6 +130,11 @@ class Qwen3OmniConfig(SpeakingConfig):
                 "thinker's layers"
             )
         return talker
+
+    @cached_property
+    def speech_tokens(self) -> Qwen3SpeechTokens:
+        """As every speaking model's."""
+        return Qwen3SpeechTokens.from_config(self.hf)
 
     def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
         """As every speaking model's."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from zoo.data.media.codes import SpeechCodes
 from zoo.models.qwen3_omni.config import Qwen3TalkerConfig
-from zoo.models.qwen3_omni.speech import SpeechTokens, spoken_row
-from zoo.packing.spoken import SpokenRow
+from zoo.models.qwen3_omni.speech import Qwen3SpeechTokens
+from zoo.packing.spoken import TurnTokens
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,6 @@ class Qwen3SpeechCodes(SpeechCodes):
 
     hertz, hears_videos = Qwen3TalkerConfig.hertz, False
 
-    tokens: SpeechTokens
-
     @classmethod
     def from_config(cls, whole: Any) -> Qwen3SpeechCodes:
         """Read the ids of a `transformers.Qwen3OmniMoeConfig` that speaks."""
@@ -28,8 +24,6 @@ class Qwen3SpeechCodes(SpeechCodes):
         residual = talker.code_predictor_config.vocab_size
         first = min(residual, whole.code2wav_config.codebook_size, talker.text_config.vocab_size)
         speakers = {name.lower(): int(code) for name, code in (talker.speaker_id or {}).items()}
-        return cls((first, *[residual] * (talker.num_code_groups - 1)), speakers, SpeechTokens.from_config(whole))
-
-    def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
-        """As every talker's, which is begun by the speaker's code."""
-        return spoken_row(ids, frames, speaker, self.tokens)
+        limits = (first, *[residual] * (talker.num_code_groups - 1))
+        turn = TurnTokens(whole.im_start_token_id, whole.assistant_token_id, whole.im_end_token_id)
+        return cls(limits, speakers, Qwen3SpeechTokens.from_config(whole), turn)

@@ -110,7 +110,9 @@ def say(model: Any, step: Any, batch: MicroBatch, rows: Sequence[int], voice: Vo
     cache.prompts_read(speech.layout, states.device)
     position = next_positions(speech.positions, speech.layout)
     first_logits, residual_logits, pick = voice.of_first(talker.suppressed), voice.of_residual(), voice.pick(rows)
-    read, ends = (torch.tensor(codes, dtype=torch.int64, device=states.device) for codes in (talker.opening, talker.ends))
+    read, ends = (
+        torch.tensor(codes, dtype=torch.int64, device=states.device) for codes in (talker.opening, talker.ends)
+    )
     read, unread = read.repeat(count, 1), read.new_zeros(count, 0)
     firsts, residuals = unread, [unread[..., None].expand(-1, -1, talker.codebooks - 1)]
     while True:

@@ -84,9 +84,10 @@ class Assembly:
         """Write config.json, the processor's files, generation_config.json and what the family carries beside weights."""
         self.processor.save(folder)
         (folder / "config.json").write_text(self.config.hf.to_json_string(), encoding="utf-8")
-        for name in (GENERATION, *self.family.load("bridge").carry_files) if self.source is not None else ():
-            if (self.source.files / name).is_file():
-                shutil.copyfile(self.source.files / name, folder / name)
+        if self.source is not None:
+            for name in (GENERATION, *self.family.load("bridge").carry_files):
+                if (self.source.files / name).is_file():
+                    shutil.copyfile(self.source.files / name, folder / name)
         write_generation_config(folder, self.config.hf.to_dict(), list(self.processor.ends.values()))
 
 

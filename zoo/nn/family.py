@@ -17,6 +17,7 @@ from zoo.errors import UserError, printable
 from zoo.nn.config_checks import check_decoder, check_sides, check_towers
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
+from zoo.packing.spoken import SpeechTokens
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -326,6 +327,11 @@ class SpeakingConfig(OmniConfig):
                 f"talker_config.{talker.width} is {width}; wanted the thinker's hidden_size {self.text.hidden_size}"
             )
         return talker
+
+    @property
+    @abstractmethod
+    def speech_tokens(self) -> SpeechTokens:
+        """Ids of the talker's sequences."""
 
     @abstractmethod
     def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:

@@ -197,9 +197,8 @@ class Speech:
     states: int  # N of the whole row
     # (S, R) int64 tokens of the thinker that frames are read with which are still to be said, the last of each row PAD; None where none are.
     rest: Tensor | None = None
-    rest_seen: Tensor | None = (
-        None  # (S, R) int64 places in the thinker's row of states that are read with these, -1 for none; None: none are
-    )
+    # (S, R) int64 places in the thinker's row of states that are read with these, -1 for none; None: none are
+    rest_seen: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor], device: torch.device) -> Speech:
         """The same on the device, but for `ends` and `owners`."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -84,29 +83,10 @@ def packed_speech(
     )
 
 
-class SpeechIds(Protocol):
-    """What every talker's ids have."""
-
-    @property
-    def code_eos(self) -> int:
-        """The code behind the last frame."""
-
-
 class SpeakingStep(OmniStep):
     """Rows of text and media, and their speech."""
 
     config: SpeakingConfig
-
-    @property
-    @abstractmethod
-    def speech_tokens(self) -> SpeechIds:
-        """Ids of the talker's sequences."""
-
-    @abstractmethod
-    def spoken_rows(
-        self, segments: Sequence[Tensor], frames: Sequence[Tensor], media: Mapping[str, Tensor]
-    ) -> list[SpokenRow]:
-        """The talker's sequences of rows of tokens (L_i,), spoken as (F_i, codebooks); ValueError for a row that can't be."""
 
     def shard(
         self,
@@ -156,14 +136,15 @@ class SpeakingStep(OmniStep):
         segments = [
             row[:length] for row, length in zip(ids[0].split(layout.padded_lengths), layout.lengths, strict=True)
         ]
-        frames = media[FRAMES].split(counts)
-        rows = self.spoken_rows(segments, frames, media)
+        frames, tokens = media[FRAMES].split(counts), self.config.speech_tokens
+        answers = [(first, stop) for first, stop in media[ANSWERS].tolist()]
+        rows = list(map(tokens.row, segments, frames, answers, media[SPEAKERS].tolist()))
         cursor = self._cursor(media, self._talker_tokens)
         positions = [sample_positions(row.ids, self._talker_tokens, cursor) for row in rows]
         cursor.finish()
         starts = list(itertools.accumulate(layout.padded_lengths, initial=0))[:-1]
         align = self.packing.align or 1
-        return packed_speech(rows, segments, starts, frames, positions, self.speech_tokens.code_eos, align)
+        return packed_speech(rows, segments, starts, frames, positions, tokens.code_eos, align)
 
     @cached_property
     def _talker_tokens(self) -> Tokens:

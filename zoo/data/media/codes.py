@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +21,7 @@ from zoo.data.sources.formats.speech import MAX_FRAMES, checked_codes
 from zoo.data.sources.references import Blob, MediaFile, is_url, shown
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
-from zoo.packing.spoken import COUNTS, EOS, FRAMES, SPEAKERS, WEIGHTS, SpokenRow
+from zoo.packing.spoken import ANSWERS, COUNTS, EOS, FRAMES, SPEAKERS, WEIGHTS, SpeechTokens, SpokenRow, TurnTokens
 from zoo.registry import imported
 from zoo.user_code import calling
 
@@ -135,11 +134,13 @@ def _is_npy(row: Row) -> bool:
 
 
 @dataclass(frozen=True)
-class SpeechCodes(ABC):
+class SpeechCodes:
     """What a talker of transformers reads and says.
 
     limits: codes of each codebook; `generate` says none of the others.
     speakers: the code or token of each, by names in lower case.
+    tokens: ids of the talker's sequences.
+    turn: ids around an answer.
     """
 
     hertz: ClassVar[float | None] = None  # frames a second; None: it is not held against sounds
@@ -147,14 +148,12 @@ class SpeechCodes(ABC):
 
     limits: tuple[int, ...]
     speakers: Mapping[str, int]
+    tokens: SpeechTokens
+    turn: TurnTokens
 
     def voice(self, name: str) -> Mapping[str, Tensor]:
         """What the vocoder wants of a speaker, beside codes."""
         return {}
-
-    @abstractmethod
-    def row(self, ids: Tensor, frames: Tensor, speaker: int) -> SpokenRow:
-        """The talker's sequence of a row of tokens (L,), whose last answer is spoken as frames (F, codebooks); ValueError where there is none."""
 
     def check(self, row: Row) -> None:
         """ValueError for a row whose answer the talker can't say, whatever it is."""
@@ -186,22 +185,25 @@ class SpeechCodes(ABC):
         if not len(beyond):
             return None
         frame, book = beyond[0].tolist()
-        return f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1}"
+        return (
+            f"frame {frame} has code {int(frames[frame, book])} of codebook {book}; wanted 0 to {self.limits[book] - 1}"
+        )
 
     def to_say(self, sample: Sample, speaker: str) -> Sample:
         """The sample with a speech of no frames yet; ValueError for an answer or a speaker that can't be spoken."""
         return self.spoken(sample, self.speaker(speaker), torch.zeros(0, len(self.limits), dtype=torch.int64))[0]
 
     def spoken(self, sample: Sample, speaker: int, frames: Tensor) -> tuple[Sample, SpokenRow]:
-        """The sample with these frames (F, codebooks) among its media, and the talker's sequence; ValueError as `row` raises it."""
-        said = self.row(sample.input_ids, frames, speaker)
-        first = int(said.text[-len(frames) - 1])  # token of the answer, whose weight its codes have
-        weight = 1.0 if sample.weights is None else float(sample.weights[first])
+        """The sample, its last answer spoken as frames (F, codebooks), and the talker's sequence; ValueError for what can't be."""
+        answer = self.turn.answer(sample.input_ids)
+        said = self.tokens.row(sample.input_ids, frames, answer, speaker)
+        weight = 1.0 if sample.weights is None else float(sample.weights[answer[0]])
         media = {
             FRAMES: frames,
             COUNTS: torch.tensor([len(frames)]),
             SPEAKERS: torch.tensor([speaker]),
             WEIGHTS: torch.tensor([weight]),
+            ANSWERS: torch.tensor([answer]),
         }
         return replace(sample, media={**sample.media, **media}, codes=len(frames) + 1, code_weight=weight), said
 

@@ -155,7 +155,8 @@ def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: PreTra
 def _speech(ids: Tensor, codes: Tensor, processor: Processor) -> SpokenAnswer:
     """What the talker says of a sample's tokens (L,), and reads with each frame."""
     assert isinstance(processor, SpeakingProcessor) and processor.speech is not None
-    tokens = processor.speech.row(ids, codes, 0).text[-len(codes) - 1 :].tolist()
+    speech = processor.speech
+    tokens = speech.tokens.row(ids, codes, speech.turn.answer(ids), 0).text[-len(codes) - 1 :].tolist()
     words = (processor.tokenizer.decode([int(ids[token])]) if token >= 0 else "" for token in tokens)
     return SpokenAnswer(
         codes, tuple("end" if token == EOS else word for word, token in zip(words, tokens, strict=True))
