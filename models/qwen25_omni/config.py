@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 from zoo.errors import UserError
 from zoo.models.qwen25_omni.speech import Qwen25SpeechTokens
 from zoo.nn.config_checks import check_decoder
-from zoo.nn.family import Projection, SpeakingConfig, TalkerConfig
+from zoo.nn.family import SpeakingConfig, TalkerConfig
 from zoo.nn.towers.windows import check_windows, window_cost
-from zoo.packing.cost import TowerCost
+from zoo.packing.cost import Projection, TowerCost
 
 if TYPE_CHECKING:
     import torch

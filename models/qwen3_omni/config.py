@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from zoo.errors import UserError
 from zoo.models.qwen3_omni.speech import Qwen3SpeechTokens
 from zoo.nn.config_checks import check_decoder
-from zoo.nn.family import FamilyConfig, Projection, SpeakingConfig, TalkerConfig
+from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
-from zoo.packing.cost import TowerCost
+from zoo.packing.cost import Projection, TowerCost
 
 if TYPE_CHECKING:
     import torch

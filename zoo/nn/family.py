@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from zoo.config.architecture import check_arch, refuse_unbuilt
 from zoo.config.locate import read_arch, unquantised
@@ -16,7 +16,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 from zoo.nn.config_checks import check_decoder, check_sides, check_towers
 from zoo.nn.inputs import RotaryShape
-from zoo.packing.cost import TowerCost
+from zoo.packing.cost import Projection, TowerCost
 from zoo.packing.spoken import SpeechTokens
 from zoo.types import JsonMapping, JsonObject
 
@@ -264,13 +264,6 @@ class OmniConfig(FamilyConfig, ABC):
     @abstractmethod
     def audio_tokens(self, frames: int) -> int:
         """Embeddings that the audio tower makes of a clip of so many mel frames."""
-
-
-class Projection(NamedTuple):
-    """Linears that a token goes through."""
-
-    weights: int
-    kept: int  # numbers of a token that the backward pass reads
 
 
 class TalkerConfig(FamilyConfig, ABC):

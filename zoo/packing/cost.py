@@ -29,6 +29,13 @@ class LayerKind(NamedTuple):
     full: bool = False  # heads of layers that see all tokens, where a decoder has such of their own
 
 
+class Projection(NamedTuple):
+    """Linears that a token goes through."""
+
+    weights: int
+    kept: int  # numbers of a token that the backward pass reads
+
+
 @dataclass(frozen=True)
 class DecoderCost:
     """All decoder layers together, multi-token prediction's included."""
