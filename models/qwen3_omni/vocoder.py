@@ -9,7 +9,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 class Code2Wav(Qwen3OmniMoeCode2Wav):
     """transformers' module, with the interface of every vocoder."""
 
-    def sound(self, codes: Tensor) -> Tensor:
+    def waveform(self, codes: Tensor) -> Tensor:
         """(N,) waveform of frames (F, codebooks) int64."""
         waves: Tensor = self.chunked_decode(codes.T[None])
         return waves[0, 0]

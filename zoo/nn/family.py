@@ -330,7 +330,7 @@ class SpeakingConfig(OmniConfig):
     def build_vocoder(self) -> tuple[torch.nn.Module, str, int]:
         """transformers' module that makes sound of codes, what its tensors' names begin with, and Hz; UserError where the model does not speak.
 
-        Its `sound` makes a waveform (N,) of codes (F, codebooks) int64, with what `SpeechCodes.voice` gives.
+        Its `waveform` makes samples (N,) of codes (F, codebooks) int64, with what `SpeechCodes.voice` gives.
         """
 
     @property

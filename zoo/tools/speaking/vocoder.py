@@ -48,7 +48,7 @@ class Vocoder:
         """A wav file, 16 bit mono, of codes (frames, codebooks); `voice`: what `SpeechCodes.voice` gives. `seed`: of noise that it begins with."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            waveform = self.module.sound(
+            waveform = self.module.waveform(
                 codes.to(self.device), **{name: x.to(self.device) for name, x in voice.items()}
             )
         soundfile.write(path, waveform.clip(-1, 1).float().cpu().numpy(), self.rate, subtype="PCM_16")
