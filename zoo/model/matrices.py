@@ -21,7 +21,7 @@ from zoo.bridge.parallel import Axis, ShardInfo, cut, full_shape, shard_axis
 type Spans = tuple[tuple[int, int], ...]
 """(first, end) of each."""
 
-_NO_MATRIX = re.compile(r"embed|(^|\.)(output_layer|score)\.|\.router\.")  # embeddings of patches and places too
+_NO_MATRIX = re.compile(r"embed|(^|\.)(output_layer|score|heads)\.|\.router\.")  # embeddings of patches and places too
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -11,7 +11,7 @@ from zoo.bridge import Dims
 from zoo.bridge.parallel import ShardInfo, cut
 from zoo.config.compose import load_recipe
 from zoo.model.matrices import is_matrix, matrices_of
-from zoo.model.meta_model import build_meta_model
+from zoo.model.meta_model import MetaModel, build_meta_model
 from zoo.registry import get_family
 
 ATTENTION = {"linear_qkv": 3, "linear_proj": 1}
@@ -69,6 +69,15 @@ QWEN25_OMNI = {
     **AUDIO,
     **_layer("decoder", ATTENTION, DENSE),
 }
+TALKER = {
+    **_layer("talker.decoder", ATTENTION, EXPERTS, SHARED),
+    **_ones(
+        "talker.",
+        "text_projection.linear_fc1 text_projection.linear_fc2 hidden_projection.linear_fc1 hidden_projection.linear_fc2",
+    ),
+    **_layer("talker.code_predictor.decoder", ATTENTION, DENSE),  # whose heads are AdamW's, as every head
+}
+TALKER25 = {**_layer("talker.decoder", ATTENTION, DENSE), "talker.thinker_to_talker_proj": 1}
 GEMMA3 = {**CLIP, "projector.mm_input_projection_weight": 1, **_layer("decoder", ATTENTION, DENSE)}
 GEMMA4 = {
     **{f"vision.encoder.layers.N.self_attn.{part}_proj.linear": 1 for part in "qkvo"},
@@ -123,15 +132,27 @@ FAST = ("qwen3_vl_sft", "qwen35_vl_moe_sft", "qwen3_omni_sft", "llava_onevision_
 )
 def test_matrices_of_a_family(recipe: str, size: str) -> None:
     """The rest is AdamW's: everything of one dimension or of four, embeddings, heads, routers and gates of one row."""
-    model = build_meta_model(load_recipe(recipe, [f"size={size}", "hardware=cpu"]).model.arch)
+    assert (
+        matrices(build_meta_model(load_recipe(recipe, [f"size={size}", "hardware=cpu"]).model.arch)) == WANTED[recipe]
+    )
+
+
+@pytest.mark.parametrize(("family", "wanted"), [("qwen3_omni", TALKER), ("qwen25_omni", TALKER25)])
+def test_matrices_of_a_talker(family: str, wanted: dict[str, int]) -> None:
+    arch = load_recipe(f"{family}_talker_sft", ["size=tiny", "hardware=cpu"]).model.arch
+    found = matrices(build_meta_model(arch, ["talker.codec_head.weight"]))
+    assert {name: count for name, count in found.items() if name.startswith("talker.")} == wanted
+
+
+def matrices(model: MetaModel) -> dict[str, int]:
+    """Those of each parameter, by names whose numbers are N."""
     found = {}
     for name, parameter in model.parameters.items():
         if is_matrix(name, parameter):
-            matrices = matrices_of(name, parameter, model.bridge, model.dims, ShardInfo())
-            assert sum(m * n for m, n in matrices.shapes()) == parameter.numel()
-            plain = re.sub(r"\.\d+(?=\.)", ".N", name).removesuffix(".weight")
-            found[plain] = len(list(matrices.shapes()))
-    assert found == WANTED[recipe]
+            shapes = list(matrices_of(name, parameter, model.bridge, model.dims, ShardInfo()).shapes())
+            assert sum(m * n for m, n in shapes) == parameter.numel()
+            found[re.sub(r"\.\d+(?=\.)", ".N", name).removesuffix(".weight")] = len(shapes)
+    return found
 
 
 DIMS = Dims(heads=8, kv_heads=4, head_dim=2, experts=4, linear_keys=8, linear_values=12, linear_value_heads=4)

@@ -73,7 +73,6 @@ def check_speech(recipe: Recipe) -> None:
         )
     wanted: tuple[tuple[str, object, object], ...] = (
         ("train.loss", train.loss, "nll"),
-        ("train.optimizer", train.optimizer, "adamw"),
         ("distill.teacher", recipe.distill.teacher, None),
         ("packing.mode", recipe.packing.mode, "thd"),
         ("engine.fp8", recipe.engine.fp8, False),
