@@ -1,7 +1,18 @@
 """A small audio codec, and rows whose answers are spoken: a tiny Qwen3-Omni says the digits that it reads or hears (docs/speech.md).
 
-`python examples/say_digits.py` fits the codec and writes rows with sounds; `data.codec=examples/say_digits.py:encode` makes codes of them.
-`python examples/say_digits.py FOLDER` makes sounds of the codes that `zoo speak` wrote, and rows that ask what is said.
+The codec is fitted and rows are written with sounds, of which `encode` makes codes; two models are trained, one to hear and one to say:
+
+    python examples/say_digits.py
+    zoo train recipe=demo run.dir=runs/demo
+    zoo train recipe=demo train.speech_loss=1 data.train=runs/say_digits/train.jsonl data.eval=runs/say_digits/heldout.jsonl \\
+      data.codec=examples/say_digits.py:encode data.outside_root=true data.augment=0.4 data.augment_variants=4 train.steps=400 \\
+      run.dir=runs/say_digits/voice
+
+Codes of the second one's answers become sounds, which the first one hears:
+
+    zoo speak runs/say_digits/voice runs/say_digits/heldout.jsonl out=runs/say_digits/model audio=false talker_temperature=0
+    python examples/say_digits.py runs/say_digits/model
+    zoo eval runs/demo runs/say_digits/model/heard.jsonl
 """
 
 import json
@@ -137,6 +148,7 @@ def write_heard(folder: Path) -> None:
         question, answer = {"role": "user", "content": "<audio>What is said?"}, wanted[int(name.stem)]
         said = {"role": "assistant", "content": answer}
         rows.append({"kind": "audio", "messages": [question, said], "audios": [f"speech/{name.stem}.wav"]})
+    print(f"{len(rows)} of {len(wanted)} rows were said to their end")
     write(folder / "heard.jsonl", rows)
 
 

@@ -9,8 +9,8 @@ from support.commands import python
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("train_from_python.py", "own_format.py", "convert_and_verify.py", "plan_a_run.py")
 NOTEBOOKS = ("train_on_digits.ipynb", "convert_and_generate.ipynb")
-# test_notebooks.py, test_launchers.py, test_other_package.py, slow/test_learns_rewards.py
-ELSEWHERE = (*NOTEBOOKS, "notebook.py", "toy_lm", "grpo_on_digits.py")
+# test_notebooks.py, test_launchers.py, test_other_package.py, slow/test_learns_rewards.py, test_codec.py
+ELSEWHERE = (*NOTEBOOKS, "notebook.py", "toy_lm", "grpo_on_digits.py", "say_digits.py")
 MARK = "==== "
 RUN_ALL = f"""
 import runpy, sys
