@@ -56,7 +56,7 @@ PLANNED_KEYS = {
     "pp": ("parallel.pp", "parallel.stage_layers"),
     "recompute": ("engine.recompute",),
     "memory": ("train.exp_avg_dtype", "train.exp_avg_sq_dtype"),
-    "offload": ("train.optimizer_offload_fraction",),
+    "offload": ("train.optimizer_offload_fraction", "engine.offload_activations"),
     "graphs": ("engine.cuda_graphs",),
     "batch": ("train.global_batch",),
 }

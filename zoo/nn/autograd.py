@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
@@ -44,18 +44,22 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _same_draws}
+    settings: dict[str, Any] = {"use_reentrant": False, "context_fn": _same_draws}
     return checkpoint(function, *args, **settings, **kwargs)
 
 
 def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a run and of its repetition, which draws the same masks of dropout: megatron-core's states go with PyTorch's."""
-    states = random._get_all_rng_states()
+    """Contexts of a call and of its repetition, for which megatron-core's random states are what they were; PyTorch sees to its own."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
 
     @contextmanager
     def repeated() -> Iterator[None]:
-        with random._fork_rng():
-            random._set_all_rng_states(*states)
+        later = tracker.get_states()
+        tracker.set_states(states)
+        try:
             yield
+        finally:
+            tracker.set_states(later)
 
     return nullcontext(), repeated()

@@ -293,8 +293,7 @@ class SpeakingConfig(OmniConfig):
     """A transformers config of a whole model: the thinker, and the talker where the whole model has one."""
 
     talks: ClassVar[type[TalkerConfig]]  # the family's config of a talker
-    # Defaults of transformers' `generate` for this talker, where they are others than `zoo.generation.speaking.Voice` has.
-    voice_defaults: ClassVar[Mapping[str, Any]] = {}
+    voice_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers' `generate`, if not `Voice`'s
 
     @cached_property
     def talker(self) -> TalkerConfig | None:

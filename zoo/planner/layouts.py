@@ -27,7 +27,7 @@ RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
 # Weights a second that the cores of a rank update: 3.2e9 with moments in bf16, 1.7e9 in 8 bits, by 16 threads.
 HOST_UPDATE = 2e9
-HOST_COPY = 25e9  # bytes a second between a GPU and its host, by rule of thumb
+HOST_COPY = 50e9  # bytes a second between a GPU and its host each way, as PCIe 5 has them; not measured
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ACCURACY: dict[StateDtype, float] = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
