@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.families import FAMILIES
 
 import zoo.nn.decoder.mlp as mlp
 import zoo.nn.multimodal as multimodal
+import zoo.nn.towers.recompute as recompute
 from zoo.model import build
 from zoo.model.lora import seed_dropout
 from zoo.nn.head import DistillationInputs, TopK, TopTokens
@@ -163,3 +165,15 @@ def test_what_else_is_asked_of_labels_is_the_same_in_chunks(
     whole = zoo.model(inputs)
     monkeypatch.setattr(multimodal, "LABELS_AT_ONCE", 7)
     torch.testing.assert_close(zoo.model(inputs), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_layer_copies_nothing_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    monkeypatch.setattr(recompute, "on_host", lambda: copied.append(1) or nullcontext())
+    tower = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
+    recompute.recompute_layers(tower, offload=True)
+    (layer,) = tower["layers"]
+    assert layer(torch.ones(2, 4)).requires_grad and len(copied) == 1
+    layer.requires_grad_(False)
+    assert not layer(torch.ones(2, 4)).requires_grad and len(copied) == 1
+    assert layer(torch.ones(2, 4, requires_grad=True)).requires_grad and len(copied) == 2

@@ -178,7 +178,7 @@ class SavedActivations:
     traits: Sequence[str]
     row: Row
     fused: bool
-    part: str = "language"  # of the model, which is frozen or not; a talker's head and MLPs take its row whole
+    part: str = "language"  # of the model, which is frozen or not; a talker's head takes its row whole
 
     @property
     def size(self) -> int:

@@ -32,7 +32,8 @@ def _recompute(module: Any, offload: bool) -> None:
 
 
 def _run(module: torch.nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any) -> Any:
-    if not module.training:
-        return forward(*args, **kwargs)
+    tensors = (*args, *kwargs.values(), *module.parameters())
+    if not module.training or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        return forward(*args, **kwargs)  # nothing is kept
     with on_host() if offload else nullcontext():
         return recomputed(forward, *args, **kwargs)
