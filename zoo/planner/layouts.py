@@ -18,7 +18,7 @@ from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute, StateDtype
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row, rows_of_step
-from zoo.planner.memory import Model, activations_on_host, host_bytes, least_bytes, memory
+from zoo.planner.memory import Model, host_bytes, inputs_on_host, least_bytes, memory
 from zoo.planner.speed import Speed
 from zoo.types import JsonObject
 
@@ -145,6 +145,7 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
             for recompute, away in _recomputes(recipe):
                 engine = replace(staged.engine, recompute=recompute, offload_activations=away)
                 chosen = replace(staged, engine=engine)
+                moved = 2 * max(inputs_on_host(model, chosen, row, stage) for stage in range(chosen.parallel.pp))
                 _, fillers = micro_batches(chosen, ranks)
                 seconds = speed.seconds(chosen, ranks) * (
                     1 + fillers * chosen.train.micro_batch / chosen.train.global_batch
@@ -153,7 +154,7 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[t
                     train = replace(chosen.train, **changes)
                     updated = model.parameters.trained / ranks * train.optimizer_offload_fraction  # by the host
                     on_host = updated / HOST_UPDATE / rows_of_step(chosen, speed.row)
-                    on_host += 2 * activations_on_host(model, chosen, row) / HOST_COPY / data_parallel(chosen, ranks)
+                    on_host += moved / HOST_COPY / data_parallel(chosen, ranks)
                     yield rate * (seconds + on_host), replace(chosen, train=train)
 
 

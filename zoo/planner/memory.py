@@ -122,14 +122,26 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int, row: Row) -> float:
     samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
     saved = checkpoint_bytes(model, recipe) / ranks
     away = 1.0 if vllm_bytes(recipe) and recipe.rl.vllm.sleep else recipe.train.optimizer_offload_fraction
-    return state * away + activations_on_host(model, recipe, row) + saved + HOST_PROCESS + samples
+    micro_batches = _micro_batches(recipe, row, ranks)
+    inputs = max(
+        in_flight(recipe, stage, micro_batches) * inputs_on_host(model, recipe, row, stage)
+        for stage in range(recipe.parallel.pp)
+    )
+    return state * away + inputs + saved + HOST_PROCESS + samples
 
 
-def activations_on_host(model: Model, recipe: Recipe, row: Row) -> float:
-    """Bytes of inputs of layers in the CPU memory of a rank of the first stage."""
+def inputs_on_host(model: Model, recipe: Recipe, row: Row, stage: int) -> float:
+    """Bytes of inputs of layers, of one row, in the CPU memory of a stage's rank."""
     kept = SavedActivations(recipe, model.text, model.traits, row, True)
-    rows = in_flight(recipe, 0, max(1, int(rows_of_step(recipe, row))))
-    return rows * kept.on_host(len(layers_of(recipe, len(model.kinds), 0)), _trained_towers(kept, model))
+    is_last, inputs = stage == recipe.parallel.pp - 1, 0.0
+    if model.talker is None or trains_thinker(recipe):
+        layers = len(layers_of(recipe, len(model.kinds), stage)) + (model.mtp if is_last else 0)
+        inputs = kept.on_host(layers, _trained_towers(kept, model) if stage == 0 else {})
+    if model.talker is not None and is_last:
+        spoken = _spoken_row(model.cost, row)
+        talker = SavedActivations(recipe, model.talker.text, model.talker.traits, spoken, True, TALKER)
+        inputs += talker.on_host(len(model.talker.kinds), {})
+    return inputs
 
 
 def least_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
@@ -198,8 +210,7 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
     """Bytes of activations at the widest moment, by stage."""
     parallel = recipe.parallel
     kept = SavedActivations(recipe, model.text, model.traits, row, fused)
-    ranks_of_row = parallel.tp * parallel.pp * parallel.cp
-    micro_batches = max(1, int(rows_of_step(recipe, row) * ranks_of_row // ranks))
+    micro_batches = _micro_batches(recipe, row, ranks)
     by_stage = []
     for stage in range(parallel.pp):
         layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]
@@ -219,6 +230,12 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
         widest = max(stored + head + max(recomputed, loss), towers)
         by_stage.append((in_flight(recipe, stage, micro_batches) - 1) * (stored + first) + first + widest)
     return by_stage
+
+
+def _micro_batches(recipe: Recipe, row: Row, ranks: int) -> int:
+    """Rows of a step that each replica of the model works on."""
+    parallel = recipe.parallel
+    return max(1, int(rows_of_step(recipe, row) * parallel.tp * parallel.pp * parallel.cp // ranks))
 
 
 def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
@@ -249,10 +266,7 @@ def _talker_bytes(
     talker: TalkerModel, cost: ModelCost, recipe: Recipe, row: Row, *, fused: bool
 ) -> tuple[float, float]:
     """(bytes kept, further bytes at the widest moment) of a rank, for a row that is spoken."""
-    assert cost.talker is not None
-    frames = [int(number) for number in row.media.get(TALKER, ())]
-    spoken = Row(tuple(cost.talker.tokens(row.lengths, row.labels, frames)), sum(frames) + len(frames), {})
-    kept = SavedActivations(recipe, talker.text, talker.traits, spoken, fused, TALKER)
+    kept = SavedActivations(recipe, talker.text, talker.traits, _spoken_row(cost, row), fused, TALKER)
     stored, recomputed = layers_bytes(kept, talker.kinds, recipe.engine.recompute)
     head, loss = kept.head()
     # States of media go through a projection of their own, beside the embeddings of all tokens.
@@ -266,12 +280,24 @@ def _talker_bytes(
         return stored, max(recomputed, loss)
     # Each rank has its frames whole, whatever shares tokens and experts out.
     alone = replace(recipe, parallel=replace(recipe.parallel, cp=1, ep=1, etp=1, sp=False))
-    of_frames = _frames(-(-sum(frames) // recipe.parallel.cp), talker.codebooks)
+    of_frames = _frames(-(-sum(_speech_frames(row)) // recipe.parallel.cp), talker.codebooks)
     predictor = SavedActivations(alone, talker.residual, ("qk_norm",), of_frames, fused, TALKER)
     more, again = layers_bytes(predictor, talker.residual_kinds, recipe.engine.recompute)
     head, loss = predictor.head()
     logits = of_frames.labels * talker.residual.vocab_size / recipe.parallel.tp * predictor.size
     return stored + more + head, max(recomputed, again, loss + logits)
+
+
+def _speech_frames(row: Row) -> list[int]:
+    """Frames of speech of each sample."""
+    return [int(number) for number in row.media.get(TALKER, ())]
+
+
+def _spoken_row(cost: ModelCost, row: Row) -> Row:
+    """The talker's row for a row of the thinker's."""
+    assert cost.talker is not None
+    frames = _speech_frames(row)
+    return Row(tuple(cost.talker.tokens(row.lengths, row.labels, frames)), sum(frames) + len(frames), {})
 
 
 @cache

@@ -11,6 +11,7 @@ from zoo.data.media.sizes import SampleSize
 from zoo.model.build import assemble
 from zoo.packing.cost import TALKER
 from zoo.parallel.megatron.core_import import import_core
+from zoo.planner.memory import inputs_on_host
 from zoo.planner.plan import model_of, plan
 from zoo.planner.sample_costs import training_cost
 
@@ -101,3 +102,14 @@ def test_measuring_a_row_counts_the_frames_that_encoding_gives(tmp_path: Path) -
         row = make_row(item | {"speaker": "ethan"}, "here", Access(tmp_path))
         assert processor.measure(row, **ROWS) == processor.size(processor.encode(row, **ROWS))
         assert processor.measure(row, **ROWS).media[TALKER] == [7]
+
+
+def test_a_talker_alone_keeps_no_input_of_its_thinker_on_the_host() -> None:
+    kept = ["size=30b-a3b", "engine.recompute=full", "engine.offload_activations=true"]
+    alone, joint = (plan(f"qwen3_omni_{task}_sft", 1, overrides=kept) for task in ("talker", "speech"))
+    layers = load_recipe("qwen3_omni_talker_sft", kept).model.arch["talker_config"]["text_config"]["num_hidden_layers"]
+    model = model_of(alone.recipe)
+    assert model.talker is not None and len(model.talker.kinds) == layers
+    of_talker = inputs_on_host(model, alone.recipe, alone.row, 0)
+    of_both = inputs_on_host(model_of(joint.recipe), joint.recipe, joint.row, 0)
+    assert 0 < of_talker < of_both / 2

@@ -54,9 +54,11 @@ class DenseMLP(MLP):
         refuse_unused("DenseMLP", unused)
         # Transformer Engine's FP8 is switched on around a layer, not around what its backward pass repeats.
         full = self.config.recompute_granularity == "full" and self.training and not self.config.fp8
-        if not full or len(hidden_states) <= TOKENS_AT_ONCE:
+        tokens, rows = hidden_states.shape[:2]
+        if not full or tokens * rows <= TOKENS_AT_ONCE:
             return self._run(hidden_states), None
-        return torch.cat([recomputed(self._run, chunk) for chunk in hidden_states.split(TOKENS_AT_ONCE)]), None
+        chunks = hidden_states.split(max(1, TOKENS_AT_ONCE // rows))
+        return torch.cat([recomputed(self._run, chunk) for chunk in chunks]), None
 
     def _run(self, hidden: Tensor) -> Tensor:
         inner, _ = self.linear_fc1(hidden)
