@@ -19,7 +19,10 @@ from zoo.config.compose import about
 from zoo.registry import get_family
 
 LIMIT = 2e-5
-IN_FP8 = " in fp8"  # with a frozen base in FP8, whose blocks are those of one rank where columns are not cut
+IN_FP8, IN_NF4 = (
+    " in fp8",
+    " in nf4",
+)  # with a frozen base so, whose blocks are those of one rank where matrices are not cut
 WHOLE = " whole"  # with adapters of the language model alone, and all other parts trained whole
 NAMES = ("dense", "deepstack", "gdn", "mtp", "llava", "omni")
 LAYOUTS = {
@@ -50,8 +53,8 @@ def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     @cache
     def prepare(name: str) -> Prepared:
-        model = MODELS[name.removesuffix(IN_FP8).removesuffix(WHOLE)]
-        more = ["lora.base_dtype=fp8"] if name.endswith(IN_FP8) else []
+        model = MODELS[name.removesuffix(IN_FP8).removesuffix(IN_NF4).removesuffix(WHOLE)]
+        more = [f"lora.base_dtype={name[-3:]}"] if name.endswith((IN_FP8, IN_NF4)) else []
         if name.endswith(WHOLE):
             others = [part for part in parts_of(model) if part != "language"]
             more = ["lora.parts=[language]", f"lora.whole_parts=[{','.join(others)}]"]
@@ -69,7 +72,7 @@ CASES = [
 ]
 
 
-CASES += [(parallel, f"deepstack{IN_FP8}") for parallel in ("pp2 recompute", "cp2", "ep2")]
+CASES += [(parallel, f"deepstack{held}") for held in (IN_FP8, IN_NF4) for parallel in ("pp2 recompute", "cp2", "ep2")]
 CASES += [
     (parallel, f"{name}{WHOLE}")
     for name in ("dense", "llava", "omni")

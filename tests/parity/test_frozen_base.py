@@ -19,10 +19,10 @@ from torch import Tensor
 
 from zoo.bridge.parallel import model_parameters
 from zoo.model.lora import AdaptedWeight
-from zoo.nn.decoder.frozen_fp8 import DTYPE, Quantised
+from zoo.nn.decoder.frozen.modules import FORMATS, hold
 
 LORA = ("lora.rank=3", "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]")
-LOSS, WEIGHTS = 0.03, 0.03
+LOSS, WEIGHTS = {"fp8": 0.03, "nf4": 0.1}, {"fp8": 0.03, "nf4": 0.11}
 WRITE = {
     "qwen3_vl_moe_sft": lambda folder: write_tiny_qwen3_vl(folder, moe=True),
     "qwen35_vl_moe_sft": lambda folder: write_tiny_qwen35(folder, moe=True),
@@ -45,30 +45,31 @@ def gradients(zoo: Zoo, samples: list[Any]) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("base_dtype", FORMATS)
 @pytest.mark.parametrize("recipe", WRITE)
-def test_it_is_the_model_of_its_dense_weights(recipe: str, tmp_path: Path) -> None:
+def test_it_is_the_model_of_its_dense_weights(recipe: str, base_dtype: str, tmp_path: Path) -> None:
     folder = WRITE[recipe](tmp_path / "model")
     with single_process_world() as world:
-        held, adapters = adapted(folder, recipe, world, "lora.base_dtype=fp8")
+        held, adapters = adapted(folder, recipe, world, f"lora.base_dtype={base_dtype}")
         plain, others = adapted(folder, recipe, world)
         examples = vision_examples(plain.assembly.processor)
         samples = [example.sample for example in examples.values()][:4]
         was, _ = gradients(plain, samples)
-        codes = {n: p for n, p in model_parameters([held.model]) if p.dtype == DTYPE}
+        codes = {n: p for n, p in model_parameters([held.model]) if hasattr(p, "held")}
         assert any("experts" in name for name in codes) and len(codes) > 10
         assert all(name.startswith("decoder.layers.") for name in codes)
         with torch.no_grad():
             for name, parameter in model_parameters([plain.model]):
                 if name in codes:
-                    dense = Quantised.from_weight(parameter).dense()
-                    assert 0 < float((dense - parameter).norm() / parameter.norm()) < WEIGHTS, name
+                    dense = hold(parameter, base_dtype).dense()
+                    assert 0 < float((dense - parameter).norm() / parameter.norm()) < WEIGHTS[base_dtype], name
                     parameter.copy_(dense)
         loss, found = gradients(held, samples)
         wanted_loss, wanted = gradients(plain, samples)
         assert loss == wanted_loss and found.keys() == wanted.keys()
         for name, one in wanted.items():
             torch.testing.assert_close(found[name], one, rtol=0, atol=0)
-        assert 0 < abs(loss - was) < LOSS * was
+        assert 0 < abs(loss - was) < LOSS[base_dtype] * was
         pairs: list[tuple[AdaptedWeight, AdaptedWeight]] = list(zip(adapters.held, others.held, strict=True))
         for mine, theirs in pairs:
             torch.testing.assert_close(mine.merged(), theirs.merged(), rtol=0, atol=0)

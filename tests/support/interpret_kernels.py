@@ -22,6 +22,8 @@ import zoo.nn.kernels.rotary
 from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.decoder.experts import exchange, router
 from zoo.nn.decoder.experts.exchange import Permutation
+from zoo.nn.decoder.frozen import nf4
+from zoo.nn.decoder.frozen.modules import hold
 from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import add_lowrank
@@ -30,6 +32,7 @@ from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.launch import column_sums
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
+from zoo.nn.kernels.nf4 import dequantise
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
 from zoo.nn.kernels.rotary import Norms, cut_heads, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
@@ -256,6 +259,14 @@ def lowrank_products(width: int, rank: int, ends: list[int]) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def dequantised(*shape: int) -> float:
+    held = hold(torch.randn(shape), "nf4")
+    assert isinstance(held, nf4.Nf4)
+    found = torch.full(shape, torch.nan)
+    dequantise(held.codes, held.factors(), nf4.levels(found.device), found)
+    return relative(found, held.dense())
+
+
 def added_gradients(count: int) -> float:
     """Error of a sum of fp32 and half precision."""
     total, grad = torch.randn(count), torch.randn(count).bfloat16()
@@ -417,6 +428,7 @@ def main() -> None:
         errors |= {f"{name}, results {which}": value for name, value in residual_norms(which).items()}
     few_programs()
     errors |= {f"{name}, few programs": value for name, value in residual_norms(None).items()}
+    errors |= {f"nf4 {shape}": dequantised(*shape) for shape in ((3, 5, 130), (130, 1100))}
     errors["split_heads, few programs"] = heads(2, 3, 40, 16, gated=True)
     errors["linear_gelu, few programs"] = gelu_of_linear(True, (5, 31))
     print(json.dumps(errors))

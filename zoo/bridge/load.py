@@ -183,7 +183,7 @@ def _fill_all(
             expert = first + local
             parts = [reader.get(stack, expert, expert + 1)[0] for stack in stacks]
             parts = parts or read(entry.hf_names(expert))
-            parameter[local].copy_(cut(transform.to_zoo(parts, dims), kind, shard))
+            put(cut(transform.to_zoo(parts, dims), kind, shard), parameter, local)
 
 
 def stored_in_fp32(bridge: Bridge, weights: Path, *, native: bool, tied: bool) -> Patterns:

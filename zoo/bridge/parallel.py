@@ -183,13 +183,21 @@ def cut(tensor: Tensor, shard: AnyShard, info: ShardInfo) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def put(part: Tensor, held: Tensor) -> None:
-    """Copy what `cut` gave into the tensor that a rank holds; rows of padding behind it are zeros."""
-    if part.shape == held.shape:
-        held.copy_(part)
+def put(part: Tensor, parameter: Tensor, index: int | None = None) -> None:
+    """Copy what `cut` gave into a parameter of a rank, or into one of its first axis; rows of padding behind it are zeros.
+
+    A parameter without memory of its own has its values in an attribute `held` (`zoo.nn.decoder.frozen`), which takes them.
+    """
+    held = getattr(parameter, "held", None)
+    if held is not None:
+        held.write(part.to(parameter.dtype), index)
         return
-    held[: len(part)].copy_(part)
-    held[len(part) :].zero_()
+    into = parameter if index is None else parameter[index]
+    if part.shape == into.shape:
+        into.copy_(part)
+        return
+    into[: len(part)].copy_(part)
+    into[len(part) :].zero_()
 
 
 def join(pieces: Sequence[Tensor], shard: AnyShard) -> Tensor:

@@ -131,7 +131,7 @@ def _draw(
         first = shard.ep_rank * parameter.shape[0]
         for local in range(parameter.shape[0]):
             full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}", parameter.device)
-            parameter[local].copy_(cut(full, how, shard))
+            put(cut(full, how, shard), parameter, local)
 
 
 def _normal(shape: Sequence[int], std: float, name: str, device: torch.device) -> Tensor:

@@ -231,7 +231,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
     chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
     parameters = dict(model_parameters(chunks))
     fp32_parameters = [(name, parameters[name]) for name in fitting_names(fp32, parameters)]
-    if recipe.lora.base_dtype == "fp8":  # matrices become FP8 once they are loaded
+    if recipe.lora.base_dtype != "model":  # matrices become codes once they are loaded
         fp32_parameters = [
             (name, p) for name, p in fp32_parameters if p.ndim < 2 or not name.startswith("decoder.layers.")
         ]

@@ -26,8 +26,9 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model.whole_parts import WholeParts, find_whole_parts
 from zoo.nn.backend import get_backend
-from zoo.nn.decoder import frozen_fp8, lora
+from zoo.nn.decoder import lora
 from zoo.nn.decoder.experts.grouped import GroupedExperts
+from zoo.nn.decoder.frozen.modules import dense_weight, freeze
 from zoo.parallel.world import World
 from zoo.registry import ModelFamily
 from zoo.types import JsonMapping, JsonObject
@@ -53,7 +54,7 @@ class AdaptedWeight:
 
     def merged(self) -> Tensor:
         """The weight with its adapter added."""
-        weight = frozen_fp8.dense_weight(self.module, self.weight)
+        weight = dense_weight(self.weight)
         return (weight.float() + self.adapter.delta()).to(weight.dtype)
 
     def attach(self) -> None:
@@ -234,14 +235,14 @@ def without_memory(chunks: Sequence[MegatronModule]) -> None:
 
 def quantise_base(chunks: Sequence[MegatronModule], recipe: Recipe) -> None:
     """Hold the frozen matrices of the decoder's layers in `lora.base_dtype`, after weights are loaded and adapters attached."""
-    if recipe.lora.base_dtype != "fp8":
+    if recipe.lora.base_dtype == "model":
         return
     frozen: dict[int, tuple[torch.nn.Module, list[str]]] = {}
     for name, (module, parameter) in _linears_of(chunks, recipe).items():
         if name.startswith("decoder.layers.") and not parameter.requires_grad:
             frozen.setdefault(id(module), (module, []))[1].append(name.rpartition(".")[2])
     for module, names in frozen.values():
-        frozen_fp8.freeze(module, names)
+        freeze(module, names, recipe.lora.base_dtype)
 
 
 def find_targets(

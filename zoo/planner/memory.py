@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from zoo.config.derived import trains_thinker
 from zoo.config.schema import Recipe
+from zoo.nn.decoder.frozen.modules import FORMATS
 from zoo.packing.cost import TALKER, LayerKind, ModelCost, TowerCost
 from zoo.planner.activations import FP32, Row, SavedActivations, layers_bytes, rows_of_step
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
 HOST_PROCESS = 6e9  # bytes that a rank's libraries take of the host's memory beside a GPU, by rule of thumb
-FP8 = 1 + 2 / 128  # bytes of a frozen weight that is held in FP8, with its block's scale
 SAVED_MOMENT = {"fp32": 4, "bf16": 2, "fp8": 2}  # the same in a checkpoint
 # Bytes that captured layers and the rest of a step can't share: 2.6 to 4.6 GiB in runs of Qwen3.5-VL 2B.
 GRAPHS = 3 * 2**30
@@ -109,8 +109,10 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
     stage_share, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
-    # Dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything else is in memory.
-    activations += max(stage_share.widest * size, stage_share.quantised * (size - FP8) - (grads + state + activations))
+    # Dense weights where a rank holds codes: a layer's, or all while they are loaded, before anything else is in memory.
+    activations += max(
+        stage_share.widest * size, stage_share.quantised * (size - held_bytes(recipe)) - (grads + state + activations)
+    )
     host = state * recipe.train.optimizer_offload_fraction
     activations = beside_vllm(activations, grads + state - host, recipe)
     return Memory(weights, grads, state - host, activations, host)
@@ -173,6 +175,11 @@ def remainder_bytes(model: Model, recipe: Recipe, stage: int, ranks: int) -> flo
     return 2 * sum(_held(share(model.parameters, recipe, stage), recipe, ranks)[:2])
 
 
+def held_bytes(recipe: Recipe) -> float:
+    """Bytes of a weight that is held in `lora.base_dtype`, with its blocks' scales."""
+    return FORMATS[recipe.lora.base_dtype].bytes_each if recipe.lora.base_dtype in FORMATS else 0.0
+
+
 def _held(stage_share: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """Trained weights whose optimizer state a rank holds: dense ones, experts, and matrices among both."""
     parallel = recipe.parallel
@@ -190,14 +197,14 @@ def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float,
     """(weights, gradients, optimizer) of a stage's rank, in bytes; a teacher is cut as the student, its layers evenly."""
     half, train, stage_share = recipe.engine.precision == "bf16", recipe.train, share(model.parameters, recipe, stage)
     size = 2.0 if half else 4.0
-    weights = (stage_share.dense + stage_share.experts) * size - stage_share.quantised * (size - FP8)
+    weights = (stage_share.dense + stage_share.experts) * size - stage_share.quantised * (size - held_bytes(recipe))
     if train.reference == "base":  # what is trained whole beside adapters, as it was at first
         weights += stage_share.trained_whole * size
     if has_frozen_copy(recipe):
         weights += (stage_share.dense + stage_share.experts) * size
     if model.teacher is not None:
         taught = share(model.teacher, replace(recipe, parallel=replace(recipe.parallel, stage_layers=[])), stage)
-        weights += (taught.dense + taught.experts) * size - taught.quantised * (size - FP8)
+        weights += (taught.dense + taught.experts) * size - taught.quantised * (size - held_bytes(recipe))
     dense, experts, matrices = _held(stage_share, recipe, ranks)
     first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
     with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)

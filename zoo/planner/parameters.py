@@ -82,7 +82,7 @@ class Share:
     copied: int = 0  # dense ones that another stage updates
     dense_matrices: int = 0  # of the trained ones
     experts_matrices: int = 0
-    quantised: int = 0  # frozen matrices of decoder layers, where these are held in FP8
+    quantised: int = 0  # frozen matrices of decoder layers, where these are held in fewer bits
     widest: int = 0  # of them, those of one layer
     trained_whole: int = 0  # trained ones that are no adapters'
 
@@ -127,7 +127,7 @@ def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share
         totals["copied"] += count if weights.trained and weights.position not in positions else 0
         totals[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
         quantised = weights.matrices and not weights.trained and weights.part != ADAPTERS
-        if recipe.lora.base_dtype == "fp8" and quantised and isinstance(weights.position, int):
+        if recipe.lora.base_dtype != "model" and quantised and isinstance(weights.position, int):
             layers[weights.position] = layers.get(weights.position, 0) + count
     totals |= {"quantised": sum(layers.values()), "widest": max(layers.values(), default=0)}
     return Share(**totals)

@@ -18,7 +18,6 @@ from zoo.checkpoint import loading, lora_files
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.model import build, lora
-from zoo.nn.decoder import frozen_fp8
 from zoo.parallel.world import World
 from zoo.types import JsonObject
 
@@ -94,9 +93,9 @@ class PublishedWeights:
         adapters = self._adapters.held if self._adapters is not None else ()
         adapter_ids = {id(parameter) for entry in adapters for parameter in entry.adapter.parameters()}
         parameters = [(name, p) for name, p in model_parameters(self.chunks) if id(p) not in adapter_ids]
-        if any(parameter.dtype == frozen_fp8.DTYPE for _, parameter in parameters):
+        if any(hasattr(parameter, "held") for _, parameter in parameters):
             raise UserError(
-                "the model's frozen weights are held in FP8 (lora.base_dtype=fp8), so they can't be published; call "
+                "the model's frozen weights are held in fewer bits (lora.base_dtype=fp8 or nf4), so they can't be published; call "
                 "adapter_weights() for what is trained, or take lora.base_dtype=model"
             )
         while source is not None and source.kind == "run":

@@ -60,9 +60,9 @@ def check_lora(recipe: Recipe) -> None:
         if not values:
             raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
     _check_lora_parts(recipe)
-    if lora.base_dtype == "fp8" and (recipe.engine.backend == "te" or recipe.engine.fp8):
+    if lora.base_dtype != "model" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(
-            f"lora.base_dtype=fp8 with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
+            f"lora.base_dtype={lora.base_dtype} with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
             f"Transformer Engine's linears and those in FP8 want dense weights; set engine.backend=torch and leave engine.fp8 out"
         )
     if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():

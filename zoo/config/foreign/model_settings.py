@@ -47,7 +47,7 @@ def read_model(reader: Reader) -> None:
             f"{method}: lora.rank=N trains adapters, model.freeze=[PART] leaves parts as they are; all weights are trained else",
         )
     if any([method == "qlora", *(reader.take(name) for name in _QUANTISED)]):
-        text = "they are not trained here; adapters stand on bf16 weights, or on 8 bits: lora.base_dtype=fp8"
+        text = "they are not trained here; adapters stand on bf16 weights, on 8 bits or on 4: lora.base_dtype=fp8, nf4"
         reader.decide("quantised weights", text)
     if init is not None:
         reader.set("model.init", init)

@@ -53,8 +53,8 @@ class LoraConfig:
     """parts of the model that targets are in"""
     whole_parts: list[str] = setting(list, when=conditions.ADAPTERS)
     """parts of the model that are trained whole beside the adapters (PEFT's modules_to_save), such as merger"""
-    base_dtype: Literal["model", "fp8"] = setting("model", when=conditions.ADAPTERS, off="model")
-    """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale); made dense for each product"""
+    base_dtype: Literal["model", "fp8", "nf4"] = setting("model", when=conditions.ADAPTERS, off="model")
+    """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale) | nf4 (4 bits, as QLoRA); made dense for each product"""
     init: str | None = setting(None, when=conditions.ADAPTERS)
     """adapter folder in PEFT's format to start from; default: new adapters"""
 
