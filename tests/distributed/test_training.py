@@ -109,6 +109,32 @@ HYBRID = {
 }
 
 
+def test_towers_that_ranks_share_train_evaluate_and_resume(pool: Pool, tmp_path: Path) -> None:
+    """Rows that are not packed, as packing goes by the cost that is shared: steps, evaluation and weights are those of one rank."""
+    shared = ("parallel.ep=2", "parallel.towers=shared", "train.save_every=2")
+
+    def run(name: str, size: int, *more: str) -> dict[str, Any]:
+        given = [*COMMON, "packing.mode=none", "train.micro_batch=1", *more, f"run.dir={tmp_path / name}"]
+        return pool.run(size, rank_tasks.train, given, timeout=300.0)[0]
+
+    serial, found = run("serial", 1), run("shared", 2, *shared)
+    kept = Path("checkpoints", "iter_2")
+    shutil.copytree(tmp_path / "shared" / kept, tmp_path / "resumed" / kept)
+    resumed = run("resumed", 2, *shared)
+    assert [step["step"] for step in resumed["steps"]] == [3]
+    assert resumed["steps"][0]["loss"] == found["steps"][2]["loss"] and resumed["metrics"] == found["metrics"]
+    same(tensors(tmp_path / "resumed" / "export"), tensors(tmp_path / "shared" / "export"))
+    for mine, wanted in zip(found["steps"], serial["steps"], strict=True):
+        assert mine["labels"] == wanted["labels"]
+        assert (
+            relative(mine["loss"], wanted["loss"]) < LIMIT and relative(mine["grad_norm"], wanted["grad_norm"]) < LIMIT
+        )
+    assert relative(found["metrics"]["loss"], serial["metrics"]["loss"]) < LIMIT
+    weights, originals = (tensors(tmp_path / name / "export") for name in ("shared", "serial"))
+    for key, tensor in originals.items():
+        assert float((weights[key] - tensor).norm() / tensor.norm().clamp(min=1e-3)) < LIMIT, key
+
+
 def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool, tmp_path: Path) -> None:
     """Steps, weights and both losses are those of one rank; a checkpoint is read under another layout and training continues."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -156,6 +156,11 @@ class _Built:
         self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
         self.encoded = _count_encoded(chunks[0])
+        self.towers = None
+        if recipe.parallel.towers == "shared":
+            from zoo.training.towers.shared_towers import SharedTowers
+
+            self.towers = SharedTowers(recipe, self.assembly, self.wrapped, world)
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
         from zoo.model import build
@@ -168,7 +173,11 @@ class _Built:
         self.encoded.clear()
         mine = batches[world.dp_rank :: world.dp_size]
         scale = world.dp_size * len(mine) / plan.labels
-        metrics = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
+        ready = mine
+        if self.towers is not None:
+            self.towers.step = build.build_step(self.assembly, recipe, world, encodes_media=False)
+            ready = self.towers.prepared(self.towers.plan(mine), mine, mine)
+        metrics = self._schedule(lambda data, model: step(data, model, loss_scale=scale), ready, mine)
         loss = sum(float(f["nll"]) for f in metrics) / plan.labels if world.counts_loss else 0.0
         held = self.held(loss, len(mine))
         held.whole = sum(step.pack(batch, step.capture(batch)).whole is not None for batch in mine)
@@ -214,17 +223,19 @@ class _Built:
                 {"logprobs": step.logprobs(output, loss_inputs)},
             )
 
-        found = self._schedule(forward, mine, forward_only=True)
+        found = self._schedule(forward, mine, mine, forward_only=True)
         first, every = self.world.dp_rank, self.world.dp_size
         return {first + i * every: metrics["logprobs"] for i, metrics in enumerate(found)}
 
-    def _schedule(self, forward: Any, mine: Sequence[Any], forward_only: bool = False) -> list[Any]:
+    def _schedule(
+        self, forward: Any, ready: Iterable[Any], mine: Sequence[Any], forward_only: bool = False
+    ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         many = len(self.wrapped) > 1
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(mine) for _ in self.wrapped] if many else iter(mine),
+            data_iterator=[iter(ready) for _ in self.wrapped] if many else iter(ready),
             model=self.wrapped if many else self.wrapped[0],
             num_microbatches=len(mine),
             seq_length=mine[0].input_ids.shape[1],

@@ -50,7 +50,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "parallel.plan", "parallel.planned", "packing.pad_to", "packing.align", "train.micro_batch",
     ),
     "how the same numbers are computed": (
-        "run.deterministic", "parallel.dispatch", "parallel.overlap_param_gather", "engine.backend", "engine.recompute", "engine.offload_activations", "engine.cuda_graphs", "engine.threads", "engine.delta_rule", "engine.doctor",
+        "run.deterministic", "parallel.dispatch", "parallel.overlap_param_gather", "parallel.towers", "engine.backend", "engine.recompute", "engine.offload_activations", "engine.cuda_graphs", "engine.threads", "engine.delta_rule", "engine.doctor",
     ),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ _TRACKERS = (
     ("wandb", "Weights & Biases"), ("mlflow", "MLflow"), ("trackio", "Trackio"), ("swanlab", "SwanLab"), ("comet", "Comet"),
 )  # fmt: skip
 # What parallel.plan may name.
-PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
+PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "towers", "batch")
 
 
 def validate(recipe: Recipe, world_size: int, *, on_this_machine: bool = True) -> Recipe:

@@ -240,8 +240,8 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
     return chunks
 
 
-def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
-    """The family's PackedStep for this rank."""
+def build_step(assembly: Assembly, recipe: Recipe, world: World, *, encodes_media: bool = True) -> PackedStep:
+    """The family's PackedStep for this rank; without `encodes_media`, what towers make of media is given to the model otherwise."""
     groups, flops = world.groups, None
     if not (recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe)):
         # Context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks.
@@ -249,8 +249,8 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> PackedStep:
     rank = StepRank(
         world.device,
         cp_group=groups.cp if groups.cp.size() > 1 else None,
-        media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
-        encodes_media=world.pp_rank == 0,
+        media_group=groups.tp_cp if groups.tp_cp.size() > 1 and encodes_media else None,
+        encodes_media=world.pp_rank == 0 and encodes_media,
     )
     train, losses, policy = recipe.train, (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
     speech = None

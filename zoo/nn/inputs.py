@@ -67,6 +67,16 @@ class Encoded:
     embeddings: Tensor
     deepstack: tuple[Tensor, ...] = ()
 
+    def joined(self) -> Tensor:
+        """(N, hidden * (1 + layers)), side by side."""
+        return torch.cat((self.embeddings, *self.deepstack), dim=-1)
+
+    @classmethod
+    def split(cls, joined: Tensor, width: int) -> Encoded:
+        """What `joined` made, of embeddings of that width."""
+        embeddings, *deepstack = joined.split(width, dim=-1)
+        return cls(embeddings, tuple(deepstack))
+
 
 @dataclass(frozen=True)
 class MTPInputs:
@@ -92,6 +102,8 @@ class ModelInputs:
     media: Media = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
+    # Tower name -> (N, hidden * (1 + deepstack layers)), which towers made of the media before; None: they are still to be encoded.
+    encoded: Mapping[str, Tensor] | None = None
     label_rows: Tensor | None = None  # (M,) int64 rows that predict a label; None: all rows
     # (N,) int64 the token that each state should predict, after the exchange if there is one; None: logits.
     targets: Tensor | None = None

@@ -239,6 +239,7 @@ class MultimodalModel(LanguageModule):
         encoded = self.encode(inputs.media) if inputs.media else {}
         for name, longest in inputs.shared.items():
             encoded[name] = self._gather(name, encoded.get(name), longest, hidden)
+        encoded |= {name: Encoded.split(joined, hidden.shape[-1]) for name, joined in (inputs.encoded or {}).items()}
         deepstack: Deepstack | None = None
         for name, placement in inputs.placements.items():
             rows = on_device_of(placement.rows, hidden)
@@ -247,7 +248,7 @@ class MultimodalModel(LanguageModule):
             if encoded[name].deepstack:
                 deepstack = self._local_deepstack(placement, encoded[name], hidden)
         if self.training and torch.is_grad_enabled():
-            for name in self.tower_names():
+            for name in self.tower_names() if inputs.encoded is None else ():
                 if name not in encoded:  # a gradient of zero, so that no rank waits for that of an idle tower
                     hidden = hidden + self.zero_of(name)
             if not hidden.requires_grad:  # recomputed layers wait for it, which a frozen embedding doesn't ask for
@@ -263,10 +264,9 @@ class MultimodalModel(LanguageModule):
         if encoded is None:  # part of the graph all the same: the backward pass is collective
             local = hidden.new_zeros(0, width * (1 + layers)) + self.zero_of(name)
         else:
-            local = torch.cat((encoded.embeddings, *encoded.deepstack), dim=-1).to(hidden.dtype)
+            local = encoded.joined().to(hidden.dtype)
         everyone: Tensor = GatherEncoded.apply(local, longest, self.groups)
-        embeddings, *deepstack = everyone.split(width, dim=-1)
-        return Encoded(embeddings, tuple(deepstack))
+        return Encoded.split(everyone, width)
 
     def _local_deepstack(self, placement: Placement, encoded: Encoded, hidden: Tensor) -> Deepstack:
         """Features of the rows that this rank holds, as its share of the sequence counts them."""

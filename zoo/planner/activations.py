@@ -67,6 +67,10 @@ class Row:
         """Tower name -> its media in numbers."""
         return {name: Items(rows) for name, rows in self.media.items()}
 
+    def media_tokens(self, towers: Mapping[str, TowerCost]) -> float:
+        """Embeddings that towers make of its media."""
+        return sum(items.total / towers[name].rows_per_token for name, items in self.items.items() if name in towers)
+
 
 @dataclass(frozen=True)
 class Items:

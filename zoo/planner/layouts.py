@@ -95,7 +95,8 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
         except ConfigError:
             continue
         if _fits(model, candidate, ranks, row):
-            return _with_graphs(model, candidate, ranks, row, sp_is_open=recipe.parallel.sp is None)
+            chosen = _with_graphs(model, candidate, ranks, row, sp_is_open=recipe.parallel.sp is None)
+            return _with_towers(model, chosen, ranks, row)
     return None
 
 
@@ -116,6 +117,17 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
         if pays and _fits(model, captured, ranks, row, twice=True):
             return captured
     return replace(recipe, engine=replace(recipe.engine, cuda_graphs=False))
+
+
+def _with_towers(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
+    """The recipe with `parallel.towers` chosen, if that is planned: shared where a step then takes less time, and fits."""
+    parallel = recipe.parallel
+    if "towers" not in parallel.planned:
+        return recipe
+    shared, speed = replace(recipe, parallel=replace(parallel, towers="shared")), Speed(model, row)
+    possible = parallel.pp == 1 and not recipe.engine.cuda_graphs
+    pays = possible and speed.seconds(shared, ranks) < speed.seconds(recipe, ranks)
+    return shared if pays and _fits(model, shared, ranks, row) else recipe
 
 
 def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = False) -> bool:

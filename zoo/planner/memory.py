@@ -266,6 +266,12 @@ def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
     """(bytes that embedding and towers keep, further bytes in the towers' backward pass)."""
     towers = [kept.tower(cost, name) for name, cost in _trained_towers(kept, model).items()]
     stored = sum(stored for stored, _ in towers) + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
+    if (
+        kept.recipe.parallel.towers == "shared"
+    ):  # towers' ranks send embeddings to those of the row, which send gradients back
+        stored += (
+            2 * kept.row.media_tokens(model.cost.towers) * model.text.hidden_size * (1 + model.deepstack) * kept.size
+        )
     return stored, max((widest for _, widest in towers), default=0.0)
 
 
@@ -277,9 +283,7 @@ def _talker_bytes(
     stored, recomputed = layers_bytes(kept, talker.kinds, recipe.engine.recompute)
     head, loss = kept.head()
     # States of media go through a projection of their own, beside the embeddings of all tokens.
-    media = sum(
-        items.total / cost.towers[name].rows_per_token for name, items in row.items.items() if name in cost.towers
-    )
+    media = row.media_tokens(cost.towers)
     stored += (kept.tokens + media / recipe.parallel.cp) * talker.projected * kept.size + head
     if trains_thinker(recipe):  # whose states and embeddings come with a gradient
         recomputed = max(recomputed, (kept.tokens + row.total) * kept.size)

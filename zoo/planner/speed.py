@@ -8,6 +8,8 @@ Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set
                `EXCHANGE` bytes a second, waits for other ranks included (adapters of 30B-A3B under EP 2 and EP 4). An exchange of the
                backward pass that runs beside products takes no time
     tp, cp     a share of the computing for each doubling, less for wider models (2B, rows of 32,768: CP 2, TP 2 x CP 2)
+    towers     where ranks share their work, they wait less, by `UNEVEN` of the towers' computing, and send embeddings of `MOVED` of the media and
+               their gradients at `EXCHANGE` (simulated: rows of zoo bench balance dealt to 8 and 64 ranks)
     pp         the bubble, the slowest stage, and `PP` for rows that differ (not measured)
     weights    each that a rank holds is read in every pass, at `READ` bytes a second
 
@@ -29,6 +31,7 @@ from zoo.planner.parameters import share
 PEAK = 989.5e12  # FLOP/s of a GPU of which only the memory is known
 BUSY = 0.47  # share of the peak without any cut (h200-row-1gpu)
 FEW = 500  # tokens an expert at which its products take twice as long
+UNEVEN, MOVED = 0.1, 0.3
 EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages
@@ -65,6 +68,7 @@ class Speed:
         cuts += PP * log2(parallel.pp) + BEYOND * max(0.0, log2(parallel.tp * parallel.cp / node))
         busy = self._flops(recipe) / (parallel.tp * parallel.cp * parallel.pp * BUSY * peak) * cuts
         busy += self._exchange(recipe, node) + self._read(recipe)
+        busy += self._shared(recipe, node, BUSY * peak)
         busy *= self._widest(recipe)
         busy *= 1 + (parallel.pp - 1) / (micro_batches * parallel.vpp)
         return (busy + self._gradients(recipe, ranks, node) / micro_batches) / replicas
@@ -135,6 +139,19 @@ class Speed:
             # The gradients of their weights run beside one exchange, the products that selective recompute repeats beside another.
             times -= 2 if recipe.engine.recompute == "selective" else 1
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
+
+    def _shared(self, recipe: Recipe, node: int, rate: float) -> float:
+        """Seconds that ranks which share their towers' work take longer than others, whose waits `EXCHANGE` has; less than 0 where it pays."""
+        parallel, text = recipe.parallel, self.model.text
+        if parallel.towers == "own" or parallel.ep * parallel.etp == 1 or not self.experts:
+            return 0.0
+        towers = sum(self.forward[name] * factor(self.model, recipe, name, self.row) for name in self.model.cost.towers)
+        size = 2 if recipe.engine.precision == "bf16" else 4
+        sent = (
+            MOVED * self.row.media_tokens(self.model.cost.towers) * text.hidden_size * (1 + self.model.deepstack) * size
+        )
+        bandwidth = EXCHANGE if parallel.ep * parallel.etp <= node else NETWORK
+        return 2 * sent / bandwidth - UNEVEN * towers / (parallel.tp * parallel.cp * rate)
 
     def _read(self, recipe: Recipe) -> float:
         """Seconds in which a rank's weights are read for a row."""

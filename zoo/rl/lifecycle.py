@@ -256,7 +256,9 @@ class OpenModel:
 
 
 def _for_loops(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe without losses that are not the caller's, and with a batch that fits any layout."""
+    """The recipe without losses that are not the caller's, with a batch that fits any layout, and towers for the rows of a rank alone."""
     batch = max(1, data_parallel(recipe, ranks)) * recipe.train.micro_batch * recipe.parallel.pp
     losses = dict.fromkeys(("train.mtp_loss", "train.aux_loss", "train.z_loss"), 0.0)
-    return recipe.replace({**losses, "train.global_batch": batch})
+    plan = [name for name in recipe.parallel.plan if name != "towers"]
+    own = {"parallel.towers": "own", "parallel.plan": plan}
+    return recipe.replace({**losses, **own, "train.global_batch": batch})

@@ -7,7 +7,7 @@ rank by its size, largest first, always to the rank with least so far. The model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.packing import PackedLayout
+from zoo.packing.index import cpu_to_device
 from zoo.packing.placeholder import already_expanded, expand_index, placeholder_counts, segment_counts
 
 CPU = torch.device("cpu")
@@ -106,6 +107,18 @@ def rank_share(
             local_media[stream.data] = data
             local_media[stream.sizes] = items[kept]
     return RankShare(longest, torch.cat(pieces), local_media)
+
+
+def for_towers(
+    media: Mapping[str, Tensor], worked_out: Mapping[str, Tensor | int], sizes: Collection[str], device: torch.device
+) -> dict[str, Tensor | int]:
+    """Media and what a step's `tower_inputs` worked out of them, on the device but for `sizes`: to read one there, the host would wait."""
+    return {
+        name: cpu_to_device(value, device)
+        if isinstance(value, Tensor) and value.is_cpu and name not in sizes
+        else value
+        for name, value in {**media, **worked_out}.items()
+    }
 
 
 def balance(costs: Sequence[int], size: int) -> list[int]:

@@ -33,7 +33,7 @@ from zoo.packing.index import cpu_to_device
 from zoo.steps.batch import HostBatch, MicroBatchLike, distillation_inputs, layout_of
 from zoo.steps.batch_validation import check_ids, check_layout, check_media, check_positions
 from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
-from zoo.steps.media import MediaStream, RankShare, rank_share
+from zoo.steps.media import MediaStream, RankShare, for_towers, rank_share
 from zoo.steps.policy import PolicyLoss, policy_inputs, policy_loss
 from zoo.steps.preference import AnswerLoss
 from zoo.steps.sample_level_cp import SampleLevelSplit, split_by_samples
@@ -302,12 +302,8 @@ class PackedStep:
             shares = {name: rank_share(tower, media, rank, size, device) for name, tower in streams.items() if tower}
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
-        # Sizes of media stay on the host: reading one from the device would make the host wait.
         sizes = {stream.sizes for of_tower in streams.values() for stream in of_tower}
-        encoded: dict[str, Tensor | int] = {**media, **self.tower_inputs(media)} if self.encodes_media else {}
-        for name, value in encoded.items():
-            if isinstance(value, Tensor) and name not in sizes:
-                encoded[name] = self._move(value)
+        encoded = for_towers(media, self.tower_inputs(media), sizes, self.device) if self.encodes_media else {}
         labels = shard.last_tokens() if logits == "last" else shard.labels()
         ahead, ahead_source = self._ahead(parts, shard, shares, self.mtp_depths if training else 0)
         seq_params = shard.seq_params(

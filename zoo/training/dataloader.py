@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
+from zoo.data.sample import MicroBatch
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import spread
 from zoo.errors import ConfigError, UserError
@@ -35,7 +37,11 @@ from zoo.planner.sample_costs import training_cost
 from zoo.rollouts.loader import RolloutLoader
 from zoo.training.distillation.token_files import TokenReader
 from zoo.training.evaluation import recipe_batches
-from zoo.types import JsonObject
+from zoo.types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from zoo.steps.packed_step import Prepared
+    from zoo.training.towers.dealt_media import Item
 
 LABEL_PROBES = 64  # rows one of which is to have a label before a run begins
 
@@ -83,6 +89,19 @@ class RunData:
         """End the threads and processes of loader and decoder."""
         self.loader.close()
         self.decoder.close()
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """A step's micro-batches on this rank."""
+
+    micro_batches: list[MicroBatch]
+    prepared: Prepared | None  # the first one on the device; None where auxiliary passes come before
+    data_position: JsonObject  # the loader's state before them
+    seconds: float  # that the loader was waited for
+    total_steps: int | None  # steps of the run, by what the loader knew with this one; None: it does not say
+    metrics: JsonMapping  # of the loader's own
+    dealt: list[list[Item]] | None = None  # media of each, where ranks share their towers' work (parallel.towers)
 
 
 def total_steps(train: TrainConfig, loader: BatchLoader | RolloutLoader, rows_read: RowCounter | None = None) -> int:

@@ -38,6 +38,7 @@ from zoo.training.auxiliary_passes import auxiliary_passes
 from zoo.training.bad_steps.detector import BadStepDetector
 from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
 from zoo.training.reference import Reference
+from zoo.training.towers.shared_towers import SharedTowers
 from zoo.watchdog.progress import Progress
 
 if TYPE_CHECKING:
@@ -149,6 +150,9 @@ class RunState:
         )
         self.norms = part_norms.PartNorms(self.chunks, assembly.family, world, recipe.log.part_norms_every)
         self.times.observe(chunks, self.chunks)
+        self.towers: SharedTowers | None = None
+        if recipe.parallel.towers == "shared":
+            self.towers = SharedTowers(recipe, assembly, self.chunks, world)
         self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
         self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:
@@ -234,6 +238,6 @@ class RunState:
             self.data.abandon()
         if "chunks" in self.__dict__:  # not there where the build failed earlier
             optimization.release_ddp(self.chunks)
-        held = ("chunks", "optimizer", "scheduler", "trainable", "step", "auxiliary_passes", "saver", "prefetched")
-        for name in held:
+        held = "chunks optimizer scheduler trainable step auxiliary_passes saver prefetched towers"
+        for name in held.split():
             self.__dict__.pop(name, None)

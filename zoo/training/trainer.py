@@ -9,7 +9,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
@@ -44,6 +44,7 @@ from zoo.steps.packed_step import Prepared
 from zoo.training import optimization
 from zoo.training.bad_steps import records
 from zoo.training.bad_steps.detector import BadStep
+from zoo.training.dataloader import StepBatches
 from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
 from zoo.training.run_state import FLAGS, RunState
@@ -56,7 +57,7 @@ from zoo.watchdog.run_lock import RunLock
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
-    from zoo.types import JsonMapping, JsonObject
+    from zoo.types import JsonObject
 
 
 def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
@@ -93,18 +94,6 @@ def run_rank(recipe: Recipe, callbacks: Sequence[object] = ()) -> TrainResult:
         stack.enter_context(explain_refusals())
         # No local name holds the trainer, so that its memory is free when the stack ends.
         return stack.enter_context(Trainer(recipe, world, stop, startup, progress, opened)).train()
-
-
-@dataclass(frozen=True)
-class StepBatches:
-    """A step's micro-batches on this rank."""
-
-    micro_batches: list[MicroBatch]
-    prepared: Prepared | None  # the first one on the device; None where auxiliary passes come before
-    data_position: JsonObject  # the loader's state before them
-    seconds: float  # that the loader was waited for
-    total_steps: int | None  # steps of the run, by what the loader knew with this one; None: it does not say
-    metrics: JsonMapping  # of the loader's own
 
 
 @dataclass(frozen=True)
@@ -253,11 +242,15 @@ class Trainer(RunState):
         position, began = self.loader.state_dict(), time.monotonic()
         micro_batches = self.loader.next_step()
         waited = time.monotonic() - began
-        prepared = None
+        prepared = dealt = None
+        if self.towers is not None:
+            dealt = self.towers.plan(micro_batches)
         if self.auxiliary_passes is None and micro_batches:
+            step = self.step if self.towers is None else self.towers.step
             with torch.cuda.stream(self.copies):
-                prepared = Prepared(*self.step.prepare(micro_batches[0]))
-        return StepBatches(micro_batches, prepared, position, waited, self.loader.total_steps, self.loader.metrics)
+                prepared = Prepared(*step.prepare(micro_batches[0]))
+        total, metrics = self.loader.total_steps, self.loader.metrics
+        return StepBatches(micro_batches, prepared, position, waited, total, metrics, dealt)
 
     def forward_backward(self, batches: StepBatches, scale: torch.Tensor | float) -> Sequence[LossSums]:
         """Gradients of all micro-batches, their losses multiplied by `scale`; on ranks with the loss, its sums.
@@ -267,11 +260,13 @@ class Trainer(RunState):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         micro_batches = batches.micro_batches
-        ready: list[MicroBatch | Prepared] = [*micro_batches]
+        ready: Iterable[MicroBatch | Prepared] = micro_batches
         if self.auxiliary_passes is not None:
-            ready = [*self.auxiliary_passes(micro_batches)]
+            ready = self.auxiliary_passes(micro_batches)
         elif batches.prepared is not None:
-            ready[0] = batches.prepared
+            ready = [batches.prepared, *micro_batches[1:]]
+        if self.towers is not None and batches.dealt is not None:
+            ready = self.towers.prepared(batches.dealt, micro_batches, ready)
 
         def forward(data: Iterator[MicroBatch | Prepared], model: MegatronModule) -> object:
             self.progress.tick()

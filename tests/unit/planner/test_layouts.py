@@ -231,6 +231,29 @@ def test_layers_of_towers_are_launched_too() -> None:
     assert not chosen_for("qwen35_vl_sft", "2b", *given, "machine.memory_gb=300").engine.cuda_graphs
 
 
+def test_towers_are_shared_where_ranks_that_exchange_tokens_would_wait_for_them() -> None:
+    given = ("8xh200", "parallel.plan=[tp,pp,cp,ep,recompute,memory,towers]")
+    assert chosen_for("qwen3_omni_sft", "30b-a3b", *given).parallel.towers == "shared"
+    assert chosen_for("qwen3_vl_sft", "8b", *given).parallel.towers == "own", "no rank waits"
+    assert chosen_for("qwen3_sft", "30b-a3b", *given).parallel.towers == "own", "no towers"
+    assert (
+        chosen_for(
+            "qwen3_omni_sft", "30b-a3b", "8xh200", "parallel.plan=[tp,pp,cp,ep,recompute,memory]"
+        ).parallel.towers
+        == "own"
+    )
+
+
+def test_memory_counts_what_ranks_that_share_towers_exchange() -> None:
+    """Embeddings and their gradients, with deepstack's three features, in bf16."""
+    of_towers = model("qwen3_vl_sft", "30b-a3b")
+    row = Row((4096,), 512, {"vision": (8192.0,)})
+    recipes = [resolved("qwen3_vl_sft", "30b-a3b", "8xh200", "parallel.plan=[]", "parallel.ep=8", f"parallel.towers={towers}")[0]
+               for towers in ("own", "shared")]  # fmt: skip
+    own, shared = (memory(of_towers, recipe, row, 8, fused=True)[0].activations for recipe in recipes)
+    assert shared - own == 2 * 8192 / 4 * (1 + 3) * of_towers.text.hidden_size * 2
+
+
 def test_what_is_given_is_kept() -> None:
     chosen = chosen_for("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
     assert (chosen.parallel.pp, chosen.engine.recompute) == (2, "full")

@@ -19,6 +19,11 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
         raise ConfigError(
             f"parallel.pp={parallel.pp} with train.speech_loss: a talker is no stage of a pipeline; share the model out by parallel.ep or tp"
         )
+    if parallel.towers == "shared" and parallel.pp > 1:
+        raise ConfigError(
+            f"parallel.towers=shared with parallel.pp={parallel.pp}: towers are not shared within a pipeline; take "
+            "parallel.towers=own, or share the model out by parallel.ep, tp or cp alone"
+        )
     for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = prod(getattr(parallel, name) for name in names)
         if world_size % product:
