@@ -9,37 +9,33 @@ either place, and an export keeps what its source has. Zero-centred norms stay z
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from zoo.bridge.mapping.gated_delta_net import QKV_Z_B_A, gated_delta_net, gated_layer, in_fp32, multi_token
+from zoo.bridge.mapping.gated_delta_net import (
+    QKV_Z_B_A,
+    gated_delta_net,
+    gated_layer,
+    in_fp32,
+    multi_token,
+    without_mtp,
+)
 from zoo.bridge.mapping.rules import PublishedFP8, rule
-from zoo.bridge.mapping.shared_rules import decoder_ends, fp8_linears, singles, stacks
+from zoo.bridge.mapping.shared_rules import LAYERS, decoder_ends, fp8_linears, singles, stacks
 from zoo.bridge.mapping.table import Bridge
-from zoo.types import JsonObject
 
-_ZOO, _HF = "decoder.layers.{layer}", "model.language_model.layers.{layer}"
-
-
-def _fresh_config(config: JsonObject, names: Collection[str]) -> JsonObject:
-    """The config, of as many MTP layers as there are weights for: all, or none. A folder's own config keeps what it says."""
-    text = config.get("text_config", {})
-    if text.get("mtp_num_hidden_layers") and not any(name.startswith("mtp.") for name in names):
-        return {**config, "text_config": {**text, "mtp_num_hidden_layers": 0}}
-    return config
+_HF = "model.language_model.layers.{layer}"
 
 
 BRIDGE = Bridge(
     name="qwen35_vl",
     rules=(
         *decoder_ends("model.language_model", head="lm_head.weight"),
-        *gated_layer(_ZOO, _HF, stacks, singles, keeps_layout=True),
-        *gated_delta_net(f"{_ZOO}.self_attention", f"{_HF}.linear_attn", QKV_Z_B_A),
+        *gated_layer(LAYERS, _HF, stacks, singles, keeps_layout=True),
+        *gated_delta_net(f"{LAYERS}.self_attention", f"{_HF}.linear_attn", QKV_Z_B_A),
         *multi_token(singles, stacks, keeps_layout=True),
         rule("vision.{rest}", "model.visual.{rest}"),
     ),
-    fp32=in_fp32(f"{_ZOO}.self_attention"),
+    fp32=in_fp32(f"{LAYERS}.self_attention"),
     optional=("mtp.{rest}",),
-    fresh_config=_fresh_config,
+    fresh_config=without_mtp,
     fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}")),
     stacked_adapters=True,
 )

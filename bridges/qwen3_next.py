@@ -11,15 +11,12 @@ from collections.abc import Collection
 
 import torch
 
-from zoo.bridge.mapping.gated_delta_net import QKVZ_BA, gated_delta_net, gated_layer, multi_token
+from zoo.bridge.mapping.gated_delta_net import QKVZ_BA, hybrid_decoder
 from zoo.bridge.mapping.rules import PublishedFP8
-from zoo.bridge.mapping.shared_rules import decoder_ends, fp8_linears, singles, stacks
+from zoo.bridge.mapping.shared_rules import fp8_linears, singles, stacks
 from zoo.bridge.mapping.table import Bridge
 from zoo.models.qwen3_next.config import MTP_LAYERS
 from zoo.types import JsonObject
-
-_ZOO = "decoder.layers.{layer}"
-_HF = "model.layers.{layer}"
 
 
 def _fresh_config(config: JsonObject, names: Collection[str]) -> JsonObject:
@@ -29,13 +26,8 @@ def _fresh_config(config: JsonObject, names: Collection[str]) -> JsonObject:
 
 BRIDGE = Bridge(
     name="qwen3_next",
-    rules=(
-        *decoder_ends("model", head="lm_head.weight"),
-        *gated_layer(_ZOO, _HF, singles, stacks),
-        *gated_delta_net(f"{_ZOO}.self_attention", f"{_HF}.linear_attn", QKVZ_BA),
-        *multi_token(singles, stacks),
-    ),
+    rules=hybrid_decoder(QKVZ_BA, singles, stacks),
     optional=("mtp.{rest}",),
     fresh_config=_fresh_config,
-    fp8=PublishedFP8(fp8_linears(_HF, "mtp.layers.{layer}"), scale=torch.float32),
+    fp8=PublishedFP8(fp8_linears("model.layers.{layer}", "mtp.layers.{layer}"), scale=torch.float32),
 )

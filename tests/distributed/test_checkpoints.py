@@ -43,6 +43,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {  # families of support.fa
     "qwen35 experts and MTP": ("qwen35_vl experts", {"mtp": 1}),
     "qwen3 experts": ("qwen3 experts", LAYERS),
     "qwen3_next": ("qwen3_next", {"mtp": 1}),
+    "qwen35_text experts and MTP": ("qwen35_text experts", {"mtp": 1}),
     "omni": ("whole omni", {}),
     "llava": ("llava_next", {}),
     "internvl experts": ("internvl experts", {"text": LAYERS}),
@@ -89,7 +90,7 @@ def test_there_and_back(name: str, checkpoint: Callable[[str], Path], call: Call
     kind, *_ = config["architectures"]  # of several, transformers builds the first
     _, report = getattr(transformers, kind).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
-    text = name in ("gemma3_text", "qwen3 experts", "qwen3_next")
+    text = name.startswith(("gemma3_text", "qwen3 experts", "qwen3_next", "qwen35_text"))
     made = transformers.AutoProcessor.from_pretrained(tmp_path / "hf")
     assert ("Tokenizer" if text else "Processor") in type(made).__name__
     found = call("verify", source, tmp_path / "zoo", rows="digits:heldout", overrides=("packing.budget=2048",))

@@ -30,6 +30,8 @@ PUBLISHED = {
     "qwen3_sft": "0.6b",
     "qwen3_moe_sft": "30b-a3b",
     "qwen3_next_sft": "80b-a3b",
+    "qwen35_text_sft": "0.8b",
+    "qwen35_text_moe_sft": "25b-a3b",
     "internvl_sft": "1b",
     "glm45v_sft": "4.5-106b-a12b",
 }

@@ -21,7 +21,7 @@ from support.engine import Batch, Zoo, packed_batch, padded_batch
 from support.rows import text_examples, vision_examples
 from support.tiny import experts_apart, load_plain
 from support.tiny_qwen3_next import write_tiny_qwen3_next
-from support.tiny_qwen35 import write_tiny_qwen35
+from support.tiny_qwen35 import write_tiny_qwen35, write_tiny_qwen35_text
 from torch import Tensor
 
 WEIGHT = 0.4
@@ -91,7 +91,7 @@ def reference(hf: Any, tensors: dict[str, Tensor], example: Any, depths: int) ->
     nll = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
     positions = found["positions"]
     if positions is None:  # text alone
-        axes = (1,) if decoder is hf.model else (3, 1)
+        axes = (3, 1) if "mrope_section" in decoder.config.rope_parameters else (1,)
         positions = torch.arange(len(labels)).expand(*axes, -1)
     hidden, further = found["hidden"], nll * 0.0
     for depth in range(1, depths + 1):
@@ -115,6 +115,7 @@ KINDS = {
     "dense": ("qwen35_vl", partial(write_tiny_qwen35, moe=False), vision_examples, dict, 1),
     "experts, two deep": ("qwen35_vl", partial(write_tiny_qwen35, moe=True), vision_examples, dict, 2),
     "experts": ("qwen35_vl", partial(write_tiny_qwen35, moe=True), vision_examples, dict, 1),
+    "qwen3.5 as text": ("qwen35_text", partial(write_tiny_qwen35_text, moe=True), text_examples, experts_apart, 2),
     "qwen3_next": ("qwen3_next", write_tiny_qwen3_next, text_examples, experts_apart, 1),
     "qwen3_next, three deep": (
         "qwen3_next",

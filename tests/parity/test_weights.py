@@ -23,24 +23,37 @@ FORMS = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl experts"), (PUBLISHED, SAVED)),
     **dict.fromkeys(("llava", "llava_next", "llava_onevision", "gemma3"), (PUBLISHED, SAVED, MEMORY)),
     **dict.fromkeys(("qwen35_vl", "qwen35_vl experts", "qwen3_asr", "gemma4", "gemma3_text"), (PUBLISHED,)),
+    "qwen35_text experts": (PUBLISHED,),  # stacks, as in memory, stay stacks
 }
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     *(
         (name, config)
         for name in (
             *("qwen3_vl", "qwen3_vl experts", "qwen35_vl", "qwen35_vl experts", "qwen25_vl", "qwen3_asr", "gemma3"),
-            *("gemma3_text", "gemma4", "glm45v", "qwen3", "internvl"),
+            *("gemma3_text", "gemma4", "glm45v", "qwen3", "internvl", "qwen35_text"),
         )
         for config in ({}, TIED)
     ),
     *(
         (name, {})
-        for name in ("llava", "llava_next", "internvl experts", "internvl qwen2", "qwen3 experts", "qwen3_next")
+        for name in (
+            "llava",
+            "llava_next",
+            "internvl experts",
+            "internvl qwen2",
+            "qwen3 experts",
+            "qwen3_next",
+            "qwen35_text experts",
+        )
     ),
     ("llava", {"multimodal_projector_bias": False}),
     ("llava_onevision", {}),
     ("llava_onevision", TIED | {"text": {"tie_word_embeddings": True}}),
-    *((name, MTP | more) for name in ("qwen35_vl", "qwen35_vl experts", "qwen3_next") for more in ({}, TIED)),
+    *(
+        (name, MTP | more)
+        for name in ("qwen35_vl", "qwen35_vl experts", "qwen3_next", "qwen35_text experts")
+        for more in ({}, TIED)
+    ),
 ]
 CASES = [
     (family, config, form, mtp)

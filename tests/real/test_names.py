@@ -3,7 +3,6 @@
 `zoo.convert` plans both ways on headers alone: files of the right names and shapes that hold no data.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,29 +104,25 @@ def test_an_embedding_model_has_no_head(tmp_path: Path, headers_only: None) -> N
     assert shapes_of(back) == shapes
 
 
-def test_every_tensor_of_a_pruned_decoder(tmp_path: Path, headers_only: None) -> None:
-    """180 experts a layer, one by one, in fp16 and without the vision tower, which a config beside them puts back."""
+def test_every_tensor_of_a_decoder_alone(tmp_path: Path, headers_only: None) -> None:
+    """180 experts a layer, one by one, under the names that they had in the whole model; its config names MTP, its weights have none."""
     published = artefact("qwen3.5-25b-reap-text")
-    names = set(index_names(published))
-    vision = load_recipe("qwen35_vl_moe_sft", ["size=35b-a3b"]).model.arch
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    (whole / "config.json").write_text(json.dumps({**vision, "text_config": read_arch(published)}))
-    shapes = shapes_in_transformers(whole, "Qwen3_5MoeForConditionalGeneration")
-    tower = {name for name in shapes if name.startswith("model.visual.")}
-    shapes = {name: shape for name, shape in shapes.items() if name not in tower}
-    assert len(names) == 22_213 and shapes.keys() == names
+    whole, alone = "model.language_model.", "model."
+    shapes = shapes_in_transformers(published, "Qwen3_5MoeForCausalLM")
+    names = {name.replace(whole, alone) for name in index_names(published)}
+    assert len(names) == len(index_names(published)) == 22_213 and shapes.keys() == names
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 25_091_371_648  # as its index says
-    source = as_published(whole, shapes, tmp_path / "hf")
-    native = zoo.convert(source, tmp_path / "zoo", allow="model.visual.*", quiet=True)
-    assert shapes_of(zoo.convert(native, tmp_path / "back", allow="vision.*", quiet=True)) == shapes
+    sizes = load_recipe("qwen35_text_moe_sft", ["size=25b-a3b"]).model.arch
+    same = {key: value for key, value in read_arch(published).items() if key in sizes and key != "architectures"}
+    assert len(same) > 30 and same | {"dtype": "bfloat16"} == {key: sizes[key] for key in same}
+    source = {name.replace(alone, whole): shape for name, shape in shapes.items()}
+    assert source.keys() == set(index_names(published))
+    native = zoo.convert(as_published(published, source, tmp_path / "hf"), tmp_path / "zoo", quiet=True)
+    assert shapes_of(zoo.convert(native, tmp_path / "back", quiet=True)) == shapes
 
 
-@pytest.mark.parametrize(
-    ("name", "lack"),
-    [("qwen3.5-25b-reap-text", "decoder without its vision tower"), ("qwen2.5-vl-logics", "no family has it")],
-)
-def test_what_zoo_has_not_is_refused_by_its_config(name: str, lack: str) -> None:
-    arch: dict[str, Any] = read_arch(artefact(name))
-    with pytest.raises(UserError, match=lack):
-        build_meta_model(arch, index_names(artefact(name)))
+def test_what_zoo_has_not_is_refused_by_its_config() -> None:
+    published = artefact("qwen2.5-vl-logics")
+    arch: dict[str, Any] = read_arch(published)
+    with pytest.raises(UserError, match="no family has it"):
+        build_meta_model(arch, index_names(published))

@@ -23,6 +23,8 @@ RECIPES = (
     "qwen3_sft",
     "qwen3_moe_sft",
     "qwen3_next_sft",
+    "qwen35_text_sft",
+    "qwen35_text_moe_sft",
     "internvl_sft",
     "qwen3_asr_sft",
     "gemma3_sft",

@@ -41,6 +41,7 @@ CASES = {
     name: _case(family) for name, family in FAMILIES.items() if name not in ("internvl", "internvl qwen2", "qwen3")
 }
 CASES["qwen35_vl"] = _case(FAMILIES["qwen35_vl"].sized(mtp=1))
+CASES["qwen35_text experts"] = _case(FAMILIES["qwen35_text experts"].sized(mtp=1))
 CASES["qwen3_next"] = _case(FAMILIES["qwen3_next"].sized(mtp=1))
 CASES["whole omni"] = _case(replace(FAMILIES["qwen3_omni"], write=lambda folder: write_tiny_omni(folder).whole))
 

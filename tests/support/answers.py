@@ -96,7 +96,7 @@ class Asked:
 # transformers' `generate` begins an answer behind the largest position of a prompt, also where its text has not come as far
 # as the last frame of a video.
 SLOW_CLOCK = {"vision": {"tokens_per_second": 1}}
-SIZES = {"qwen25_vl": SLOW_CLOCK, "qwen3_next": {"mtp": 1}}
+SIZES = {"qwen25_vl": SLOW_CLOCK, "qwen35_text experts": {"mtp": 1}, "qwen3_next": {"mtp": 1}}
 ASKED = [
     "qwen35_vl",
     *(

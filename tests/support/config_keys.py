@@ -23,6 +23,8 @@ CASES: dict[str, Family] = {
     "qwen2_5_vl": FAMILIES["qwen25_vl"],
     "qwen3_5": FAMILIES["qwen35_vl"].sized(mtp=1),
     "qwen3_5_moe": FAMILIES["qwen35_vl experts"].sized(mtp=1),
+    "qwen3_5_text": FAMILIES["qwen35_text"].sized(mtp=1),
+    "qwen3_5_moe_text": FAMILIES["qwen35_text experts"].sized(mtp=1),
     "qwen3_omni_moe_thinker": FAMILIES["qwen3_omni"],
     "qwen2_5_omni_thinker": FAMILIES["qwen25_omni"],
     "glm4v_moe": FAMILIES["glm45v"],

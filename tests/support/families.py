@@ -138,6 +138,18 @@ _QWEN3 = Family(
     publish=tiny.experts_apart,
     parts="language",
 )
+_QWEN35_TEXT = replace(
+    _QWEN3,
+    name="qwen35_text",
+    recipe="qwen35_text_sft",
+    kind="Qwen3_5ForCausalLM",
+    config=tiny_qwen35.tiny_text_config,
+    write=tiny_qwen35.write_tiny_qwen35_text,
+    randomise=tiny_qwen35.randomise,
+    overrides=("train.mtp_loss=0",),
+    logits=3e-5,
+    gradients=1.5e-5,
+)
 _GEMMA3 = Family(
     "gemma3",
     "gemma3_sft",
@@ -236,6 +248,10 @@ FAMILIES = {
     ),
     "qwen3": _QWEN3,
     "qwen3 experts": replace(_QWEN3.sized(moe=True), kind="Qwen3MoeForCausalLM", experts=True, recipe="qwen3_moe_sft"),
+    "qwen35_text": _QWEN35_TEXT,
+    "qwen35_text experts": replace(
+        _QWEN35_TEXT.sized(moe=True), kind="Qwen3_5MoeForCausalLM", experts=True, recipe="qwen35_text_moe_sft"
+    ),
     "qwen3_next": replace(
         _QWEN3,
         name="qwen3_next",

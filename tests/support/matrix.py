@@ -100,6 +100,13 @@ MODELS = {
     ),
     "text": Model("text alone, dense and with experts", "qwen3 experts", SAID, FOUR | {"mlp_only_layers": [1]}),
     "next": Model("text alone, hybrid with experts and MTP", "qwen3_next", SAID, {"mtp": 1}, ("train.mtp_loss=0.3",)),
+    "said": Model(
+        "text alone, hybrid with experts and two layers of MTP",
+        "qwen35_text experts",
+        SAID,
+        {"layers": [LINEAR, FULL, LINEAR, FULL], "mtp": 2},
+        ("train.mtp_loss=0.3",),
+    ),
     "tiles": Model("experts, shuffled tiles", "internvl experts", TILED, {"text": FOUR}),
     "sigmoid": Model("experts by sigmoid routing, shared expert", "glm45v", SEEN, FOUR | {"first_k_dense_replace": 1}),
     "omni": Model("experts, deepstack, audio", "qwen3_omni", HEARD, FOUR | {"mlp_only_layers": [1], "num_experts": 6}),
@@ -138,6 +145,7 @@ CORE = {
     ("tp2 cp2", "full heads"),
     ("ep2", "text"),
     ("pp2", "next"),
+    ("cp2", "said"),
     ("ep2", "tiles"),
     ("cp2 ep2", "sigmoid"),
 }

@@ -81,6 +81,8 @@ TINY = {
     "internvl": Stack("internvl", "tiny"),
     "internvl moe": Stack("internvl experts", "tiny-moe"),
     "qwen3": Stack("qwen3 experts", "tiny-moe"),
+    "qwen35_text": Stack("qwen35_text", "tiny"),
+    "qwen35_text moe": Stack("qwen35_text experts", "tiny-moe"),
     **{
         name: Stack(name, "tiny")
         for name in (

@@ -18,7 +18,7 @@ RECIPES = [  # and their tiny sizes
     for name in (
         *("qwen3_vl", "qwen3_vl_moe", "qwen35_vl", "qwen35_vl_moe", "qwen3_omni", "llava", "llava_onevision"),
         *("qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4", "qwen3", "qwen3_moe"),
-        *("qwen3_next", "internvl", "glm45v"),
+        *("qwen3_next", "internvl", "glm45v", "qwen35_text", "qwen35_text_moe"),
     )
 ]
 

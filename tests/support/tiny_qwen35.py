@@ -66,6 +66,14 @@ def tiny_config(
     return kind(text_config=whole, vision_config=copy.deepcopy(VISION), tie_word_embeddings=tied, **ids)
 
 
+def tiny_text_config(*, moe: bool = False, tied: bool = False, **text: Any) -> Any:
+    """transformers' config of the decoder alone; see `tiny_config`."""
+    from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+    whole = tiny_config(moe=moe, tied=tied, **text).text_config.to_dict()
+    return (Qwen3_5MoeTextConfig if moe else Qwen3_5TextConfig)(**whole | {"tie_word_embeddings": tied})
+
+
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor) -> None:
     """As for all families, but for decays, and with the decoder's norms zero-centred."""
@@ -90,6 +98,17 @@ def write_tiny_qwen35(
 
     kind = f"Qwen3_5{'Moe' if moe else ''}ForConditionalGeneration"
     return tiny.write(folder, "qwen35_vl", kind, made, seed=seed, randomise=randomise, stored=stored)
+
+
+def write_tiny_qwen35_text(folder: Path, *, moe: bool = False, mtp: int = 0, seed: int = 0, **config: Any) -> Path:
+    """Write a checkpoint of `tiny_text_config(moe=moe, mtp=mtp, **config)`, experts one by one, and give back its folder."""
+    made = tiny_text_config(moe=moe, mtp=mtp, **config)
+    ways: dict[str, Any] = {
+        "seed": seed,
+        "randomise": randomise,
+        "stored": lambda saved: saved | mtp_tensors(made, mtp),
+    }
+    return tiny.write(folder, "qwen35_text", f"Qwen3_5{'Moe' if moe else ''}ForCausalLM", made, **ways)
 
 
 def mtp_tensors(text: Any, layers: int) -> dict[str, Tensor]:

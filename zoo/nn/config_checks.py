@@ -57,6 +57,12 @@ def _refuse_unbuilt(config: Any) -> None:
             f"{where}use_bidirectional_attention is {both_ways!r}: an encoder of text, which has no next token to learn; "
             "wanted false"
         )
+    if getattr(text, "mtp_use_dedicated_embeddings", False):
+        raise UserError(f"{where}mtp_use_dedicated_embeddings is true; MTP layers here share the decoder's embedding")
+    # Qwen3.8 states the gate; transformers' models read `hidden_act` in its place.
+    gate = getattr(getattr(config.root, "text_config", config.root), "output_gate_type", None)
+    if gate not in (None, "swish", "silu"):
+        raise UserError(f"{where}output_gate_type is {gate!r}; linear attention here gates with SiLU (swish)")
     _refuse_dropout(where, text)
 
 

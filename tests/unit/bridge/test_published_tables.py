@@ -39,6 +39,8 @@ FAMILIES = {
     "qwen3_moe_sft": WRITES,
     "qwen3_next_sft": WRITES,
     "qwen3_sft": WRITES,
+    "qwen35_text_moe_sft": WRITES,
+    "qwen35_text_sft": WRITES,
 }
 # Recipe and size: tensors that zoo trains, and the parameters of the published file where they are known, a tied head once.
 FAST = {
@@ -46,6 +48,7 @@ FAST = {
     ("qwen25_vl_sft", "3b"): (824, 0),
     ("qwen3_asr_sft", "0.6b"): (611, 0),
     ("qwen3_sft", "0.6b"): (310, 596_049_920),
+    ("qwen35_text_sft", "0.8b"): (335, 772_845_888),
 }
 SLOW = {
     ("gemma3_sft", "4b"): (883, 0), ("gemma3_sft", "12b"): (1065, 0), ("gemma3_sft", "27b"): (1247, 0),
@@ -58,6 +61,7 @@ SLOW = {
     ("qwen3_asr_sft", "1.7b"): (707, 0),
     ("qwen3_moe_sft", "30b-a3b"): (18_867, 30_532_122_624), ("qwen3_moe_sft", "235b-a22b"): (36_945, 235_093_634_560),
     ("qwen3_next_sft", "80b-a3b"): (75_944, 81_324_862_720),
+    ("qwen35_text_sft", "4b"): (441, 4_326_350_848), ("qwen35_text_moe_sft", "25b-a3b"): (22_770, 25_696_781_440),
     ("qwen3_sft", "1.7b"): (310, 1_720_574_976), ("qwen3_sft", "4b"): (398, 4_022_468_096),
     ("qwen3_sft", "8b"): (399, 8_190_735_360), ("qwen3_sft", "14b"): (443, 14_768_307_200), ("qwen3_sft", "32b"): (707, 32_762_123_264),
 }  # fmt: skip
@@ -82,7 +86,7 @@ def test_the_tables_cover_names_and_shapes(recipe: str, size: str) -> None:
     with torch.device("meta"):
         kind = getattr(transformers, family.model)
         model = kind.from_config(config) if family.model.startswith("Auto") else kind(config)
-        further = mtp_tensors(config, 1) if "next" in recipe else {}
+        further = mtp_tensors(config, 1) if recipe.startswith(("qwen3_next", "qwen35")) else {}
     in_memory = held(model)
     tensors = {**family.publish(in_memory), **further}
     ours = build_meta_model(arch)

@@ -105,6 +105,8 @@ PARAMETERS = {
         "tiny": 689_536, "tiny-moe": 691_584},
     "gemma3_text": {"270m": 268_098_176, "1b": 999_885_952, "tiny": 641_408},
     "qwen3_next": {"80b-a3b": 79_674_391_296, "tiny": 1_040_336},
+    "qwen35_text": {"0.8b": 752_393_024, "4b": 4_205_751_296, "9b": 8_953_803_264, "27b": 26_895_998_464,
+        "25b-a3b": 25_091_371_648, "35b-a3b": 34_660_610_688, "tiny": 890_320, "tiny-moe": 1_040_336},
 }  # fmt: skip
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
 

@@ -38,6 +38,12 @@ def _qwen35(*mlp: dict[str, int]) -> dict[str, int]:
     return {
         **{f"vision.blocks.N.{name}": count for name, count in BLOCK.items()},
         **{f"vision.{name}": 1 for name in MERGER},
+        **_qwen35_text(*mlp),
+    }
+
+
+def _qwen35_text(*mlp: dict[str, int]) -> dict[str, int]:
+    return {
         **_layer("decoder", ATTENTION, DELTA, *mlp),
         **_layer("multi_token", ATTENTION, *mlp),
         "multi_token.eh_proj": 1,
@@ -108,6 +114,8 @@ WANTED = {  # parameter -> its matrices
     "qwen3_omni_sft": OMNI,
     "qwen3_sft": _layer("decoder", ATTENTION, DENSE),
     "qwen3_moe_sft": _layer("decoder", ATTENTION, EXPERTS),
+    "qwen35_text_sft": _qwen35_text(DENSE),
+    "qwen35_text_moe_sft": _qwen35_text(EXPERTS, SHARED),
     "qwen3_next_sft": {
         **_layer("decoder", ATTENTION, DELTA | {"in_proj": 2}, EXPERTS, SHARED),
         **_layer("multi_token", ATTENTION, EXPERTS, SHARED),

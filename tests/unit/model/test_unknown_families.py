@@ -15,7 +15,6 @@ from zoo.registry import get_family
         (None, "no family has it"),
         ("qwen4_exp", "can't be trained here: it has four residual streams .* which zoo's decoder has not"),
         ("glm4v", "can't be trained here: it has a rotary embedding of neighbouring channels"),
-        ("qwen3_5_moe_text", "can't be trained here: it is the decoder without its vision tower"),
     ],
 )
 def test_an_unknown_model_type(kind: str | None, said: str) -> None:

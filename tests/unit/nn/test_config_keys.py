@@ -64,7 +64,8 @@ IGNORED = {
 }
 USED_IN = {  # of the above, where they are used all the same
     "text_config.tie_word_embeddings": {
-        "llava", "llava_onevision", "glm4v_moe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next"
+        "llava", "llava_onevision", "glm4v_moe", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next",
+        "qwen3_5_text", "qwen3_5_moe_text",
     },
     "final_logit_softcapping": {"gemma3_text", "gemma4"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
@@ -276,14 +277,14 @@ def test_messages_name_keys_of_the_decoder_as_they_stand_in_the_file(case: str, 
     assert str(caught.value).startswith(f"{part}.{key}" if part else key)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"])
 def test_the_gate_of_linear_attention_is_the_one_that_is_built(case: str) -> None:
     """Qwen3.8 states it as a key that transformers' class does not have."""
-    arch = tiny_arch(case)
-    assert made_of(case, changed(arch, "text_config", "output_gate_type", "swish")) == base(case)
+    arch, part = tiny_arch(case), text_part(case)
+    assert made_of(case, changed(arch, part, "output_gate_type", "swish")) == base(case)
     for other in ("sigmoid", "", 3, []):
         with pytest.raises(UserError, match="output_gate_type is"):
-            made_of(case, changed(arch, "text_config", "output_gate_type", other))
+            made_of(case, changed(arch, part, "output_gate_type", other))
 
 
 @pytest.mark.sampled(4)

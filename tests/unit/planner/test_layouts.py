@@ -27,7 +27,7 @@ KINDS = ("h100", "h200")
 COUNTS = ("1", "2", "4", "8", "2x8", "8x8")
 FAMILIES = {
     "qwen3_vl", "qwen35_vl", "qwen3_omni", "llava", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4", "qwen3",
-    "qwen3_next", "internvl", "glm45v",
+    "qwen3_next", "internvl", "glm45v", "qwen35_text",
 }  # fmt: skip
 SIZES = [(f"{name}_sft", size) for name in sorted(FAMILIES) for size in size_names(name) if "tiny" not in size]
 SAID = re.compile(r"; (?:packing\.budget=(\d+))?(?: or )?(?:(\d+) such GPUs(?: \((\d+) nodes of 8\))?)? would do$")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zoo.bridge.mapping.rules import Rule, Sections, rule
-from zoo.bridge.mapping.shared_rules import Stored, attention_layer, dense_mlp, routed_experts
+from zoo.bridge.mapping.shared_rules import LAYERS, Stored, attention_layer, decoder_ends, dense_mlp, routed_experts
 from zoo.bridge.mapping.transforms import Dims, GatedQKV, Rows, Transform
+from zoo.types import JsonObject
 
 
 def _convolved(dims: Dims) -> tuple[int, ...]:
@@ -59,6 +60,19 @@ QKV_Z_B_A: tuple[tuple[str, ...], Transform] = ("qkv", "z", "b", "a"), Rows(_by_
 QKVZ_BA: tuple[tuple[str, ...], Transform] = ("qkvz", "ba"), ByKeyHead()
 
 
+def hybrid_decoder(
+    projections: tuple[tuple[str, ...], Transform], *stored: Stored, keeps_layout: bool = False
+) -> tuple[Rule, ...]:
+    """A language model of such layers, with MTP, under transformers' names."""
+    layers = "model.layers.{layer}"
+    return (
+        *decoder_ends("model", head="lm_head.weight"),
+        *gated_layer(LAYERS, layers, *stored, keeps_layout=keeps_layout),
+        *gated_delta_net(f"{LAYERS}.self_attention", f"{layers}.linear_attn", projections),
+        *multi_token(*stored, keeps_layout=keeps_layout),
+    )
+
+
 def gated_delta_net(zoo: str, hf: str, projections: tuple[tuple[str, ...], Transform]) -> tuple[Rule, ...]:
     """The attention of a linear-attention layer, its `projections` stored as QKV_Z_B_A or QKVZ_BA."""
     parts, transform = projections
@@ -103,3 +117,11 @@ def multi_token(*stored: Stored, keeps_layout: bool = False) -> tuple[Rule, ...]
         *gated_layer("multi_token.layers.{layer}", "mtp.layers.{layer}", *stored, keeps_layout=keeps_layout),
         rule("multi_token.final_layernorm.weight", "mtp.norm.weight"),
     )
+
+
+def without_mtp(config: JsonObject, names: Collection[str]) -> JsonObject:
+    """A bridge's `fresh_config`: of as many MTP layers as there are weights for, all or none. A folder's own config keeps what it says."""
+    if "text_config" in config:
+        return {**config, "text_config": without_mtp(config["text_config"], names)}
+    there = not config.get("mtp_num_hidden_layers") or any(name.startswith("mtp.") for name in names)
+    return config if there else {**config, "mtp_num_hidden_layers": 0}
