@@ -48,7 +48,7 @@ def run_foreign(rank: int, size: int, plan: Plan, how: str) -> Held:
             return step.forward(model, inputs), lambda output: (loss_of(output, loss_inputs) * len(mine), {})
 
         if how == "schedule":
-            built._schedule(forward, mine)
+            built._schedule(forward, mine, mine)
         else:
             model = built.wrapped[0] if how == "direct" else built.wrapped[0].module
             for batch in mine:
