@@ -57,7 +57,7 @@ def test_fp8_is_near_and_exact_in_bf16(shape: tuple[int, ...], dtype: torch.dtyp
 def test_nf4_takes_the_nearest_of_16_values(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of values less than half a step off: widest between -1 and -0.696, and the largest of a block is 1 % off."""
+    """A value is off by half a step at most; the widest step is from -1 to -0.696, and a block's largest value is 1 % off."""
     weight = (randn(*shape) * torch.logspace(-3, 3, shape[-2]).unsqueeze(-1)).to(dtype)
     weight[..., 0, :] = 0.0
     values = dense(weight, "nf4")
@@ -75,7 +75,7 @@ def test_nf4_takes_the_nearest_of_16_values(
 
 
 def test_its_values_are_quantiles() -> None:
-    """Of the paper's formula: as many of the normal distribution on either side of zero, over the largest."""
+    """The paper takes quantiles of the normal distribution on either side of zero, and divides them by the largest."""
     found = nf4.levels("cpu")
     ends = 0.5 * (1 - 1 / 30 + 1 - 1 / 32)
     positive = [NormalDist().inv_cdf(0.5 + (ends - 0.5) * i / 8) for i in range(9)]

@@ -79,7 +79,7 @@ class SharedTowers:
         for (replica, *_), rank in sorted(zip(places, self.ranks, strict=True)):
             self.homes.setdefault(replica, []).append(rank)
         self.seats = {rank: home.index(rank) for home in self.homes.values() for rank in home}
-        # Of tensor-parallel ranks, which have the same gradients of what they read, the first sends them back.
+        # Tensor-parallel ranks have the same gradients of what they read, so only the first of them sends these back.
         first = {rank for (*_, tp_rank), rank in zip(places, self.ranks, strict=True) if tp_rank == 0}
         self.payers = {replica: [rank for rank in home if rank in first] for replica, home in self.homes.items()}
         self.encoding: Encoding | None = None
