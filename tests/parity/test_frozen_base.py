@@ -56,6 +56,7 @@ def test_it_is_the_model_of_its_dense_weights(recipe: str, base_dtype: str, tmp_
         samples = [example.sample for example in examples.values()][:4]
         was, _ = gradients(plain, samples)
         codes = {n: p for n, p in model_parameters([held.model]) if hasattr(p, "held")}
+        assert all(p.untyped_storage().nbytes() == p.element_size() for p in codes.values())
         assert any("experts" in name for name in codes) and len(codes) > 10
         assert all(name.startswith("decoder.layers.") for name in codes)
         with torch.no_grad():

@@ -43,7 +43,7 @@ def load_model(recipe: Any, world: Any) -> tuple[Any, list[Any]]:
     from zoo.model import build
 
     assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, world)
+    chunks = build.build_model(assembly, recipe, world, adapts=bool(recipe.lora.rank))
     initial_weights.init_weights(chunks, assembly, recipe, world)
     return assembly, chunks
 

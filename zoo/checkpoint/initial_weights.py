@@ -22,7 +22,7 @@ from zoo.config.locate import Place, read_arch, read_origin
 from zoo.config.schema import Recipe
 from zoo.errors import part_of
 from zoo.logging import terminal
-from zoo.model import lora
+from zoo.model import frozen_base, lora
 from zoo.model.build import Assembly, build_model, model_dims
 from zoo.parallel.world import World, on_all_cores
 
@@ -97,7 +97,7 @@ def attach_adapters(chunks: list[MegatronModule], assembly: Assembly, recipe: Re
     source = assembly.source
     arch = read_arch(source.files) if source else json.loads(assembly.config.hf.to_json_string())
     adapters = lora.attach_new(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
-    lora.quantise_base(chunks, recipe)
+    frozen_base.hold_loaded(chunks, recipe)
     return adapters
 
 

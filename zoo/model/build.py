@@ -25,6 +25,7 @@ from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError, printable
+from zoo.model.frozen_base import hold_as_loaded, is_quantised_as_loaded, without_matrices
 from zoo.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.model.served_processor import ServedProcessor
 from zoo.nn.family import FamilyConfig, vocabulary_rows
@@ -203,15 +204,19 @@ def drawn_on(device: torch.device, seed: int) -> Draw:
     return draw
 
 
-def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[MegatronModule]:
+def build_model(
+    assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False, adapts: bool = False
+) -> list[MegatronModule]:
     """This rank's model chunks (several with an interleaved pipeline), with random weights.
 
     Weights are not drawn where they are loaded afterwards: from the assembly's source, or with `loaded` from a checkpoint.
+    `adapts`: adapters will be put beside the source's weights, which are held in `lora.base_dtype` as they are loaded, where they can be.
     """
     from megatron.core.transformer.module import Float16Module
 
     chunks: list[MegatronModule] = []
     drawing: AbstractContextManager[object] = nullcontext()
+    held = adapts and is_quantised_as_loaded(recipe, assembly.source)
     for index in range(recipe.parallel.vpp):
         seed_everything(recipe.run.seed)  # towers get the same weights on every rank
         stage = Stage(
@@ -223,8 +228,10 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
             drawing = _nothing_drawn()
         elif world.device.type == "cuda":
             drawing = _Draws(drawn_on(world.device, recipe.run.seed))
-        with drawing:
+        with drawing, without_matrices() if held else nullcontext():
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
+    if held:
+        hold_as_loaded(chunks, recipe, assembly.family)
     fp32 = together(default_comm(), lambda: assembly.fp32)
     if recipe.engine.precision != "bf16":
         return chunks

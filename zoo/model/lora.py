@@ -28,7 +28,7 @@ from zoo.model.whole_parts import WholeParts, find_whole_parts
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import lora
 from zoo.nn.decoder.experts.grouped import GroupedExperts
-from zoo.nn.decoder.frozen.modules import dense_weight, freeze
+from zoo.nn.decoder.frozen.modules import dense_weight
 from zoo.parallel.world import World
 from zoo.registry import ModelFamily
 from zoo.types import JsonMapping, JsonObject
@@ -233,25 +233,13 @@ def without_memory(chunks: Sequence[MegatronModule]) -> None:
                 module.register_parameter(name, torch.nn.Parameter(same, parameter.requires_grad))
 
 
-def quantise_base(chunks: Sequence[MegatronModule], recipe: Recipe) -> None:
-    """Hold the frozen matrices of the decoder's layers in `lora.base_dtype`, after weights are loaded and adapters attached."""
-    if recipe.lora.base_dtype == "model":
-        return
-    frozen: dict[int, tuple[torch.nn.Module, list[str]]] = {}
-    for name, (module, parameter) in _linears_of(chunks, recipe).items():
-        if name.startswith("decoder.layers.") and not parameter.requires_grad:
-            frozen.setdefault(id(module), (module, []))[1].append(name.rpartition(".")[2])
-    for module, names in frozen.values():
-        freeze(module, names, recipe.lora.base_dtype)
-
-
 def find_targets(
     chunks: Sequence[MegatronModule], family: ModelFamily, arch: JsonMapping, recipe: Recipe, comm: TorchComm
 ) -> tuple[Linears, list[Target]]:
     """This rank's linears, and the targets of `recipe.lora` among them; UserError where a target is on no rank."""
     linears = {
         name: (module, parameter)
-        for name, (module, parameter) in _linears_of(chunks, recipe).items()
+        for name, (module, parameter) in linears_of(chunks, recipe).items()
         if parameter.requires_grad
         and family.part_of(name, recipe.named_parts) in recipe.lora.parts
         and not name.startswith(
@@ -266,7 +254,7 @@ def find_targets(
     return linears, together(comm, lambda: choose(targets, recipe.lora.targets, everywhere, renames))
 
 
-def _linears_of(chunks: Sequence[MegatronModule], recipe: Recipe) -> Linears:
+def linears_of(chunks: Sequence[MegatronModule], recipe: Recipe) -> Linears:
     """This rank's linears and experts, by their weights' names."""
     backend = get_backend(recipe.engine.backend, chunks[0].config)
     kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)

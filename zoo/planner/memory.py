@@ -109,10 +109,7 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
     stage_share, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
-    # Dense weights where a rank holds codes: a layer's, or all while they are loaded, before anything else is in memory.
-    activations += max(
-        stage_share.widest * size, stage_share.quantised * (size - held_bytes(recipe)) - (grads + state + activations)
-    )
+    activations += stage_share.widest * size  # dense weights of a layer, where a rank holds codes
     host = state * recipe.train.optimizer_offload_fraction
     activations = beside_vllm(activations, grads + state - host, recipe)
     return Memory(weights, grads, state - host, activations, host)

@@ -33,7 +33,7 @@ class EngineParts:
 def build_parts(recipe: Recipe, world: World, stack: ExitStack, *, train: bool) -> EngineParts:
     """Build a recipe's model, load its weights, and wrap it for training where that is wanted; `stack` lets go of it."""
     assembly = build.assemble(recipe)
-    chunks, adapters = build.build_model(assembly, recipe, world), None
+    chunks, adapters = build.build_model(assembly, recipe, world, adapts=bool(recipe.lora.rank)), None
     if recipe.lora.rank:
         assembly, adapters = lora_files.adapt(chunks, assembly, recipe, world, originals=True)
     else:

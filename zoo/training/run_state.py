@@ -129,7 +129,9 @@ class RunState:
         fresh = compute_reference or self.resume_from is None  # weights that no checkpoint has
         if reference is None:
             self.loader.begin()  # while the model is built
-        chunks = build.build_model(assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
+        chunks = build.build_model(
+            assembly, recipe, world, loaded=not (fresh or recipe.lora.rank), adapts=bool(recipe.lora.rank)
+        )
         self.startup.mark("model")
         if recipe.lora.rank:
             assembly, self.adapters = lora_files.adapt(
