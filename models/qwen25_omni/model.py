@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as hf
 
-from zoo.config.schema import Recipe
-from zoo.models.qwen25_omni.config import Qwen25OmniConfig
 from zoo.models.qwen25_omni.talker import Qwen25Talker
 from zoo.nn.family import FamilyConfig, tower_config
-from zoo.nn.inputs import Stage
 from zoo.nn.vision_language import SpeakingModel
 from zoo.packing.index import cpu_to_device
 
@@ -47,11 +44,7 @@ class AudioTower(hf.Qwen2_5OmniAudioEncoder):
 class Qwen25OmniModel(SpeakingModel):
     """Queries, keys and values have biases; windows of the vision tower are in its config."""
 
-    def __init__(self, config: Qwen25OmniConfig, recipe: Recipe, stage: Stage) -> None:
-        """With a `talker` where the recipe trains it and the model has one, which `Processor.train_speech` sees to in a run."""
-        super().__init__(config, recipe, stage)
-        if recipe.train.speech_loss and config.talker is not None:
-            self.talker = Qwen25Talker(config.checked_talker(), recipe)
+    talks = Qwen25Talker
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision and the audio tower with weights as transformers initialises them.

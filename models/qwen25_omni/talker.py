@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.attention.cache import DecodeCache
-from zoo.nn.decoder.config import transformer_config
-from zoo.nn.inputs import Speech, Stage, Vocabulary
+from zoo.nn.inputs import Speech
 from zoo.nn.vision_language import Talker
 
 if TYPE_CHECKING:
@@ -22,14 +21,7 @@ class Qwen25Talker(Talker):
     """A dense decoder, whose codes are embedded in the thinker's width."""
 
     def __init__(self, config: Qwen25TalkerConfig, recipe: Recipe) -> None:
-        super().__init__(
-            transformer_config(config.text, recipe, qkv_bias=True),
-            vocabulary=Vocabulary(config.text.vocab_size, width=config.hf.embedding_size),
-            rotary=config.rotary,
-            backend=recipe.engine.backend,
-            stage=Stage(),
-            towers={},
-        )
+        super().__init__(config, recipe, width=config.hf.embedding_size)
         self.thinker_to_talker_proj = torch.nn.Linear(config.hf.embedding_size, config.text.hidden_size)
         torch.nn.init.normal_(self.thinker_to_talker_proj.weight, std=config.text.initializer_range)
         torch.nn.init.zeros_(self.thinker_to_talker_proj.bias)

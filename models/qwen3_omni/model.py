@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as hf
 
-from zoo.config.schema import Recipe
-from zoo.models.qwen3_omni.config import Qwen3OmniConfig
 from zoo.models.qwen3_omni.talker import Qwen3Talker
 from zoo.nn.family import FamilyConfig, tower_config
-from zoo.nn.inputs import Stage
 from zoo.nn.towers.audio import encode_clips
 from zoo.nn.vision_language import SpeakingModel
 
@@ -27,11 +24,7 @@ class AudioTower(hf.Qwen3OmniMoeAudioEncoder):
 class Qwen3OmniModel(SpeakingModel):
     """Queries and keys are normed in each head; features from within the vision tower are added to the decoder's layers."""
 
-    def __init__(self, config: Qwen3OmniConfig, recipe: Recipe, stage: Stage) -> None:
-        """With a `talker` where the recipe trains it and the model has one, which `Processor.train_speech` sees to in a run."""
-        super().__init__(config, recipe, stage)
-        if recipe.train.speech_loss and config.talker is not None:
-            self.talker = Qwen3Talker(config.checked_talker(), recipe)
+    talks = Qwen3Talker
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """The vision and the audio tower with weights as transformers initialises them."""

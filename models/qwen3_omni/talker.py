@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -18,8 +17,8 @@ from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.inputs import Speech, Stage, Vocabulary
-from zoo.nn.vision_language import Talker
+from zoo.nn.inputs import Speech
+from zoo.nn.vision_language import Talker, groups_of_one_stage
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
@@ -40,13 +39,13 @@ class CodePredictor(MegatronModule):
     """A dense decoder over the codebooks of each frame by itself: a frame is a row of a batch, a codebook a token."""
 
     def __init__(self, config: PredictorConfig, recipe: Recipe) -> None:
-        # A sequence is a frame's few codes, which a rank has by itself but for heads and widths: the pp group, of size 1, stands in for cp.
+        # A sequence is a frame's few codes, which a rank has by itself but for heads and widths.
         alone = recipe.replace(
             {f"parallel.{key}": size for key, size in (("cp", 1), ("ep", 1), ("etp", 1), ("sp", False))}
         )
         text, decoder_config = config.text, transformer_config(config.text, alone, qk_norm=True)
         super().__init__(config=decoder_config)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups = groups_of_one_stage()
         self.tp_group, groups.cp = groups.tp, groups.pp
         provider, residual = get_backend(recipe.engine.backend, decoder_config), text.num_code_groups - 1
         layers = [decoder_layer(decoder_config, provider, experts=False) for _ in range(text.num_hidden_layers)]
@@ -106,14 +105,7 @@ class Qwen3Talker(Talker):
     """A decoder with experts, and the code predictor."""
 
     def __init__(self, config: Qwen3TalkerConfig, recipe: Recipe) -> None:
-        super().__init__(
-            transformer_config(config.text, recipe, qk_norm=True),
-            vocabulary=Vocabulary(config.text.vocab_size),
-            rotary=config.rotary,
-            backend=recipe.engine.backend,
-            stage=Stage(),
-            towers={},
-        )
+        super().__init__(config, recipe)
         self.codebooks, end, codes = config.codebooks, int(config.hf.codec_eos_token_id), config.text.vocab_size
         self.ends, self.suppressed = (
             (end,),

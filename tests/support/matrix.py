@@ -112,6 +112,11 @@ MODELS = {
     "omni": Model("experts, deepstack, audio", "qwen3_omni", HEARD, FOUR | {"mlp_only_layers": [1], "num_experts": 6}),
 }
 
+TALKERS = {  # families of tests/distributed/test_talker.py, under the same layouts
+    "qwen3_omni": "thinker with its talker, both with experts",
+    "qwen25_omni": "thinker with its talker, dense",
+}
+
 PARALLEL = {
     "tp2": Parallel("TP2", 2, ("parallel.tp=2", "parallel.sp=false")),
     "tp2 sp": Parallel("TP2 + SP", 2, ("parallel.tp=2", "parallel.sp=true")),
@@ -153,14 +158,17 @@ CORE = {
 # (parallel, model) that validation refuses, by a part of its message.
 NO_EXPERTS = "in a model without experts"
 NEEDS_SP = "needs sequence parallel"
+EXPERTS = {name: FAMILIES[built.family].experts for name, built in MODELS.items()} | {
+    name: FAMILIES[name].experts for name in TALKERS
+}
 REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model, built in MODELS.items()
-        if not FAMILIES[built.family].experts
+        for model, experts in EXPERTS.items()
+        if not experts
     },
-    **{("tp2", model): NEEDS_SP for model, built in MODELS.items() if FAMILIES[built.family].experts},
+    **{("tp2", model): NEEDS_SP for model, experts in EXPERTS.items() if experts},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")

@@ -23,7 +23,6 @@ from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import Renames, Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
-from zoo.errors import UserError
 from zoo.model.whole_parts import WholeParts, find_whole_parts
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import lora
@@ -185,7 +184,7 @@ def attach_zeros(
         arch: config.json of the base weights.
 
     Raises:
-        UserError: a target names no linear, or a model chunk would be left without an adapter.
+        UserError: a target names no linear.
     """
     settings, comm = recipe.lora, TorchComm.from_groups(world.groups)
     linears, chosen = find_targets(chunks, family, arch, recipe, comm)
@@ -202,15 +201,6 @@ def attach_zeros(
     lowrank = lora.Lowrank(settings.rank, settings.scale, settings.dropout)
     held = [_attach(target, *linears[target.zoo], lowrank, dims, recipe, world) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
-
-    def refuse_empty() -> None:
-        if not all(any(parameter.requires_grad for parameter in chunk.parameters()) for chunk in chunks):
-            raise UserError(
-                f"lora.targets={','.join(settings.targets)} in lora.parts={','.join(settings.parts)}: a pipeline "
-                f"stage has no such linear, so nothing to train; give parallel.pp=1, or more targets or parts"
-            )
-
-    together(comm, refuse_empty)
     shard = ShardInfo.from_groups(world.groups)
     towers = [f"adapters in {part}" for part in sorted(set().union(*parts) - {"language"})]
     wholes = [*settings.whole_parts, *(["the head"] if whole.head else [])]

@@ -59,6 +59,8 @@ from zoo.nn.inputs import (
 from zoo.nn.towers.gather import GatherEncoded
 from zoo.packing.cost import LABELS_AT_ONCE
 
+type Rows = tuple[Tensor, ...]  # (N, hidden) each
+
 
 class MultimodalModel(LanguageModule):
     """Embedding, towers, decoder and head of one pipeline stage. A subclass with towers gives `encode`."""
@@ -74,6 +76,7 @@ class MultimodalModel(LanguageModule):
         towers: Mapping[str, torch.nn.Module],
         deepstack_layers: Mapping[str, int] | None = None,
         local_rotary: RotaryShape | None = None,
+        groups: ProcessGroupCollection | None = None,
     ) -> None:
         """Build the modules of a stage.
 
@@ -81,8 +84,9 @@ class MultimodalModel(LanguageModule):
             towers: kept as attributes under their names, on the first stage only.
             deepstack_layers: by the name of a tower, decoder layers that its features are added after; ValueError for two towers.
             local_rotary: of layers that see a window, where these have their own.
+            groups: default: megatron-core's.
         """
-        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups = groups or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
         track_layers(config)
         self.model_type, self.groups = ModelType.encoder_or_decoder, groups
@@ -194,19 +198,9 @@ class MultimodalModel(LanguageModule):
         without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,), without these too all logits (B, T, vocab).
         Other stages: what the next one needs, (T', B, hidden).
         """
-        hidden, deepstack, mtp_media = (self._embed if self.pre_process else self._receive)(inputs)
-        rotary = self.rotary(inputs.positions)
-        local = None if self.local_rotary is None else self.local_rotary(inputs.positions)
-        mask, routing = self._local_mask(inputs.padding_mask), inputs.routing
-        if routing is not None and self.config.sequence_parallel:
-            routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        most = inputs.most_tokens
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most, noted)
+        hidden, features, mtp_media = self.decode(inputs, noted)
         if not self.post_process:
-            features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
-            sent = _join(hidden, (*features, *mtp_media))
-            # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
-            return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
+            return joined(hidden, (*features, *mtp_media))
         losses = [self._head(hidden, inputs.label_rows, inputs.targets, inputs.label_exchange, inputs)]
         for depth, (mtp_inputs, media) in enumerate(zip(inputs.mtp, mtp_media, strict=True)):
             embedded = self._embedded(mtp_inputs.input_ids)
@@ -215,10 +209,23 @@ class MultimodalModel(LanguageModule):
                 embedded = put_rows(embedded, on_device_of(torch.cat(rows), embedded), media)
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
-            mask = self._local_mask(mtp_inputs.padding_mask)
+            mask, rotary = self._local_mask(mtp_inputs.padding_mask), self.rotary(inputs.positions)
             hidden = self.multi_token(depth, hidden, embedded, rotary, inputs.seq_params, mask)
             losses.append(self._head(hidden, mtp_inputs.label_rows, mtp_inputs.targets, mtp_inputs.label_exchange))
         return torch.cat(losses, dim=-1) if inputs.mtp else losses[0]
+
+    def decode(self, inputs: ModelInputs, noted: NotedStates | None) -> tuple[Tensor, Rows, Rows]:
+        """Run the layers of a stage: states (T', B, hidden), deepstack features that later stages add, and the media of each depth."""
+        hidden, deepstack, mtp_media = (self._embed if self.pre_process else self._receive)(inputs)
+        rotary = self.rotary(inputs.positions)
+        local = None if self.local_rotary is None else self.local_rotary(inputs.positions)
+        mask, routing = self._local_mask(inputs.padding_mask), inputs.routing
+        if routing is not None and self.config.sequence_parallel:
+            routing = routing.part(self.tp_group.rank(), self.tp_group.size())
+        most = inputs.most_tokens
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most, noted)
+        features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
+        return hidden, features, mtp_media
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
         """(B, T) of this context-parallel rank -> its share under sequence parallelism."""
@@ -233,7 +240,7 @@ class MultimodalModel(LanguageModule):
         # In the weights' precision, as in transformers: sqrt(3072) is 55.5 in bf16.
         return hidden if scale == 1.0 else hidden * torch.tensor(scale, dtype=hidden.dtype).item()
 
-    def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
+    def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, Rows]:
         """Hidden states, deepstack features, and the embeddings of media for each depth of multi-token prediction."""
         hidden = self._embedded(inputs.input_ids)
         encoded = self.encode(inputs.media) if inputs.media else {}
@@ -298,7 +305,7 @@ class MultimodalModel(LanguageModule):
         """Names of the towers that `encode` may return; a family says which."""
         return ()
 
-    def _receive(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
+    def _receive(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, Rows]:
         """Take apart what the previous stage sent: hidden states, what is left of deepstack, depths' media."""
         assert self.input_tensor is not None
         batch, tokens = inputs.input_ids.shape
@@ -380,10 +387,11 @@ def _layer_kinds(config: TransformerConfig) -> tuple[list[int], list[int]]:
     return sparse, linear
 
 
-def _join(hidden: Tensor, pass_through: tuple[Tensor, ...]) -> Tensor:
+def joined(hidden: Tensor, pass_through: Rows) -> Tensor:
     """Hidden states and the rows (N, hidden) that later stages need, in one tensor for the pipeline."""
     if not pass_through:
-        return hidden
+        # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
+        return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
     batch, width = hidden.shape[1:]
     features = torch.cat([rows.to(hidden.dtype) for rows in pass_through])
     short = -len(features) % batch

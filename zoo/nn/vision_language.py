@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -13,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from zoo.config.derived import trains_thinker
@@ -21,13 +24,17 @@ from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.block import NotedStates
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.family import FamilyConfig, SpeakingConfig
+from zoo.nn.decoder.experts.router import track_layers
+from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
 from zoo.nn.head import cross_entropy, most_likely
 from zoo.nn.inputs import Encoded, Media, ModelInputs, Speech, Stage, Vocabulary, on_device_of
-from zoo.nn.multimodal import MultimodalModel
+from zoo.nn.multimodal import MultimodalModel, Rows, joined
 from zoo.nn.towers.attention import use_varlen_attention
 from zoo.nn.towers.recompute import recompute_layers
 from zoo.packing import PackedLayout
+
+ONE_STAGE = {"parallel.pp": 1, "parallel.vpp": 1, "parallel.stage_layers": []}
+"""Keys of a recipe for a decoder that stands whole on a stage of the pipeline."""
 
 
 class LanguageModel(MultimodalModel):
@@ -132,6 +139,18 @@ class Talker(MultimodalModel, ABC):
     suppressed: tuple[int, ...]
     opening: tuple[int, ...] = ()
 
+    def __init__(self, config: TalkerConfig, recipe: Recipe, *, width: int | None = None) -> None:
+        """`recipe`: of one pipeline stage; `width`: of the codes' embeddings, if not the decoder's."""
+        super().__init__(
+            transformer_config(config.text, recipe, **dict.fromkeys(config.traits, True)),
+            vocabulary=Vocabulary(config.text.vocab_size, width=width),
+            rotary=config.rotary,
+            backend=recipe.engine.backend,
+            stage=Stage(),
+            towers={},
+            groups=groups_of_one_stage(),
+        )
+
     def losses(self, embedded: Tensor, states: Tensor, speech: Speech, *, count_correct: bool = False) -> Tensor:
         """Negative log likelihoods (F + S + F (codebooks - 1),) fp32: of first codes and ends, then of each frame's residual codes.
 
@@ -212,26 +231,44 @@ class Talker(MultimodalModel, ABC):
         return residual, out[:, 0]
 
 
+def groups_of_one_stage() -> ProcessGroupCollection:
+    """This rank's groups for a decoder that stands whole on a stage of the pipeline."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = groups.gtp_remat  # megatron-core's ranks that share a weight out to gather it: here each by itself
+    return groups
+
+
 class SpeakingModel(OmniModel):
-    """A thinker, with a `talker` where a recipe trains it; a family builds both.
+    """A thinker, with a `talker` where a recipe trains it, whole on the last stage of the pipeline.
+
+    What the talker reads, text embeddings and states of the thinker, goes there with the hidden states.
 
     Attributes:
+        talks: the family's talker.
         accepted: the thinker's layer whose states the talker reads, as `NotedStates` counts.
         joint: whether the thinker is trained, too.
     """
 
+    talks: ClassVar[type[Any]]  # `Talker` of its family, built of (TalkerConfig, Recipe)
     talker: Talker
 
     def __init__(self, config: SpeakingConfig, recipe: Recipe, stage: Stage) -> None:
+        """The talker is built where the model has one, which `Processor.train_speech` sees to in a run."""
         super().__init__(config, recipe, stage)
         self.accepted, self.joint = config.accepted, trains_thinker(recipe)
+        self._routed: tuple[TransformerConfig, ...] = (self.config,)
+        if recipe.train.speech_loss and config.talker is not None:
+            talker, whole = config.checked_talker(), recipe.replace(ONE_STAGE)
+            routed = transformer_config(talker.text, whole, **dict.fromkeys(talker.traits, True))
+            track_layers(routed)
+            self._routed = (self.config, routed) if self.joint else (routed,)
+            if stage.last:
+                self.talker = type(self).talks(talker, whole)
 
     @property
     def routed_configs(self) -> tuple[TransformerConfig, ...]:
-        """That of the talker where it is trained, and that of a thinker that is."""
-        if not hasattr(self, "talker"):
-            return (self.config,)
-        return (self.config, self.talker.config) if self.joint else (self.talker.config,)
+        """That of the talker where it is trained, and that of a thinker that is: the same ones on every stage."""
+        return self._routed
 
     def forward(self, inputs: ModelInputs, noted: NotedStates | None = None) -> Tensor:
         """With `speech` in the inputs the losses of the text, if the thinker is trained, and what `Talker.losses` gives; else the thinker's.
@@ -243,10 +280,33 @@ class SpeakingModel(OmniModel):
         speech: Speech | None = getattr(inputs, "speech", None)
         if speech is None:
             return super().forward(inputs, noted)
-        noted = self.noted_states()
-        texts = super().forward(inputs, noted) if self.joint else None
-        codes = self.talker.losses(*self.read(inputs, speech, noted), speech, count_correct=inputs.count_correct)
-        return codes if texts is None else torch.cat((texts, codes), dim=-1)
+        noted, rows = self.noted_states(), self._received_rows(speech)
+        thinker: Rows = ()
+        if self.joint:
+            thinker = (super().forward(inputs, noted),)
+        elif len(rows) < 2:  # the layer that is read is yet to come
+            with torch.no_grad():
+                hidden, features, _ = self.decode(inputs, noted)
+            thinker = () if noted.states is not None else (joined(hidden, features),)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.joint):
+            rows += (self._embedded(speech.text[None])[:, 0],) if self.pre_process else ()
+            rows += (self._states(speech, noted),) if noted.states is not None else ()
+        if not self.post_process:
+            return joined(thinker[0], rows) if thinker else joined(rows[0][:, None], rows[1:])
+        embedded, states = rows
+        codes = self.talker.losses(embedded, states, speech, count_correct=inputs.count_correct)
+        return torch.cat((*thinker, codes), dim=-1)
+
+    def _received_rows(self, speech: Speech) -> Rows:
+        """What of `read` the stages before have sent, which is taken off what the decoder gets: nothing, embeddings, or states as well."""
+        if self.pre_process:
+            return ()
+        sizes = [len(speech.text)]
+        if get_transformer_layer_offset(self.config, self.vp_stage) >= self.accepted:
+            sizes.append(len(speech.stated))
+        assert self.input_tensor is not None
+        self.input_tensor, rows = self.input_tensor.tensor_split([len(self.input_tensor) - sum(sizes)])
+        return tuple(rows[:, 0].split(sizes))
 
     def noted_states(self) -> NotedStates:
         """A place for the states that the talker reads, at which a thinker that is not trained ends."""
@@ -259,22 +319,23 @@ class SpeakingModel(OmniModel):
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.joint):
             if noted.states is None:
-                hidden, deepstack, _ = self._embed(inputs)
-                rotary, params = self.rotary(inputs.positions), inputs.seq_params
-                mask, most = self._local_mask(inputs.padding_mask), inputs.most_tokens
-                self.decoder(hidden, rotary, params, mask, deepstack, most_tokens=most, noted=noted)
-            states, cp = noted.states, self.groups.cp
-            assert states is not None
-            if self.config.sequence_parallel:  # the talker's inputs are the same on all ranks
-                states = gather_from_sequence_parallel_region(
-                    states, tensor_parallel_output_grad=False, group=self.tp_group
-                )
-            states = states[:, 0].index_select(0, speech.seen)
-            if cp.size() > 1:  # each rank brings those that it holds, and reads any
-                every = states.new_zeros(speech.states, states.shape[1]).index_copy(0, speech.places, states)
-                every = reduce_from_tensor_model_parallel_region(every, group=cp)
-                states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.wanted)
-            return self._embedded(speech.text[None])[:, 0], states
+                self.decode(inputs, noted)
+            return self._embedded(speech.text[None])[:, 0], self._states(speech, noted)
+
+    def _states(self, speech: Speech, noted: NotedStates) -> Tensor:
+        """(N, hidden) of those that a thinker has noted."""
+        states, cp = noted.states, self.groups.cp
+        assert states is not None
+        if self.config.sequence_parallel:  # the talker's inputs are the same on all ranks
+            states = gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        states = states[:, 0].index_select(0, speech.seen)
+        if cp.size() > 1:  # each rank brings those that it holds, and reads any
+            every = states.new_zeros(speech.states, states.shape[1]).index_copy(0, speech.places, states)
+            every = reduce_from_tensor_model_parallel_region(every, group=cp)
+            states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.wanted)
+        return states
 
     def to_say(self, speech: Speech, noted: NotedStates) -> Tensor:
         """(S, R, hidden) what frames are read with that are still to be said: embeddings, and where `rest_seen` asks for them states."""

@@ -66,6 +66,7 @@ class TowerCost:
     attended: float = 0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
     layers: int = 0  # that the host launches one by one
     ends: float = 0.0  # those of `kept` that are before and behind layers and mergers, which full recompute keeps too
+    unkept: float = 0.0  # of a row at a forward pass's widest moment before the layers, where it keeps none
 
     def flops(self, rows: float) -> float:
         """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""

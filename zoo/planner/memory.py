@@ -7,7 +7,7 @@ what the widest moment of the backward pass needs beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ class TalkerModel:
     residual_kinds: Sequence[LayerKind]
     codebooks: int
     projected: int  # numbers that its projections keep of a token
+    accepted: int  # layers of the thinker before what it reads
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,13 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
         stored, recomputed = layers_bytes(kept, layers, recipe.engine.recompute)
         first, towers = _first(kept, model) if stage == 0 else (0.0, 0.0)
         if model.talker is not None and not trains_thinker(recipe):  # nothing is kept but what a layer works on
-            towers = max((max(kept.layer(kind)) for kind in set(layers)), default=0.0)  # gone when the talker begins
+            towers = _unkept(kept, layers, model.cost.towers if stage == 0 else {})  # gone when the talker begins
             stored = first = head = loss = recomputed = 0.0
+        if model.talker is not None and stage:  # what it reads comes through: embeddings, and at most a state with each
+            spoken_tokens = SavedActivations(recipe, model.text, (), _spoken_row(model.cost, row), fused).tokens
+            stored += 2 * spoken_tokens * model.text.hidden_size * kept.size
         if model.talker is not None and stage == parallel.pp - 1:
-            spoken, further = _talker_bytes(model.talker, model.cost, recipe, row, fused=fused)
+            spoken, further = _talker_bytes(model, model.talker, recipe, row, fused=fused)
             head, loss = head + spoken, max(loss, further)
         # The backward pass comes to the towers when it has left the decoder.
         widest = max(stored + head + max(recomputed, loss), towers)
@@ -272,18 +276,23 @@ def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
     return stored, max((widest for _, widest in towers), default=0.0)
 
 
-def _talker_bytes(
-    talker: TalkerModel, cost: ModelCost, recipe: Recipe, row: Row, *, fused: bool
-) -> tuple[float, float]:
+def _unkept(kept: SavedActivations, layers: Sequence[LayerKind], towers: Mapping[str, TowerCost]) -> float:
+    """Bytes at the widest moment of a forward pass that keeps nothing."""
+    each, items = kept.size / (kept.recipe.parallel.tp * kept.recipe.parallel.cp), kept.row.items
+    widest = [tower.unkept * items[name].padded(tower.piece) * each for name, tower in towers.items() if name in items]
+    return max((*widest, *(max(kept.layer(kind)) for kind in set(layers))), default=0.0)
+
+
+def _talker_bytes(model: Model, talker: TalkerModel, recipe: Recipe, row: Row, *, fused: bool) -> tuple[float, float]:
     """(bytes kept, further bytes at the widest moment) of a rank, for a row that is spoken."""
-    kept = SavedActivations(recipe, talker.text, talker.traits, _spoken_row(cost, row), fused, TALKER)
+    kept = SavedActivations(recipe, talker.text, talker.traits, _spoken_row(model.cost, row), fused, TALKER)
     stored, recomputed = layers_bytes(kept, talker.kinds, recipe.engine.recompute)
     head, loss = kept.head()
     # States of media go through a projection of their own, beside the embeddings of all tokens.
-    media = row.media_tokens(cost.towers)
+    media = row.media_tokens(model.cost.towers)
     stored += (kept.tokens + media / recipe.parallel.cp) * talker.projected * kept.size + head
     if trains_thinker(recipe):  # whose states and embeddings come with a gradient
-        recomputed = max(recomputed, (kept.tokens + row.total) * kept.size)
+        recomputed = max(recomputed, (kept.tokens + row.total) * model.text.hidden_size * kept.size)
     if talker.residual is None:
         return stored, max(recomputed, loss)
     # Each rank has its frames whole, whatever shares tokens and experts out.

@@ -26,7 +26,6 @@ from zoo.config.schema import Recipe
 from zoo.config.schema.run import Recompute
 from zoo.config.validate import validate
 from zoo.errors import ConfigError, size
-from zoo.packing.cost import TALKER
 from zoo.parallel.megatron.core_import import import_core
 from zoo.parallel.process_state import preserve_process_state
 from zoo.planner import memory as planned_memory
@@ -40,7 +39,7 @@ from zoo.registry import get_family
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from zoo.nn.family import FamilyConfig, TalkerConfig
+    from zoo.nn.family import FamilyConfig
 
 PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
 SURE = 20.0  # a run whose rough estimate is so many times below what there is needs no plan to fit
@@ -49,6 +48,7 @@ SURE = 20.0  # a run whose rough estimate is so many times below what there is n
 def model_of(recipe: Recipe) -> Model:
     """The model of a recipe, which has to have `model.arch`."""
     import_core()
+    from zoo.nn.family import SpeakingConfig
     from zoo.nn.flops import layer_kinds, model_cost
     from zoo.planner.parameter_statistics import parameter_statistics
 
@@ -56,11 +56,12 @@ def model_of(recipe: Recipe) -> Model:
     parameters, teacher, kinds = parameter_statistics(recipe), _teacher(recipe), layer_kinds(config.text)
     cost, mtp, talker = model_cost(config, recipe), config.mtp_layers(recipe), None
     if cost.talker is not None:
-        own: TalkerConfig = getattr(config, TALKER)
+        assert isinstance(config, SpeakingConfig) and config.talker is not None
+        own = config.talker
         residual, of_frames = own.residual, () if own.residual is None else layer_kinds(own.residual)
         talker = TalkerModel(
             _sizes(own.text), own.traits, layer_kinds(own.text), None if residual is None else _sizes(residual), of_frames,
-            own.codebooks, own.projection.kept,
+            own.codebooks, own.projection.kept, config.accepted,
         )  # fmt: skip
     return Model(
         parameters, cost, _sizes(config.text), config.traits, kinds, config.deepstack_layers, mtp, teacher, talker

@@ -95,18 +95,24 @@ class Speed:
     def _ends(self, recipe: Recipe) -> tuple[float, float, float]:
         """FLOPs of training of a decoder layer, and of what stands before the first one and behind the last."""
         flops = {part: forward * factor(self.model, recipe, part, self.row) for part, forward in self.forward.items()}
-        layers = len(self.model.kinds) + self.model.mtp
+        layers = max(1, self._layers(recipe) + self.model.mtp)
         layer, head = flops.pop("decoder") / layers, flops.pop("head") + flops.pop(TALKER, 0.0)
         return layer, sum(flops.values()), head + self.model.mtp * layer
+
+    def _layers(self, recipe: Recipe) -> int:
+        """Decoder layers that run: of a thinker that is not trained those before what its talker reads."""
+        talker = self.model.talker
+        return len(self.model.kinds) if talker is None or trains_thinker(recipe) else talker.accepted
 
     def _widest(self, recipe: Recipe) -> float:
         """Time of the slowest pipeline stage over that of an even share."""
         if recipe.parallel.pp == 1:
             return 1.0
         layer, first, last = self._ends(recipe)
-        stages = [0.0] * recipe.parallel.pp
+        stages, left = [0.0] * recipe.parallel.pp, self._layers(recipe)
         for chunk, layers in enumerate(stage_layers(recipe, len(self.model.kinds))):
-            stages[chunk % recipe.parallel.pp] += layers * layer
+            stages[chunk % recipe.parallel.pp] += min(layers, left) * layer
+            left -= min(layers, left)
         stages[0] += first
         stages[-1] += last
         return max(stages) * recipe.parallel.pp / max(sum(stages), 1.0)
@@ -115,6 +121,10 @@ class Speed:
         """Layers of each pipeline stage such that stages take about as long, towers and head counted as layers."""
         layer, first, last = self._ends(recipe)
         stages = recipe.parallel.pp * recipe.parallel.vpp
+        if unread := max(0, layers - max(stages, self._layers(recipe))):  # which the last stage holds
+            *others, end = self.balanced(recipe, layers - unread)
+            return [*others, end + unread]
+        layer = max(layer, 1.0)  # none may run
         share = (layers * layer + first + last) / stages
         most = layers - (stages - 2) if stages > 2 else layers - 1
         ends = [min(most, max(1, round((share - extra) / layer))) for extra in (first, last)]

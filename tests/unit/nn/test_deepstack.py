@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage, Vocabulary
-from zoo.nn.multimodal import MultimodalModel, _join
+from zoo.nn.multimodal import MultimodalModel, joined
 
 TEXT = SimpleNamespace(
     num_hidden_layers=3, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
@@ -81,7 +81,7 @@ def test_features_reach_later_stages() -> None:
     model, inputs = model_of("eyes"), inputs_of("eyes")
     with torch.no_grad():
         hidden, deepstack, _ = model._embed(inputs)
-        model.input_tensor, model.pre_process = _join(hidden, deepstack.features), False
+        model.input_tensor, model.pre_process = joined(hidden, deepstack.features), False
         assert len(model.input_tensor) == 8 + 3 * LAYERS
         torch.testing.assert_close(model(inputs), logits("eyes"), rtol=0, atol=0)
 

@@ -15,10 +15,6 @@ from zoo.types import JsonMapping
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
     parallel, ranks = recipe.parallel, "1 rank" if world_size == 1 else f"{world_size} ranks"
-    if recipe.train.speech_loss and parallel.pp > 1:
-        raise ConfigError(
-            f"parallel.pp={parallel.pp} with train.speech_loss: a talker is no stage of a pipeline; share the model out by parallel.ep or tp"
-        )
     if parallel.towers == "shared" and parallel.pp > 1:
         raise ConfigError(
             f"parallel.towers=shared with parallel.pp={parallel.pp}: towers are not shared within a pipeline; take "

@@ -108,6 +108,8 @@ def audio_cost(audio: PretrainedConfig) -> TowerCost:
     tokens = tokens_of_chunk(chunk)
     convolutions, mel, frames = 0.0, audio.num_mel_bins, chunk
     maps = float(mel * frames)  # numbers kept of a chunk: input of each convolution, and of what follows it
+    # A first convolution's result is the largest, and stands beside its activation.
+    unkept = maps + 2.0 * channels * -(-mel // CONV_STRIDE) * -(-frames // CONV_STRIDE)
     for layer in range(CONV_LAYERS):
         mel, frames = -(-mel // CONV_STRIDE), -(-frames // CONV_STRIDE)
         maps += 2.0 * channels * mel * frames
@@ -125,6 +127,7 @@ def audio_cost(audio: PretrainedConfig) -> TowerCost:
         attended=audio.encoder_layers * width / rows,
         layers=audio.encoder_layers,
         ends=maps / chunk + 4.0 * width / rows,
+        unkept=unkept / chunk,
     )
 
 
