@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ class GLM45VConfig(FamilyConfig):
     kinds = ("glm4v_moe",)
     not_built: ClassVar[dict[str, str]] = dict.fromkeys(("glm4v", "glm46v"), DENSE)
     mrope_section = (8, 12, 12)
+    mrope_interleaved = False
+    partial_rotary = True
 
     @cached_property
     def traits(self) -> tuple[str, ...]:
@@ -59,14 +60,6 @@ class GLM45VConfig(FamilyConfig):
                 f"vision_config.hidden_size is {vision.hidden_size}; wanted a multiple of 4 for each of num_heads "
                 f"{vision.num_heads}, half of whose channels turn with the height and half with the width"
             )
-
-    @property
-    def rotary(self) -> RotaryShape:
-        """Multimodal rotary embedding of a part of each head: time has the first frequencies, then height, then width."""
-        rope = self.text.rope_parameters
-        sections = list(rope.get("mrope_section", self.mrope_section))
-        fraction = float(rope.get("partial_rotary_factor", 1.0))
-        return RotaryShape(float(rope["rope_theta"]), sections, interleaved=False, fraction=fraction)
 
     def tower_costs(self) -> dict[str, TowerCost]:
         """Costs of the vision tower, a row being a patch: its blocks, the convolution over a square, and the merger."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import RotaryShape
 from zoo.nn.towers.audio import audio_cost, check_audio
 from zoo.packing.cost import TowerCost
 
@@ -47,11 +46,6 @@ class Qwen3ASRConfig(FamilyConfig):
     def audio(self) -> PretrainedConfig:
         """The audio tower's config."""
         return self.hf.audio_config
-
-    @property
-    def rotary(self) -> RotaryShape:
-        """Plain rotary embedding of whole heads."""
-        return RotaryShape(float(self.text.rope_parameters["rope_theta"]))
 
     def tower_costs(self) -> dict[str, TowerCost]:
         """The audio tower with its projector; a row is a mel frame."""

@@ -54,7 +54,7 @@ class CodePredictor(MegatronModule):
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm(rms_norm=True)),
             pg_collection=groups,
         )
-        self.rotary = Rotary.from_shape(decoder_config.kv_channels, config.rotary)
+        self.rotary = Rotary(config.rotary)
         shape, std = (text.vocab_size, text.hidden_size), text.initializer_range
         tables = [torch.nn.Embedding(*shape) for _ in range(residual)]
         heads = [CodeHead(*shape) for _ in range(residual)]

@@ -22,7 +22,6 @@ from zoo.errors import UserError
 from zoo.registry import get_family
 
 MROPE, PARTIAL = TEXT["rope_parameters"], HYBRID["rope_parameters"]
-STRETCHED = {"rope_type": "linear", "factor": 4.0}
 KEYS = {"one key head": {"num_key_value_heads": 1}, "epsilon": {"rms_norm_eps": 1e-2}}
 COMMON = KEYS | {"no grouped queries": {"num_key_value_heads": 6}}
 
@@ -245,7 +244,6 @@ def test_tied_embeddings(family: str, tmp_path: Path, cpu_world: Any) -> None:
     assert max(pair.errors(gradients).values()) < 2 * pair.gradients_limit
 
 
-LINEAR_ROPE = {"rope_parameters": ROPE | STRETCHED}
 GPT_OSS = {  # of InternVL3_5-GPT-OSS-20B-A4B-Preview
     "model_type": "gpt_oss",
     "attention_bias": True,
@@ -264,7 +262,6 @@ GPT_OSS = {  # of InternVL3_5-GPT-OSS-20B-A4B-Preview
     "swiglu_limit": 7.0,
     "vocab_size": 200064,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 # Keys of a config.json that differ, of parts and of the whole, and what is said of them.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "qwen3_vl": [
@@ -299,14 +296,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"downsample_ratio": 0.4}, "downsample_ratio is 0.4"),
         ({"vision_config": {"hidden_dropout_prob": 0.1}}, "vision_config.hidden_dropout_prob is 0.1"),
         ({"vision_config": {"projection_dropout": 0.1}}, "vision_config.projection_dropout is 0.1"),
-        ({"text_config": LINEAR_ROPE}, "'linear'"),
     ],
     "llava": [
         ({"text_config": {"model_type": "gemma"}}, r"text_config.model_type is 'gemma'; .* qwen2 only"),
         ({"vision_config": {"model_type": "clip"}}, r"vision_config.model_type is 'clip"),
         ({"vision_feature_layer": -6}, "layers of the tower, 1 to 4 or -4 to -1"),
         ({"model_type": "qwen2_vl"}, "model_type 'qwen2_vl' is not LLaVA"),
-        ({"text_config": LINEAR_ROPE}, "rope_type is 'linear'"),
         ({"text_config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'"),
         ({"text_config": {"attention_bias": True}}, "attention_bias is True"),
         ({"text_config": {"mlp_bias": True}}, "mlp_bias is True"),
@@ -327,7 +322,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"text_config": {"num_attention_heads": 8}}, "is 8; wanted a divisor of hidden_size 108"),
         ({"vision_config": {"window_size": 31}}, "window_size is 31; wanted at least the 32 pixels"),
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window is True"),
-        ({"text_config": {"rope_parameters": SECTIONS | STRETCHED}}, "rope_type is 'linear'"),
         ({"text_config": {"rope_parameters": SECTIONS | {"mrope_section": [4, 4, 4]}}}, "three numbers that sum to 9"),
     ],
     "qwen3_asr": [
@@ -338,7 +332,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"audio_config": {"n_window_infer": 50}}, "n_window_infer is 50; wanted a chunk or more"),
         ({"audio_config": {"max_position_embeddings": 12}}, "wanted the 13 embeddings of a chunk"),
         ({"audio_config": {"output_dim": 46}}, "output_dim is 46; wanted text_config.hidden_size 44"),
-        ({"text_config": LINEAR_ROPE}, "is 'linear'"),
     ],
     "qwen25_omni": [
         ({"audio_config": {"d_model": 31, "encoder_attention_heads": 1}}, "d_model is 31; wanted an even number"),
@@ -346,7 +339,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"audio_config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"vision_config": {"window_size": 31}}, "window_size is 31; wanted at least the 32 pixels"),
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window is True"),
-        ({"text_config": {"rope_parameters": SECTIONS | STRETCHED}}, "rope_type is 'linear'"),
     ],
     "gemma3": [
         ({"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention is True"),
@@ -367,7 +359,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gemma3_text": [
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"rope_parameters": BOTH_ROPES | {FULL: {"rope_type": "yarn", "rope_theta": 5.0}}}, "'yarn'"),
+        ({"rope_parameters": BOTH_ROPES | {FULL: {"rope_type": "longrope", "rope_theta": 5.0}}}, "'longrope'"),
     ],
     "gemma4": [
         ({"text_config": {"hidden_size_per_layer_input": 8}}, "hidden_size_per_layer_input is 8: .*for each layer"),
@@ -395,7 +387,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"text_config": {"n_shared_experts": 0}}, "n_shared_experts is 0"),
         ({"vision_config": {"hidden_size": 30}}, "wanted a multiple of 4"),
         ({"vision_config": {"image_size": 8}}, "image_size is 8; wanted at least patch_size 16"),
-        ({"text_config": {"rope_parameters": HALF | STRETCHED}}, "rope_type is 'linear'"),
         ({"text_config": {"rope_parameters": HALF | {"mrope_section": [4, 3, 3]}}}, "three numbers that sum to 5"),
     ],
 }
@@ -414,7 +405,15 @@ DECODERS = ("qwen3_vl", "qwen35_vl", "qwen3_omni", "qwen3", "qwen3_next")
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [({"attention_bias": True}, "attention_bias"), (STRETCHED, "rope_type"), (YARN, "rope_type")],
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}, "rope_type is 'longrope'"),
+        ({"rope_type": "llama3", "factor": 4.0, "high_freq_factor": 4.0}, "Missing required keys .*'low_freq_factor'"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
+            "can't compute the frequencies .float division by zero",
+        ),
+    ],
 )
 def test_what_no_decoder_has_is_refused(family: str, change: dict[str, Any], complaint: str) -> None:
     arch = FAMILIES[family].config().to_dict()

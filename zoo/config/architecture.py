@@ -62,6 +62,8 @@ REAL: dict[str, tuple[float, float]] = {
         ((2**-10, 1.0), "downsample_ratio"),
         ((1e-6, 1.0), "partial_rotary_factor"),
         ((1e-6, 1e6), "attn_logit_softcapping final_logit_softcapping routed_scaling_factor factor"),
+        ((1e-6, 1e6), "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
+        ((0.0, 1e6), "mscale mscale_all_dim"),
         ((0.0, 1e6), "router_aux_loss_coef"),
         ((1e-6, 1e15), "rope_theta"),
     )
@@ -72,7 +74,7 @@ FLAGS = {
     *("output_router_logits", "scale_embedding", "multimodal_projector_bias", "enable_audio_output"),
     *("mtp_use_dedicated_embeddings", "vision_use_head", "mrope_interleaved", "is_causal", "is_encoder_decoder"),
     *("output_hidden_states", "return_dict", "use_qk_norm", "use_mask_token", "use_mean_pooling"),
-    "use_absolute_position_embeddings",
+    *("use_absolute_position_embeddings", "truncate"),
 }
 TEXTS = {
     *("model_type", "hidden_act", "activation_function", "projector_hidden_act", "rope_type", "dtype"),

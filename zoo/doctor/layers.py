@@ -52,7 +52,7 @@ class Subject:
     recipe: Recipe
     device: torch.device
     config: TransformerConfig  # as a rank has it
-    rotary: Any  # zoo.nn.inputs.RotaryShape
+    rotary: Any  # zoo.nn.decoder.attention.rotary.RotaryShape
     model: MultimodalModel  # last stage: layers, final norm, head
     towers: tuple[TowerHeads, ...]
 

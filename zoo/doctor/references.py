@@ -93,16 +93,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotary(x: Tensor, positions: Tensor, axes: Sequence[int], base: float, turning: int) -> Tensor:
-    """x (T, H, D) turned in the pairs (i, i + R/2) of its first R channels, R = 2 * len(axes).
+def rotary(x: Tensor, positions: Tensor, axes: Sequence[int], frequencies: Sequence[float], amplitude: float) -> Tensor:
+    """x (T, H, D) turned in the pairs (i, i + R/2) of its first R channels, R = 2 * len(axes), and made longer by `amplitude`.
 
-    positions (A, T); frequency i turns by positions[axes[i]] * base ** (-2 i / R), those from `turning` on do not.
+    positions (A, T); pair i turns by positions[axes[i]] * frequencies[i].
     """
     half = len(axes)
-    frequency = base ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    frequency[turning:] = 0.0
-    angle = positions.to(x.dtype)[list(axes)].T * frequency  # (T, R/2)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    angle = positions.to(x.dtype)[list(axes)].T * torch.tensor(frequencies, dtype=x.dtype, device=x.device)  # (T, R/2)
+    cos, sin = (amplitude * part[:, None] for part in (angle.cos(), angle.sin()))
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 

@@ -119,14 +119,13 @@ def _rotary(subject: Subject) -> Iterator[Check]:
     attention = layer.self_attention
     layout = row_layout(subject).to(subject.device)
     heads, width = config.num_attention_heads, attention.config.kv_channels
-    half = (width if shape.whole else int(width * shape.fraction)) // 2
-    turning = int(width * shape.fraction // 2) if shape.whole else half
+    half = len(shape.frequencies)
     axes = axis_of_frequency(shape.sections, shape.interleaved) if shape.sections else [0] * half
     positions = layout.positions.expand(max(axes) + 1, 1, -1).clone()
     positions[1:] = positions[1:] // 3 + 5  # axes that differ, as of an image
 
     def exact(x: Tensor) -> Tensor:
-        return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base, turning)
+        return references.rotary(x, positions[:, 0].double(), axes, shape.frequencies, shape.amplitude)
 
     def prepare() -> Trial:
         turn = subject.model.rotary(positions)

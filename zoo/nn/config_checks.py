@@ -6,13 +6,22 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError, printable
-from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
+from zoo.nn.decoder.config import activation, full_heads, head_width, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.types import JsonMapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Numbers that a kind of rotary embedding needs, beside rope_theta.
+SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "proportional": (),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob", "projection_dropout")
 
 
@@ -142,49 +151,54 @@ def _check_sigmoid_routing(text: PretrainedConfig, where: str) -> None:
 
 
 def _check_rotary(config: Any) -> None:
-    text, rope, where = config.text, config.text.rope_parameters, config.text_prefix
+    text, rope, where = config.text, config.text.rope_parameters, f"{config.text_prefix}rope_parameters"
+    full, head = full_heads(text), head_width(text)
+    scaled = ("default", "linear", "yarn", "llama3")
     if config.sliding:
-        for kind in ("full_attention", "sliding_attention"):
+        for kind, width in (("full_attention", full.width if full else head), ("sliding_attention", head)):
             if not isinstance(rope.get(kind), dict):
-                raise UserError(f"{where}rope_parameters.{kind} is missing; wanted the parameters of such layers")
-            _check_angles(f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear", *config.further_angles))
+                raise UserError(f"{where}.{kind} is missing; wanted the parameters of such layers")
+            _check_angles(f"{where}.{kind}", rope[kind], (*scaled, *config.further_angles), width, partial=False)
     elif any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
-            f"{where}rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
-            "for all of them"
+            f"{where} has parameters for each kind of layer; this decoder has one rotary embedding for all of them"
         )
     else:
         # Dynamic is the default up to max_position_embeddings, which `transformer_config` holds packing.budget to.
         plain = ("dynamic",) if config.mrope_section is None else ()
-        _check_angles(f"{where}rope_parameters", rope, ("default", *plain))
+        _check_angles(where, rope, (*scaled, *plain), head, config.partial_rotary)
     if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
-        raise UserError(f"{where}rope_parameters.mrope_section is null; wanted a list of 3 numbers")
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    full = full_heads(text)
-    for width, shape in ((full.width if full else head, config.rotary), (head, config.local_rotary)):
-        if shape is None:
-            continue
-        rotated = width if shape.whole else int(width * shape.fraction)
-        if rotated < 2 or rotated % 2:
-            raise UserError(
-                f"{rotated} of the {width} channels of a head would be rotated; wanted an even number: change "
-                f"{where}head_dim or rope_parameters.partial_rotary_factor"
-            )
-        if shape.sections is not None:
-            _check_sections(where, shape.sections, rotated // 2, shape.interleaved)
+        raise UserError(f"{where}.mrope_section is null; wanted a list of 3 numbers")
+    try:
+        shapes = (config.rotary, config.local_rotary)
+    except ArithmeticError as error:
+        raise UserError(
+            f"{where}: transformers can't compute the frequencies ({error}); correct its numbers"
+        ) from error
+    for shape in shapes:
+        if shape is not None and shape.sections is not None:
+            _check_sections(where, shape.sections, len(shape.frequencies), shape.interleaved)
 
 
-def _check_angles(where: str, rope: JsonMapping, built: tuple[str, ...]) -> None:
+def _check_angles(where: str, rope: JsonMapping, built: tuple[str, ...], head: int, partial: bool) -> None:
+    """Of heads of `head` channels; `partial`: of which transformers rotates as many as the parameters say."""
     kind = rope.get("rope_type", "default")
     if kind not in built:
-        raise UserError(f"{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only")
-    if rope.get("rope_theta") is None:
-        raise UserError(f"{where}.rope_theta is null; wanted a number")
-    named = ["partial_rotary_factor"] + (["factor"] if kind != "default" else [])
-    if null := [name for name in named if rope.get(name, 1.0) is None]:
+        raise UserError(f"{where}.rope_type is {kind!r}; this decoder has {', '.join(map(repr, built))} only")
+    for name in ("rope_theta", *SCALINGS[kind]):
+        if rope.get(name) is None:
+            raise UserError(f"{where}.{name} is {'null' if name in rope else 'missing'}; wanted a number")
+    if null := [name for name in ("partial_rotary_factor", "factor") if rope.get(name, 1.0) is None]:
         raise UserError(f"{where}.{null[0]} is null; wanted a number")
-    if kind == "linear" and "factor" not in rope:
-        raise UserError(f"{where}.factor is missing; wanted a number")
+    part = float(rope.get("partial_rotary_factor", 1.0))
+    if kind not in ("default", "proportional") and not partial and part != 1.0:
+        raise UserError(f"{where}.partial_rotary_factor is {part}; this decoder rotates whole heads: leave it out")
+    rotated = int(head * part) if partial else head
+    if rotated < 2 or rotated % 2:
+        raise UserError(
+            f"{rotated} of the {head} channels of a head would be rotated; wanted an even number: change head_dim or "
+            f"partial_rotary_factor of {where}"
+        )
 
 
 def _check_sections(where: str, sections: list[int], frequencies: int, interleaved: bool) -> None:
@@ -193,7 +207,7 @@ def _check_sections(where: str, sections: list[int], frequencies: int, interleav
     beyond = (axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]) if fits else ()
     if not fits or (interleaved and any(beyond)):
         raise UserError(
-            f"{where}rope_parameters.mrope_section is {printable(str(sections), 100)}; wanted three numbers that sum to {frequencies}, "
+            f"{where}.mrope_section is {printable(str(sections), 100)}; wanted three numbers that sum to {frequencies}, "
             "half of the rotated channels of a head"
             + (", of which the last two are a third of it at most" if interleaved else "")
         )

@@ -15,10 +15,11 @@ from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 from zoo.nn.config_checks import check_decoder, check_sides, check_towers
-from zoo.nn.inputs import RotaryShape
+from zoo.nn.decoder.attention.rotary import RotaryShape, rotary_shape
+from zoo.nn.decoder.config import full_heads, head_width
 from zoo.packing.cost import Projection, TowerCost
 from zoo.packing.spoken import SpeechTokens
-from zoo.types import JsonMapping, JsonObject
+from zoo.types import JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +157,12 @@ class FamilyConfig:
     @cached_property
     def text(self) -> PretrainedConfig:
         """The decoder's config, with what transformers' decoder reads; a language model's is the whole."""
-        return _as_read(getattr(self.root, "text_config", self.root), self.further)
+        return _as_read(self._decoder, self.further)
+
+    @property
+    def _decoder(self) -> PretrainedConfig:
+        """The decoder's config with all that the file has."""
+        return getattr(self.root, "text_config", self.root)
 
     @cached_property
     def vision(self) -> Any:
@@ -177,13 +183,11 @@ class FamilyConfig:
     @property
     def rotary(self) -> RotaryShape:
         """Rotary embedding of the part of each head that the config says, multimodal with an `mrope_section`."""
-        rope, axes = self.text.rope_parameters, self.mrope_section
-        return RotaryShape(
-            float(rope["rope_theta"]),
-            None if axes is None else list(rope.get("mrope_section", axes)),
-            interleaved=axes is not None and self.mrope_interleaved,
-            fraction=float(rope.get("partial_rotary_factor", 1.0)) if self.partial_rotary else 1.0,
-        )
+        axes = self.mrope_section
+        sections = None if axes is None else list(self.text.rope_parameters.get("mrope_section", axes))
+        interleaved = axes is not None and self.mrope_interleaved
+        width, partial = head_width(self.text), self.partial_rotary
+        return rotary_shape(self._decoder, width, partial=partial, sections=sections, interleaved=interleaved)
 
     @property
     def local_rotary(self) -> RotaryShape | None:
@@ -347,25 +351,18 @@ class WindowedConfig(FamilyConfig):
     @property
     def rotary(self) -> RotaryShape:
         """The angles of layers that see all earlier tokens."""
-        return _shape(self.text.rope_parameters["full_attention"])
+        full = full_heads(self.text)
+        return rotary_shape(self._decoder, full.width if full else head_width(self.text), "full_attention")
 
     @property
     def local_rotary(self) -> RotaryShape:
         """The angles of layers that see a window."""
-        return _shape(self.text.rope_parameters["sliding_attention"])
+        return rotary_shape(self._decoder, head_width(self.text), "sliding_attention")
 
     @property
     def embedding_scale(self) -> float:
         """Factor of tokens' embeddings."""
         return float(self.text.hidden_size) ** 0.5
-
-
-def _shape(rope: JsonMapping) -> RotaryShape:
-    if rope.get("rope_type") == "proportional":
-        fraction, factor = (float(rope.get(key, 1.0)) for key in ("partial_rotary_factor", "factor"))
-        return RotaryShape(float(rope["rope_theta"]), fraction=fraction, factor=factor, whole=True)
-    linear = rope.get("rope_type") == "linear"
-    return RotaryShape(float(rope["rope_theta"]), factor=float(rope["factor"]) if linear else 1.0)
 
 
 def tower_config(part: Any) -> Any:

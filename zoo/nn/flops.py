@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from zoo.config.derived import trains_thinker
-from zoo.nn.decoder.config import full_heads, windowed_layers
+from zoo.nn.decoder.config import full_heads, head_width, windowed_layers
 from zoo.nn.family import FamilyConfig, SpeakingConfig, TalkerConfig
 from zoo.nn.graphs.row import CHUNK
 from zoo.packing.cost import DecoderCost, LayerKind, ModelCost, TalkerCost
@@ -81,8 +81,7 @@ def _layer(text: PretrainedConfig, traits: Collection[str], kind: LayerKind) -> 
 
 def _attention(text: PretrainedConfig, gated: bool) -> DecoderCost:
     """Queries (twice with a gate), keys, values and the way out; scores and their product with the values."""
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
+    queries, keys = (heads * head_width(text) for heads in (text.num_attention_heads, text.num_key_value_heads))
     widths = queries * (3 if gated else 2) + 2 * keys
     return DecoderCost(2.0 * text.hidden_size * widths, 4.0 * queries)
 

@@ -150,18 +150,6 @@ def label_losses(logits: Tensor, targets: Tensor, inputs: ModelInputs | None, gr
     return loss if second is None else torch.stack((loss, second.to(loss.dtype)))
 
 
-@dataclass(frozen=True)
-class RotaryShape:
-    """Rotary embedding of the decoder: base theta, sections per position axis (None: plain), interleaved."""
-
-    base: float
-    sections: list[int] | None = None
-    interleaved: bool = False
-    fraction: float = 1.0  # share of a head's width that is rotated
-    whole: bool = False  # that share of the frequencies of a whole head, of which the rest are zero
-    factor: float = 1.0  # positions are divided by it
-
-
 def on_device_of(index: Tensor, like: Tensor) -> Tensor:
     """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
     return index if index.device == like.device else cpu_to_device(index, like.device)

@@ -36,9 +36,8 @@ from torch import Tensor
 
 from zoo.nn.autograd import recomputed
 from zoo.nn.backend import decoder_layer, get_backend
-from zoo.nn.decoder.attention.rotary import Rotary
+from zoo.nn.decoder.attention.rotary import Rotary, RotaryShape
 from zoo.nn.decoder.block import Decoder, Deepstack, NotedStates
-from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.fp32 import as_held
@@ -48,7 +47,6 @@ from zoo.nn.inputs import (
     Media,
     ModelInputs,
     Placement,
-    RotaryShape,
     Stage,
     Vocabulary,
     label_losses,
@@ -101,9 +99,8 @@ class MultimodalModel(LanguageModule):
         rows = -(-vocabulary.size // groups.tp.size())  # of this rank; the last ranks' are padded
         self.local_vocab = max(0, min(rows, vocabulary.size - rows * groups.tp.rank()))
         self.input_tensor: Tensor | None = None
-        full: FullHeads | None = getattr(config, "full_heads", None)
-        self.rotary = Rotary.from_shape(full.width if full else config.kv_channels, rotary)
-        self.local_rotary = None if local_rotary is None else Rotary.from_shape(config.kv_channels, local_rotary)
+        self.rotary = Rotary(rotary)
+        self.local_rotary = None if local_rotary is None else Rotary(local_rotary)
         rows *= groups.tp.size()
         if stage.first or self.mtp_process:
             embedding_config = copy.copy(config)

@@ -22,7 +22,11 @@ from typing import Any
 _UNSAID = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "transformers.configuration_utils": "Model config: ",
-    "transformers.modeling_rope_utils": "Unrecognized keys in `rope_parameters`",
+    "transformers.modeling_rope_utils": (
+        "Unrecognized keys in `rope_parameters`",
+        "The explicitly set RoPE scaling factor",  # of published long contexts
+        "`rope_parameters`'s ",  # of numbers beyond what is common, by which it turns all the same
+    ),
 }
 _LOGGERS = ("", "megatron", *_UNSAID)
 

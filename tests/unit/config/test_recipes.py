@@ -174,7 +174,8 @@ def test_qwen3_vl_deepstack_and_rotary(size: str) -> None:
     config = family_config("qwen3_vl", size)
     assert config.deepstack_layers == 3
     theta, sections = (10_000.0, [6, 5, 5]) if size.startswith("tiny") else (5_000_000.0, [24, 20, 20])
-    assert (config.rotary.base, config.rotary.sections, config.rotary.fraction) == (theta, sections, 1.0)
+    assert config.rotary.sections == sections and len(config.rotary.frequencies) == sum(sections)
+    assert config.rotary.frequencies[1] == pytest.approx(theta ** (-1 / sum(sections)))
 
 
 @cache
@@ -190,7 +191,8 @@ def test_layers_of_a_hybrid(size: str) -> None:
     assert hybrid.text.layer_types == pattern * (hybrid.text.num_hidden_layers // period)
     assert hybrid.mtp_layers(load_recipe("qwen3_next_sft", ["train.mtp_loss=0.1"])) == 1
     assert hybrid.mtp_layers(load_recipe("qwen3_next_sft", ["train.mtp_loss=0"])) == 0
-    assert hybrid.rotary.sections is None and hybrid.rotary.fraction == (0.5 if size == "tiny" else 0.25)
+    assert hybrid.rotary.sections is None
+    assert 2 * len(hybrid.rotary.frequencies) == hybrid.text.head_dim // (2 if size == "tiny" else 4)
 
 
 @pytest.mark.parametrize("size", [size for size in PARAMETERS["llava"] if not size.startswith("1.5")])

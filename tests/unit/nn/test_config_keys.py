@@ -96,7 +96,7 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "layer_types": [["linear_attention"], ["full_attention"] * 7, ["sliding_attention"] * 3, ["mamba"] * 4],
     "rope_parameters": [
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
         {"rope_type": "default", "rope_theta": 777.0},
         {"rope_type": "default", "rope_theta": None},
         {"full_attention": {"rope_type": "default", "rope_theta": 777.0}},
@@ -264,7 +264,11 @@ def test_what_transformers_takes_and_no_model_here_has(part: str, key: str, valu
         ("qwen3", "num_key_value_heads", 4),
         ("qwen3", "hidden_act", "gelu_fast"),
         ("qwen3", "attention_bias", True),
-        ("qwen3", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
+        (
+            "qwen3",
+            "rope_parameters",
+            {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]},
+        ),
         ("qwen3_moe", "num_experts_per_tok", 99),
         ("qwen3_next", "attention_dropout", 0.1),
         ("qwen3_vl_moe", "num_experts_per_tok", 99),

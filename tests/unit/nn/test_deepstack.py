@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from zoo.config.schema import Recipe
+from zoo.nn.decoder.attention.rotary import RotaryShape
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage, Vocabulary
+from zoo.nn.inputs import Encoded, ModelInputs, Placement, Stage, Vocabulary
 from zoo.nn.multimodal import MultimodalModel, joined
 
 TEXT = SimpleNamespace(
@@ -27,7 +28,7 @@ class Seeing(MultimodalModel):
         super().__init__(
             transformer_config(TEXT, Recipe()),
             vocabulary=Vocabulary(32),
-            rotary=RotaryShape(1e4),
+            rotary=RotaryShape((1.0, 0.1, 0.01, 0.001)),
             backend="torch",
             stage=Stage(),
             towers={tower: torch.nn.Linear(4, 16 * (1 + LAYERS))},

@@ -45,6 +45,11 @@ def full_heads(text: PretrainedConfig) -> FullHeads | None:
     return getattr(text, "full_heads", None)
 
 
+def head_width(text: PretrainedConfig) -> int:
+    """Channels of a head; of layers with a window, where the others have `full_heads`."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def layer_config(config: TransformerConfig, layer_number: int) -> TransformerConfig:
     """The decoder's config with the heads of a layer (counted from 1)."""
     full: FullHeads | None = getattr(config, "full_heads", None)
@@ -94,7 +99,7 @@ def transformer_config(
         hidden_size=text.hidden_size,
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
-        kv_channels=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        kv_channels=head_width(text),
         ffn_hidden_size=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,  # all layers sparse
         normalization="RMSNorm",
         layernorm_epsilon=text.rms_norm_eps,

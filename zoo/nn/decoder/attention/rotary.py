@@ -10,12 +10,70 @@ parallelism), so nothing here knows of segments, packing or ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zoo.nn.kernels import fused
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class RotaryShape:
+    """Rotary embedding of the decoder: frequencies of a head, sections per position axis (None: plain), interleaved.
+
+    `frequencies` are radians a position, of the pairs of channels that are rotated. `amplitude` multiplies cosines and sines: YaRN's
+    attention stays sharp in long contexts by it (arXiv 2309.00071, 3.4).
+    """
+
+    frequencies: tuple[float, ...]
+    sections: list[int] | None = None
+    interleaved: bool = False
+    amplitude: float = 1.0
+
+
+def rotary_shape(
+    text: PretrainedConfig,
+    head: int,
+    layers: str | None = None,
+    *,
+    partial: bool = False,
+    sections: list[int] | None = None,
+    interleaved: bool = False,
+) -> RotaryShape:
+    """Rotary embedding by a decoder's `rope_parameters`, as transformers computes it; ArithmeticError where it can't.
+
+    Args:
+        text: transformers' config of the decoder.
+        head: channels of a head.
+        layers: the kind of layers, where each has parameters of its own.
+        partial: whether transformers rotates a part of each head where the config says so.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+
+    rope = dict(text.rope_parameters if layers is None else text.rope_parameters[layers])
+    if layers is not None:
+        rope.pop("truncate", None)  # which transformers reads of the whole alone
+    if (kind := rope.get("rope_type", "default")) == "default":
+        width = int(head * float(rope.get("partial_rotary_factor", 1.0))) if partial else head
+        exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
+        return RotaryShape(tuple((1.0 / float(rope["rope_theta"]) ** exponents).tolist()), sections, interleaved)
+    seen: Any = RotaryEmbeddingConfigMixin()  # what these functions read of a config
+    seen.rope_parameters, seen.max_position_embeddings = rope, text.max_position_embeddings
+    seen.hidden_size, seen.num_attention_heads, seen.head_dim = head, 1, head
+    if hasattr(
+        text, "original_max_position_embeddings"
+    ):  # transformers takes this one before that of `rope_parameters`
+        seen.original_max_position_embeddings = text.original_max_position_embeddings
+    with torch.device("cpu"):  # also of a model that is built on the meta device
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](seen)
+    if not bool(frequencies.isfinite().all()):
+        raise ArithmeticError("a frequency is not finite")
+    return RotaryShape(tuple(frequencies.tolist()), sections, interleaved, float(amplitude))
 
 
 def axis_of_frequency(sections: list[int], interleaved: bool) -> list[int]:
@@ -36,49 +94,28 @@ def axis_of_frequency(sections: list[int], interleaved: bool) -> list[int]:
 class Rotary(torch.nn.Module):
     """Cosines and sines for positions of shape (A, B, T), A axes."""
 
-    def __init__(
-        self,
-        dim: int,
-        base: float,
-        sections: list[int] | None,
-        interleaved: bool,
-        factor: float = 1.0,
-        turning: int | None = None,
-    ) -> None:
-        """`dim`: rotated width D of a head; `base`: theta; `sections`: None for plain one-axis RoPE; `factor`: of positions.
-
-        Positions are divided by `factor` (linear scaling, Chen et al. 2023, arXiv 2306.15595). `turning`: frequencies that are
-        not zero, the first ones; None: all.
-        """
+    def __init__(self, shape: RotaryShape) -> None:
         super().__init__()
-        if sections is not None and sum(sections) != dim // 2:
-            raise ValueError(f"mrope_section {sections} sums to {sum(sections)}; {dim // 2} is wanted (D/2)")
+        count, sections = len(shape.frequencies), shape.sections
+        if sections is not None and sum(sections) != count:
+            raise ValueError(f"mrope_section {sections} sums to {sum(sections)}; {count} is wanted (D/2)")
         # Plain attributes: Float16Module would turn a buffer to bf16, and angles need fp32.
-        self.inverse_frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim) / factor
-        if turning is not None:
-            self.inverse_frequency[turning:] = 0.0
-        axes = [0] * (dim // 2) if sections is None else axis_of_frequency(sections, interleaved)
-        self.axes = torch.tensor(axes)
-
-    @classmethod
-    def from_shape(cls, head: int, shape: Any) -> Rotary:
-        """The rotary embedding of heads of that width, by a zoo.nn.inputs.RotaryShape."""
-        if shape.whole:
-            turning = int(shape.fraction * head // 2)
-            return cls(head, shape.base, shape.sections, shape.interleaved, shape.factor, turning)
-        width = int(head * shape.fraction)
-        return cls(width, shape.base, shape.sections, shape.interleaved, shape.factor)
+        self.frequencies = torch.tensor(shape.frequencies, dtype=torch.float32)
+        axes = [0] * count if sections is None else axis_of_frequency(sections, shape.interleaved)
+        self.axes, self.amplitude = torch.tensor(axes), shape.amplitude
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(A, B, T) positions, int64 or float32 -> cos and sin, each (T, B, 1, D) float32."""
         device = positions.device
         if self.axes.device != device:
             self.axes = self.axes.to(device)
-            self.inverse_frequency = self.inverse_frequency.to(device)
+            self.frequencies = self.frequencies.to(device)
         read = positions.float().permute(2, 1, 0).index_select(2, self.axes)  # (T, B, D/2)
-        angles = read * self.inverse_frequency.float()
+        angles = read * self.frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-        return angles.cos(), angles.sin()
+        if self.amplitude == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
