@@ -14,12 +14,15 @@ BRIDGE = Bridge(
     name="gemma4",
     rules=(
         *decoder("model.language_model", sandwich=True),
-        rule(  # of full layers, whose values are keys
-            f"{_ZOO}.self_attention.linear_qk.weight",
-            f"{_HF}.self_attn.q_proj.weight",
-            f"{_HF}.self_attn.k_proj.weight",
-            transform=QK(),
-            shard="tp0",
+        *(  # of full layers, whose values are keys
+            rule(
+                f"{_ZOO}.self_attention.linear_qk.{kind}",
+                f"{_HF}.self_attn.q_proj.{kind}",
+                f"{_HF}.self_attn.k_proj.{kind}",
+                transform=QK(),
+                shard="tp0",
+            )
+            for kind in ("weight", "bias")
         ),
         rule(f"{_ZOO}.layer_scalar", f"{_HF}.layer_scalar"),
         rule("vision.{rest}", "model.vision_tower.{rest}"),

@@ -16,7 +16,7 @@ _HF = "model.language_model.layers.{layer}"
 BRIDGE = Bridge(
     name="glm45v",
     rules=(
-        *decoder("model.language_model", singles, stacks, bias=True),
+        *decoder("model.language_model", singles, stacks),
         rule(f"{_ZOO}.mlp.router.expert_bias", f"{_HF}.mlp.gate.e_score_correction_bias"),
         *dense_mlp(f"{_ZOO}.mlp.shared_experts", f"{_HF}.mlp.shared_experts"),
         rule("vision.{rest}", "model.visual.{rest}"),

@@ -19,7 +19,7 @@ _MODULES = {
 BRIDGE = Bridge(
     name="internvl",
     rules=(
-        *decoder("language_model.model", singles, stacks, head="language_model.lm_head.weight", bias=True),
+        *decoder("language_model.model", singles, stacks, head="language_model.lm_head.weight"),
         rule("vision.{rest}", "vision_tower.{rest}"),
         rule("projector.{rest}", "multi_modal_projector.{rest}"),
     ),

@@ -28,7 +28,7 @@ _OTHER = {
 BRIDGE = Bridge(
     name="llava",
     rules=(
-        *decoder("language_model.model", head="language_model.lm_head.weight", bias=True),
+        *decoder("language_model.model", head="language_model.lm_head.weight"),
         rule("vision.{rest}", f"{_TOWER}{{rest}}"),
         *(rule(f"projector.linear_{i}.{{rest}}", f"multi_modal_projector.linear_{i}.{{rest}}") for i in (1, 2)),
         rule("projector.image_newline", "image_newline"),

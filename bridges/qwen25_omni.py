@@ -15,7 +15,6 @@ from zoo.bridge.mapping.shared_rules import (
     decoder,
     dense_mlp,
     module_names,
-    qkv_bias,
     renamed_modules,
     vocabulary,
     whole_config,
@@ -29,7 +28,7 @@ _CODES = partial(vocabulary, part="talker")
 BRIDGE = Bridge(
     name="qwen25_omni",
     rules=(
-        *decoder("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight", bias=True),
+        *decoder("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight"),
         rule("vision.{rest}", "thinker.visual.{rest}"),
         rule("audio.{rest}", "thinker.audio_tower.{rest}"),
         rule("talker.embedding.word_embeddings.weight", "talker.model.embed_tokens.weight", shard=_CODES),
@@ -37,7 +36,6 @@ BRIDGE = Bridge(
         rule("talker.output_layer.weight", "talker.codec_head.weight", shard=_CODES),
         rule("talker.thinker_to_talker_proj.{rest}", "talker.thinker_to_talker_proj.{rest}"),
         *attention_layer(_LAYER, _HF_LAYER, _QKV),
-        qkv_bias(_LAYER, _HF_LAYER, _QKV),
         *dense_mlp(f"{_LAYER}.mlp", f"{_HF_LAYER}.mlp"),
     ),
     pass_through=("token2wav.{rest}",),

@@ -12,7 +12,7 @@ from zoo.bridge.mapping.table import Bridge
 
 BRIDGE = Bridge(
     name="qwen25_vl",
-    rules=(*decoder("model", bias=True), rule("vision.{rest}", "visual.{rest}")),
+    rules=(*decoder("model"), rule("vision.{rest}", "visual.{rest}")),
     name_prefixes=({"model.language_model.": "model.", "model.visual.": "visual."},),
     module_names=lambda config: {"model.": "model.language_model.", "visual.": "model.visual."},
 )

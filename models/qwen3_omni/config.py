@@ -37,9 +37,9 @@ class Qwen3TalkerConfig(TalkerConfig):
 
     @cached_property
     def text(self) -> PretrainedConfig:
-        """The decoder's config as transformers reads it: it asks neither for dense layers nor for their pace."""
+        """The decoder's config as transformers reads it: it asks neither for dense layers nor for their pace, nor for windows."""
         text = copy.copy(super().text)
-        text.mlp_only_layers, text.decoder_sparse_step = [], 1
+        text.mlp_only_layers, text.decoder_sparse_step, text.sliding_window = [], 1, None
         return text
 
     @cached_property
@@ -110,6 +110,13 @@ class Qwen3OmniConfig(SpeakingConfig):
     kinds = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
     traits = ("qk_norm",)
     mrope_section = (24, 20, 20)
+
+    @cached_property
+    def text(self) -> PretrainedConfig:
+        """The thinker's decoder as transformers reads it: it asks for no windows."""
+        text = copy.copy(super().text)
+        text.sliding_window = None
+        return text
 
     def check(self) -> None:
         """UserError for an audio tower that transformers can't build, or whose clips can't be cut into its windows."""

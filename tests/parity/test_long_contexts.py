@@ -1,10 +1,11 @@
-"""Stretched rotary embeddings: logits and every gradient are those of transformers, packed and padded, by today's keys and by older ones."""
+"""Stretched rotary embeddings, windows and biases: logits and every gradient are those of transformers, packed and padded."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import packed_batch, padded_batch
+from support.engine import Zoo, packed_batch, padded_batch
 from support.families import FAMILIES
 from support.pairs import worst
 from support.tiny import ROPE, TEXT
@@ -14,6 +15,7 @@ from support.tiny_llava import MISTRAL, QWEN2
 from support.tiny_qwen3_next import ROPE as NEXT_ROPE
 from support.tiny_qwen25_vl import SECTIONS
 from support.tiny_qwen35 import TEXT as HYBRID
+from support.weights import differences, export, tensors
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -38,25 +40,29 @@ def of_text(model: dict[str, Any], scaling: dict[str, Any]) -> list[dict[str, An
 
 
 BOTH = {FULL: ROPE | SHARP, SLIDING: ROPE | LLAMA3 | {"rope_theta": 500.0}}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+BIASES = {"attention_bias": True}
 CASES = [
     (family, change)
     for family, changes in {
-        "qwen3": stretched(ROPE, YARN, LLAMA3, LINEAR, SHARP, SCALES),
-        "qwen3 experts": stretched(ROPE, YARN),
-        "qwen3_vl": stretched(MROPE, YARN, LLAMA3),
-        "qwen25_vl": stretched(SECTIONS, YARN, LINEAR),
-        "qwen35_vl": stretched(PARTIAL, YARN),
+        "qwen3": [WINDOW | BIASES | stretched(ROPE, YARN)[0], *stretched(ROPE, LLAMA3, LINEAR, SHARP, SCALES)],
+        "qwen3 experts": [WINDOW | {"max_window_layers": 5}, stretched(ROPE, YARN)[0] | BIASES],
+        "qwen3_vl": [stretched(MROPE, YARN)[0] | BIASES, *stretched(MROPE, LLAMA3)],
+        "qwen25_vl": [stretched(SECTIONS, YARN)[0] | WINDOW, *stretched(SECTIONS, LINEAR)],
+        "qwen35_vl": [stretched(PARTIAL, YARN)[0] | BIASES],
         "qwen35_text": stretched(PARTIAL, LLAMA3),
-        "qwen3_next": stretched(NEXT_ROPE, YARN),
-        "qwen3_omni": stretched(MROPE, YARN),
-        "qwen25_omni": stretched(SECTIONS, YARN),
-        "qwen3_asr": stretched(ROPE, YARN),
+        "qwen3_next": [stretched(NEXT_ROPE, YARN)[0] | BIASES],
+        "qwen3_omni": [stretched(MROPE, YARN)[0] | BIASES],
+        "qwen25_omni": [stretched(SECTIONS, YARN)[0] | WINDOW],
+        "qwen3_asr": [stretched(ROPE, YARN)[0] | BIASES],
         "glm45v": stretched(HALF, SHARP),
-        "gemma3": [{"rope_parameters": BOTH}],
-        "llava": of_text({"model_type": "llama"}, LLAMA3),
-        "llava_next": of_text(MISTRAL, YARN),
-        "llava_onevision": of_text(QWEN2, LINEAR),
-        "internvl": [{"text": {"rope_parameters": ROPE | YARN}}],
+        "gemma3": [{"rope_parameters": BOTH}, BIASES],
+        "gemma4": [BIASES],
+        "llava": of_text({"model_type": "llama"} | BIASES, LLAMA3),
+        "llava_next": of_text(MISTRAL | {"sliding_window": 7}, YARN),
+        "llava_onevision": of_text(QWEN2 | WINDOW, LINEAR),
+        "internvl": [{"text": BIASES | {"rope_parameters": ROPE | YARN}}],
+        "internvl qwen2": [{"text": WINDOW}],
     }.items()
     for change in changes
 ]
@@ -64,7 +70,7 @@ CASES = [
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(("family", "change"), CASES, ids=str)
-def test_rotary_embeddings_are_stretched_as_in_transformers(
+def test_decoders_are_those_of_transformers(
     family: str, change: dict[str, Any], tmp_path: Path, cpu_world: Any
 ) -> None:
     budget = ("packing.budget=4096",) if family.startswith("llava") else ()
@@ -76,3 +82,11 @@ def test_rotary_embeddings_are_stretched_as_in_transformers(
         assert worst(pair.zoo.logits(batch, **packing), pair.logits) < 2 * pair.logits_limit
         _, gradients = pair.zoo.gradients([batch], pair.count, **packing)
         assert max(pair.errors(gradients).values()) < 2 * pair.gradients_limit
+
+
+def test_an_export_says_what_its_source_does(tmp_path: Path, cpu_world: Any) -> None:
+    source = FAMILIES["qwen3"].write(tmp_path / "in", **CASES[0][1])
+    out = export(Zoo.load(source, cpu_world, "model.family=qwen3"), tmp_path / "out", source)
+    said, wanted = (json.loads((folder / "config.json").read_text()) for folder in (out, source))
+    assert said == wanted and {"sliding_window", "attention_bias", "rope_parameters"} <= said.keys()
+    assert not differences(tensors(out), tensors(source))

@@ -46,6 +46,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
             "qwen35_text experts",
         )
     ),
+    *((name, {"attention_bias": True}) for name in ("qwen3", "qwen3_next", "gemma4")),
     ("llava", {"multimodal_projector_bias": False}),
     ("llava_onevision", {}),
     ("llava_onevision", TIED | {"text": {"tie_word_embeddings": True}}),

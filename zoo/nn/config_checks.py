@@ -48,18 +48,11 @@ def check_decoder(config: Any) -> None:
 
 def _refuse_unbuilt(config: Any) -> None:
     text, where = config.text, config.text_prefix
-    biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in config.traits
     if activation(text) not in ACTIVATIONS:
         key = "hidden_activation" if hasattr(text, "hidden_activation") else "hidden_act"
         raise UserError(f"{where}{key} is {activation(text)!r}; wanted {' or '.join(ACTIVATIONS)}")
-    wanted = (
-        ("attention_bias", biased, False),
-        ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
-        ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
-    )
-    for key, value, built in wanted:
-        if value != built:
-            raise UserError(f"{where}{key} is {value!r}; this decoder has {built!r} only")
+    if getattr(text, "mlp_bias", False):
+        raise UserError(f"{where}mlp_bias is true; this decoder's MLPs have no biases")
     both_ways = getattr(text, "use_bidirectional_attention", None)
     if both_ways and (both_ways != "vision" or "two_way_in_windows" not in config.traits):
         raise UserError(
@@ -87,7 +80,7 @@ def _check_layers(config: Any) -> None:
     text, where = config.text, config.text_prefix
     kinds = list(getattr(text, "layer_types", None) or [])
     built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
-    built |= {"sliding_attention"} if config.sliding else set()
+    built |= {"sliding_attention"} if hasattr(text, "sliding_window") else set()
     for kind in sorted(set(kinds) - built):
         raise UserError(f"{where}layer_types has {kind!r}; wanted {' or '.join(sorted(built))}")
     if kinds and len(kinds) != text.num_hidden_layers:

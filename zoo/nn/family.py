@@ -60,7 +60,7 @@ class FamilyConfig:
     further: ClassVar[tuple[str, ...]] = ("head_dim",)  # keys of a decoder that are read though its class has none
     mrope_section: ClassVar[tuple[int, ...] | None] = None  # where a config has none; None: one position a token
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
-    further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside default and linear
+    further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside those of all
     builds: ClassVar[tuple[str, ...]] = ()  # keys of `refuse_unbuilt` that are read here all the same
     partial_rotary: ClassVar[bool] = False  # whether transformers rotates a part of each head where a config says so
     inner: ClassVar[str] = ""  # key of the part with text_config, vision_config and token ids, where one has them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from zoo.config.derived import trains_thinker
@@ -22,27 +22,32 @@ def model_cost(config: FamilyConfig, recipe: Recipe | None = None) -> ModelCost:
     text = config.text
     kinds = layer_kinds(text)
     layers = [_layer(text, config.traits, kind) for kind in kinds]
-    windowed = windowed_layers(text) or [False] * len(layers)
-    near = sum(layer.per_pair for layer, short in zip(layers, windowed, strict=True) if short)
     mtp_layers, talker = 0 if recipe is None else config.mtp_layers(recipe), None
     if recipe is not None and recipe.train.speech_loss and isinstance(config, SpeakingConfig) and config.talker:
         talker = config.talker
         if not trains_thinker(recipe):  # which ends where the talker reads it
-            layers = layers[: config.accepted]
-            cost = DecoderCost(sum(layer.per_token for layer in layers), sum(layer.per_pair for layer in layers))
-            return ModelCost(cost, 0.0, config.tower_costs(), _talker(talker))
+            return ModelCost(_stack(text, layers[: config.accepted]), 0.0, config.tower_costs(), _talker(talker))
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
     ahead = [_layer(text, config.traits, LayerKind(False, kinds[-1].sparse))] * mtp_layers
     joined = 4.0 * text.hidden_size**2 * mtp_layers
     return ModelCost(
-        decoder=DecoderCost(
-            per_token=sum(layer.per_token for layer in (*layers, *ahead)) + joined,
-            per_pair=sum(layer.per_pair for layer in (*layers, *ahead)) - near,
-            windows={text.sliding_window: near} if near else {},
-        ),
+        decoder=_stack(text, layers, ahead, joined),
         head=2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
         towers=config.tower_costs(),
         talker=None if talker is None else _talker(talker),
+    )
+
+
+def _stack(
+    text: PretrainedConfig, layers: Sequence[DecoderCost], ahead: Sequence[DecoderCost] = (), per_token: float = 0.0
+) -> DecoderCost:
+    """The cost of a decoder's first layers, of those `ahead`, which have no windows, and of so many FLOPs a token."""
+    windowed = windowed_layers(text)[: len(layers)]
+    near = sum(layer.per_pair for layer, short in zip(layers, windowed, strict=True) if short)
+    return DecoderCost(
+        per_token=sum(layer.per_token for layer in (*layers, *ahead)) + per_token,
+        per_pair=sum(layer.per_pair for layer in (*layers, *ahead)) - near,
+        windows={text.sliding_window: near} if near else {},
     )
 
 
@@ -54,10 +59,9 @@ def _talker(config: TalkerConfig) -> TalkerCost:
     if predictor is not None:
         length = config.codebooks
         of_frame = [_layer(predictor, (), kind) for kind in layer_kinds(predictor)]
-        per_frame += sum(layer.flops(length) for layer in of_frame)
+        per_frame += _stack(predictor, of_frame).flops(length)
         per_frame += 2.0 * predictor.hidden_size * predictor.vocab_size * (length - 1)
-    per_token = sum(layer.per_token for layer in layers) + 2.0 * config.projection.weights
-    decoder = DecoderCost(per_token, sum(layer.per_pair for layer in layers))
+    decoder = _stack(text, layers, per_token=2.0 * config.projection.weights)
     return TalkerCost(decoder, per_frame, config.opening, config.hertz)
 
 
@@ -67,8 +71,7 @@ def layer_kinds(text: PretrainedConfig) -> list[LayerKind]:
     linear = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or [""] * count]
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1)
     sparse = bool(getattr(text, "num_experts", 0))
-    windowed = windowed_layers(text) or [False] * count
-    full = [full_heads(text) is not None and not short for short in windowed]
+    full = [full_heads(text) is not None and not short for short in windowed_layers(text)]
     return [LayerKind(linear[i], sparse and i not in dense and (i + 1) % every == 0, full[i]) for i in range(count)]
 
 

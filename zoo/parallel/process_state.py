@@ -19,7 +19,7 @@ from typing import Any
 
 # First words of what loggers say in vain: megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU
 # to report; transformers knows neither `mrope_section` nor tokens of the thinker in the config of a talker, which zoo checks itself.
-_UNSAID = {
+_UNSAID: dict[str, str | tuple[str, ...]] = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "transformers.configuration_utils": "Model config: ",
     "transformers.modeling_rope_utils": (

@@ -49,7 +49,7 @@ IGNORED = {
         "max_position_embeddings": "of rotary embeddings that are stretched beyond it: refused",
         "pretraining_tp": "of an older Llama; the model of today has none",
         "router_aux_loss_coef": "train.aux_loss takes its place",
-        "max_window_layers text_config.sliding_window": "of qwen2's windows, with use_sliding_window alone: refused",
+        "use_sliding_window max_window_layers text_config.sliding_window": "of windows, together: parity/test_long_contexts.py",
         "audio_config.conv_chunksize": "how many chunks a call takes; the result is the same",
         "vision_config.projection_dim": "of CLIP's other half",
         "text_config.tie_word_embeddings": "the level above says it, which LLaVA 1.5 and OneVision take from here",
@@ -70,7 +70,7 @@ USED_IN = {  # of the above, where they are used all the same
     "final_logit_softcapping": {"gemma3_text", "gemma4"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
     "audio_config.max_position_embeddings": {"qwen3_asr"},
-    "text_config.sliding_window": {"gemma3", "gemma3_text", "gemma4", "llava_next", "qwen3_omni_moe_thinker"},
+    "text_config.sliding_window": {"gemma3", "gemma3_text", "gemma4", "llava_next"},
     **dict.fromkeys(
         ("video_token_id", "audio_token_id", "vision_config.attention_bias", "text_config.num_experts",
          "text_config.moe_intermediate_size"), CASES.keys() - {"gemma4"},
@@ -188,7 +188,9 @@ def test_transformers_ignores_what_is_in_the_list(case: str) -> None:
     wanted = plain_logits(case, arch)
     for part in {"", text_part(case)}:
         for key, value in keys(case, part):
-            if not is_ignored(case, part, key) or key in ("dtype", "return_dict", "problem_type"):
+            if not is_ignored(case, part, key) or key in (
+                "dtype", "return_dict", "problem_type", "use_sliding_window",
+            ):  # fmt: skip
                 continue
             if (case, key) == ("internvl with experts", "output_router_logits"):
                 continue  # in transformers 5.24 its model breaks on it
@@ -263,7 +265,7 @@ def test_what_transformers_takes_and_no_model_here_has(part: str, key: str, valu
     [
         ("qwen3", "num_key_value_heads", 4),
         ("qwen3", "hidden_act", "gelu_fast"),
-        ("qwen3", "attention_bias", True),
+        ("llava", "mlp_bias", True),
         (
             "qwen3",
             "rope_parameters",

@@ -20,19 +20,13 @@ type Stored = Callable[[str], tuple[Layout, Layout]]
 
 
 def decoder(
-    hf: str,
-    *stored: Stored,
-    head: str = "lm_head.weight",
-    score: str = SCORE,
-    bias: bool = False,
-    sandwich: bool = False,
+    hf: str, *stored: Stored, head: str = "lm_head.weight", score: str = SCORE, sandwich: bool = False
 ) -> tuple[Rule, ...]:
-    """A decoder of full attention: its ends, and layers that are dense or have experts, `stored` so; `bias`: of queries, keys, values."""
+    """A decoder of full attention: its ends, and layers that are dense or have experts, `stored` so."""
     layers, mlps = f"{hf}.layers.{{layer}}", (f"{LAYERS}.mlp", f"{hf}.layers.{{layer}}.mlp")
     return (
         *decoder_ends(hf, head, score),
         *attention_layer(LAYERS, layers, sandwich=sandwich),
-        *((qkv_bias(LAYERS, layers),) if bias else ()),
         *dense_mlp(*mlps),
         *(routed_experts(*mlps, *stored) if stored else ()),
     )
@@ -56,29 +50,27 @@ def vocabulary(dims: Dims, part: str = "") -> Shard | PaddedRows:
 
 
 def attention_layer(zoo: str, hf: str, qkv: Transform | None = None, *, sandwich: bool = False) -> tuple[Rule, ...]:
-    """A layer's norms and its attention with QK norm; `qkv` joins queries, keys and values, by default ungated.
+    """A layer's norms and its attention with QK norm and biases; `qkv` joins queries, keys and values, by default ungated.
 
     `sandwich`: with norms behind attention and MLP too, as Gemma names the four.
     """
-    parts = [f"{hf}.self_attn.{part}_proj.weight" for part in "qkv"]
+    qkv, parts = qkv or QKV(), [f"{hf}.self_attn.{part}_proj" for part in "qkv"]
     attention, norms = f"{zoo}.self_attention", {"pre_mlp_layernorm": "post_attention_layernorm"}
     if sandwich:
         norms = {"post_self_attn_layernorm": "post_attention_layernorm"}
         norms |= {f"{side}_mlp_layernorm": f"{side}_feedforward_layernorm" for side in ("pre", "post")}
     return (
         rule(f"{zoo}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
-        rule(f"{attention}.linear_qkv.weight", *parts, transform=qkv or QKV(), shard="tp0"),
+        *(
+            rule(f"{attention}.linear_qkv.{kind}", *(f"{part}.{kind}" for part in parts), transform=qkv, shard="tp0")
+            for kind in ("weight", "bias")
+        ),
         rule(f"{attention}.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", shard="tp1"),
+        rule(f"{attention}.linear_proj.bias", f"{hf}.self_attn.o_proj.bias"),
         rule(f"{attention}.q_layernorm.weight", f"{hf}.self_attn.q_norm.weight"),
         rule(f"{attention}.k_layernorm.weight", f"{hf}.self_attn.k_norm.weight"),
         *(rule(f"{zoo}.{ours}.weight", f"{hf}.{theirs}.weight") for ours, theirs in norms.items()),
     )
-
-
-def qkv_bias(zoo: str, hf: str, qkv: Transform | None = None) -> Rule:
-    """Biases of a layer's queries, keys and values, joined as `attention_layer` has it."""
-    biases = (f"{hf}.self_attn.{part}_proj.bias" for part in "qkv")
-    return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=qkv or QKV(), shard="tp0")
 
 
 def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:

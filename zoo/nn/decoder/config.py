@@ -88,12 +88,15 @@ def transformer_config(
     `two_way_in_windows`, two-way runs in layers with a window alone; `sigmoid_routing`, experts chosen by sigmoid scores and a bias that stays as it is;
     `plain_shared_expert`, one without a gate; `mtp_layers`, layers that predict further tokens.
 
-    What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
-    that a sample could reach.
+    A config's `attention_bias` is of queries, keys, values and of what attention gives; of the first three alone with `qkv_bias`.
+
+    What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a sample that could grow
+    longer than a dynamic rotary embedding is computed for.
     """
     _refuse_long_samples(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype, scalar = DTYPES[precision], getattr(text, "query_pre_attn_scalar", None)  # None: 1 / sqrt of a head's width
+    biased = bool(getattr(text, "attention_bias", False))
     config = TransformerConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -106,7 +109,7 @@ def transformer_config(
         activation_func=ACTIVATIONS[activation(text)],
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=qkv_bias,
+        add_qkv_bias=qkv_bias or biased,
         qk_layernorm=qk_norm,
         attention_output_gate=output_gate,
         layernorm_zero_centered_gamma=zero_centered,
@@ -149,7 +152,7 @@ def transformer_config(
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     fp8 = recipe.engine.fp8
     config.fp8_blocks = fp8 and recipe.engine.fp8_recipe == "blockwise"  # these two for zoo.nn.backend
-    config.sandwich_norms = sandwich_norms
+    config.sandwich_norms, config.output_bias = sandwich_norms, biased and not qkv_bias
     config.value_norm, config.layer_scale = value_norm, layer_scale
     config.full_heads, config.two_way_in_windows = full_heads(text), two_way_in_windows
     return config
@@ -184,8 +187,11 @@ def activation(text: PretrainedConfig) -> str:
 
 
 def windowed_layers(text: PretrainedConfig) -> list[bool]:
-    """Whether each layer's attention sees a window alone."""
-    return [kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ()]
+    """Whether each layer's attention sees a window alone: as `layer_types` says, or all of them where a config has no such key."""
+    if kinds := getattr(text, "layer_types", None):
+        return [kind == "sliding_attention" for kind in kinds]
+    windowed = bool(getattr(text, "sliding_window", None)) and bool(getattr(text, "use_sliding_window", True))
+    return [windowed] * text.num_hidden_layers
 
 
 def _window_settings(text: PretrainedConfig) -> Settings:
@@ -203,15 +209,8 @@ def normalised(text: PretrainedConfig) -> bool:
 
 def _refuse_long_samples(text: PretrainedConfig, recipe: Recipe) -> None:
     """UserError where a sample, which is no longer than the budget, could outgrow what this decoder computes as transformers does."""
-    budget, window = recipe.packing.budget, getattr(text, "sliding_window", None)
-    by_layer = getattr(text, "layer_types", None)  # which layers have a window
-    if not by_layer and getattr(text, "use_sliding_window", True) and window and window < budget:
-        raise UserError(
-            f"the decoder's sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
-            f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
-        )
-    dynamic = getattr(text, "rope_parameters", {}).get("rope_type") == "dynamic"  # the default one up to that length
-    if dynamic and (longest := text.max_position_embeddings) < budget:
+    budget, longest = recipe.packing.budget, getattr(text, "max_position_embeddings", 0)
+    if getattr(text, "rope_parameters", {}).get("rope_type") == "dynamic" and longest < budget:
         raise UserError(
             f"the decoder's rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
             f"{budget}: longer samples would be rotated otherwise, which is not built; set packing.budget={longest} or less"

@@ -83,6 +83,8 @@ class SelfAttention(McoreSelfAttention):
             values = config.kv_channels * config.num_query_groups
             # megatron-core would not call a function.
             submodules = replace(submodules, linear_qkv=partial(_without_values, submodules.linear_qkv, values))
+        if getattr(config, "output_bias", False):
+            submodules = replace(submodules, linear_proj=partial(_biased, submodules.linear_proj))
         super().__init__(config, submodules, layer_number, **more)
         if self.values_are_keys:
             self.linear_qk = self.linear_qkv
@@ -183,7 +185,8 @@ class SelfAttention(McoreSelfAttention):
                 assert layout is not None, "a cache is filled from packed prompts"
                 cache.keep_prompts(self.layer_number, key, value, layout)
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
-        return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
+        out, bias = self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
+        return out if bias is None else out + bias, None
 
 
 def _without_values(
@@ -191,6 +194,11 @@ def _without_values(
 ) -> torch.nn.Module:
     """The linear of queries, keys and values without the rows of the last."""
     return linear(inputs, outputs - values, **more)
+
+
+def _biased(linear: Callable[..., torch.nn.Module], *args: object, **more: object) -> torch.nn.Module:
+    """A linear with a bias, whatever the config says of biases of all linears."""
+    return linear(*args, **{**more, "bias": True})
 
 
 def output_gate(x: Tensor, gate: Tensor) -> Tensor:
