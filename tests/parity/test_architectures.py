@@ -190,6 +190,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "experts' weights as they are": {"norm_topk_prob": False},
         "every other layer": {"decoder_sparse_step": 2},
     },
+    "qwen35_text": KEYS
+    | theta(PARTIAL)
+    | {"full attention alone": {"layers": (FULL, FULL, FULL)}, "one linear key head": {"linear_num_key_heads": 1}},
+    "qwen35_text experts": {
+        "top 3": {"num_experts_per_tok": 3},
+        "another order of layers": {"layers": (FULL, LINEAR)},
+        "one shared expert, of another width": {"shared_expert_intermediate_size": 22},
+    },
     "glm45v": KEYS
     | theta(HALF)
     | {
@@ -387,7 +395,7 @@ def test_what_is_refused(family: str, change: dict[str, Any], complaint: str) ->
     refused(family, change, complaint)
 
 
-DECODERS = ("qwen3_vl", "qwen35_vl", "qwen3_omni", "qwen3", "qwen3_next")
+DECODERS = ("qwen3_vl", "qwen35_vl", "qwen35_text", "qwen3_omni", "qwen3", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -14,7 +14,7 @@ from support.tiny_llava import write_tiny_llava
 from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
-from support.tiny_qwen35 import write_tiny_qwen35
+from support.tiny_qwen35 import write_tiny_qwen35, write_tiny_qwen35_text
 from support.weights import same, tensors
 from torch import Tensor
 
@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen3_vl": (write_tiny_qwen3_vl, SEEING),
     "qwen3_vl_moe": (write_tiny_qwen3_vl, {**SEEING, **SPARSE, "moe": True}),
     "qwen35_moe": (write_tiny_qwen35, {**HYBRID, "moe": True, "mtp": 1, "stacked": True}),
+    "qwen35_text": (write_tiny_qwen35_text, {**HYBRID, "moe": True, "mtp": 1}),
     "qwen3_next": (write_tiny_qwen3_next, {**HYBRID, "mtp": 1}),
 }
 PLAIN = re.compile(

@@ -19,6 +19,8 @@ RECORDED = {
     ("qwen3_omni_sft", "30b-a3b", "h100"): "- | - | - | 70 cp2 ep8 mR | 66 ep8 mR",
     ("qwen3_vl_sft", "32b", "h200"): "- | - | 123 tp4 mr | 116 tp4 m | 112 tp4",
     ("qwen35_vl_lora", "9b", "h100"): "52 r | 47 cp2 | 47 cp2 | 47 cp2 | 47 cp2",
+    ("qwen35_text_sft", "9b", "h100"): "- | 71 tp2 mr | 67 tp2 m | 64 tp2 | 59 tp2",
+    ("qwen35_text_moe_lora", "25b-a3b", "h200"): "109 | 84 ep2 | 83 ep2 | 82 ep2 | 82 ep2",
     ("llava_onevision_lora", "onevision-0.5b", "h200"): "27 | 27 | 27 | 27 | 27",
     ("qwen3_vl_moe_lora", "30b-a3b", "h200"): "119 | 87 ep2 | 86 ep2 | 86 ep2 | 86 ep2",
     ("gemma3_sft", "4b", "h200"): "129 mr | 125 r | 128 m | 127 | 124",
