@@ -193,7 +193,7 @@ class Trainer(RunState):
         counts = TokenCounts.from_micro_batches(batches.micro_batches, sources_of(self.source.rows.names))
         lora.seed_dropout(self.recipe, self.done, self.world)
         loss_sums = self.forward_backward(batches, counts.loss_scale(self.world))
-        if on_gpu and self.done + 1 < self.total_steps and self.loader.ready_ahead:
+        if self.loader.ready_ahead and on_gpu and self.done + 1 < self.total_steps:
             self.progress.enter("data")
             self.prefetched = self.fetch()  # while the GPU works
 

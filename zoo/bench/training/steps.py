@@ -64,7 +64,7 @@ class Cycle:
     """Batches over and over, as a loader hands them out."""
 
     total_steps = None  # without end
-    metrics = BatchLoader.metrics  # none of its own
+    metrics, ready_ahead = BatchLoader.metrics, BatchLoader.ready_ahead
 
     def __init__(self, steps: Sequence[list[MicroBatch]]) -> None:
         self.steps, self.next = steps, 0
