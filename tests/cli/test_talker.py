@@ -2,16 +2,21 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import soundfile
 import torch
 from support.commands import Zoo, write_rows
 from support.tiny import load_plain
 from support.tiny_talker import CODES, write_tiny_talker
 from support.weights import same, tensors
+
+from zoo import speak
+from zoo.data.errors import RowError
 
 STEPS = 12
 SAID = {"Say 1.": "1 2", "Say 2.": "3 4 5"}
@@ -95,6 +100,14 @@ def test_a_talker_learns_and_speaks_in_transformers(zoo: Zoo, tmp_path: Path) ->
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         row = {"messages": messages, "speech": f"speech/{number:06d}.npy", "speaker": ("ethan", "chelsie")[number]}
         assert (row in written) == (len(codes) < 11)
+
+    asked_rows = [{"messages": [{"role": "user", "content": question}]} for question in SAID]
+    for answers, lacking in (("model", False), ("rows", True)):
+        options: dict[str, Any] = {"answers": answers, "audio": False, "max_new_tokens": 4, "talker_max_new_tokens": 4}
+        options |= {"speaker": "ethan", "out": tmp_path / answers, "in_process": True}
+        with pytest.raises(RowError, match="has no answer of its own") if lacking else nullcontext():
+            results = speak(run, asked_rows, ["hardware=cpu"], **options)
+    assert len(results) == 2 and all("speech" in row or "unspoken" in row for row in results)
 
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     asked: Any = tokenizer.apply_chat_template(

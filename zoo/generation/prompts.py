@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zoo.config.entries import MediaLimits
+from zoo.config.entries import MediaLimits, is_row
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.media.decoding_workers import decoder_for
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
+from zoo.data.sources.objects import listed
 from zoo.data.sources.row_set import check_modalities
 from zoo.data.sources.rows import Message, Row
 from zoo.types import JsonMapping, JsonObject
@@ -92,3 +93,11 @@ def with_stand_in(row: JsonMapping) -> JsonObject:
     if not ends_with_question(row):
         return dict(row)
     return {**row, "messages": [*row["messages"], {"role": "assistant", "content": STAND_IN}]}
+
+
+def with_stand_ins(rows: Any) -> tuple[Any, list[int]]:
+    """Rows to ask about, each as `with_stand_in` has it where they are dicts, and the numbers of those that end with a question."""
+    rows = listed(rows)
+    if not isinstance(rows, list | tuple) or not all(map(is_row, rows)):
+        return rows, []
+    return [with_stand_in(row) for row in rows], [n for n, row in enumerate(rows) if ends_with_question(row)]

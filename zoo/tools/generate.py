@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from zoo.checkpoint.selection import language_model
-from zoo.config.entries import is_row, parse_entry
+from zoo.config.entries import parse_entry
 from zoo.config.layers.layer import Overrides
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.objects import listed
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
 from zoo.errors import UserError
 from zoo.generation.generator import Generator, load_generator
-from zoo.generation.prompts import STAND_IN, ends_with_question, with_stand_in
+from zoo.generation.prompts import STAND_IN, with_stand_in, with_stand_ins
 from zoo.generation.sampling import Sampling
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
@@ -90,14 +89,10 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     check_counts(batch=batch, max_rows=max_rows)
     files = {"image": image, "audio": audio, "video": video}
-    asked_rows = listed(rows) if prompt is None else [prompt_row(prompt, files)]
-    open_ones: list[int] = []
-    if isinstance(asked_rows, list | tuple) and all(map(is_row, asked_rows)):
-        open_ones = [number for number, row in enumerate(asked_rows) if ends_with_question(row)]
-        asked_rows = [with_stand_in(row) for row in asked_rows]
+    asked_rows, unanswered = with_stand_ins(rows if prompt is None else [prompt_row(prompt, files)])
     with out_file(out) as file, asked(path, asked_rows, overrides) as recipe:
         most = max_rows or recipe.train.eval_rows or None
-        options: JsonObject = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones}
+        options: JsonObject = {"sampling": asdict(sampling), "batch": batch, "unanswered": unanswered}
         options |= {"max_rows": most, "kept": file.kept and str(file.kept)}
         task, ranks = "zoo.tools.generate:generate_here", world_size(recipe)
         answers: list[JsonObject] = run_task(task, recipe, ranks, options, fresh=not in_process)

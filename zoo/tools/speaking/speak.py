@@ -27,7 +27,7 @@ from zoo.data.sources.rows import Row
 from zoo.errors import UserError
 from zoo.files import expanded
 from zoo.generation.generator import Generator, load_generator
-from zoo.generation.prompts import Prompt
+from zoo.generation.prompts import Prompt, with_stand_ins
 from zoo.generation.sampling import Sampling
 from zoo.generation.speaking import Voice, say
 from zoo.launch.launcher import run_task
@@ -102,7 +102,8 @@ def speak(
     folder = expanded(out)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"out={out}: it is a file; wanted a folder")
-    with out_file(folder / ROWS) as file, asked(path, rows, overrides) as recipe:
+    asked_rows, unanswered = with_stand_ins(rows)
+    with out_file(folder / ROWS) as file, asked(path, asked_rows, overrides) as recipe:
         recipe = _with_talker(recipe, path)
         defaults = get_family(recipe.model.family).load("config").voice_defaults
         options: JsonObject = {
@@ -110,6 +111,7 @@ def speak(
             "batch": batch,
             "voice": asdict(Voice(**{**defaults, **voice}, seed=seed)),
             "answers": answers,
+            "unanswered": unanswered,
         }
         options |= {"max_rows": max_rows, "kept": file.kept and str(file.kept), "audio": audio}
         options |= {"speaker": speaker, "out": str(folder.resolve())}
@@ -156,7 +158,8 @@ def speak_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:
             entries, recipe.data, assembly.processor.modalities, bad.handle, max_rows=options["max_rows"], evaluation=True
         )  # fmt: skip
         kept = KeptRows(options.get("kept"), world)
-        results = speaking.all(rows, range(len(rows)), keep=lambda new: kept.add(_targets(new)))
+        keep, unanswered = (lambda new: kept.add(_targets(new))), frozenset(options["unanswered"])
+        results = speaking.all(rows, range(len(rows)), unanswered, keep)
         if bad.counts and world.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
         return list(results.values())
