@@ -1,6 +1,6 @@
 """The matrix of tests/distributed/test_matrix.py: models, parallel layouts, sample layouts, and what is refused.
 
-docs/parallelism.md shows it as a table; `python -m pytest -m "" tests/distributed/test_matrix.py --write-table` writes it anew
+docs/parallelism.md shows it as a table; `python -m pytest -m "" tests/distributed/test_matrix.py tests/distributed/test_talker.py --write-table` writes it anew
 from what was run and measured.
 """
 
@@ -112,7 +112,7 @@ MODELS = {
     "omni": Model("experts, deepstack, audio", "qwen3_omni", HEARD, FOUR | {"mlp_only_layers": [1], "num_experts": 6}),
 }
 
-TALKERS = {  # families of tests/distributed/test_talker.py, under the same layouts
+TALKERS = {  # further columns, by family: tests/distributed/test_talker.py
     "qwen3_omni": "thinker with its talker, both with experts",
     "qwen25_omni": "thinker with its talker, dense",
 }
@@ -189,10 +189,10 @@ def table(errors: dict[tuple[str, str], float]) -> str:
     """The Markdown table: a row a model, with its worst relative gradient error and what is refused; then the parallel layouts."""
     notes = list(dict.fromkeys(REFUSED.values()))
     lines = ["| model | worst gradient error | refused |", "|---|---|---|"]
-    for model, built in MODELS.items():
+    for model, title in ({name: built.title for name, built in MODELS.items()} | TALKERS).items():
         worst = max(errors[parallel, model] for parallel in PARALLEL if (parallel, model) not in REFUSED)
         refused = sorted({notes.index(note) + 1 for (_, name), note in REFUSED.items() if name == model})
-        lines.append(f"| {built.title} | {worst:.1e} | {', '.join(map(str, refused))} |")
+        lines.append(f"| {title} | {worst:.1e} | {', '.join(map(str, refused))} |")
     lines += ["", "Refused before anything is loaded, with a message that also says what would work:", ""]
     for number, note in enumerate(notes, 1):
         titles = [

@@ -74,10 +74,10 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
     """Models, layouts and refusals of docs/parallelism.md; `--write-table` of the matrix writes them, with its figures."""
-    from support.matrix import MODELS, PARALLEL, REFUSED, table, written_table
+    from support.matrix import EXPERTS, PARALLEL, REFUSED, table, written_table
 
     written = written_table((REPO / "docs" / "parallelism.md").read_text())
-    wanted = table(dict.fromkeys(set(itertools.product(PARALLEL, MODELS)) - set(REFUSED), 1e-9))
+    wanted = table(dict.fromkeys(set(itertools.product(PARALLEL, EXPERTS)) - set(REFUSED), 1e-9))
     figure = re.compile(r"\d\.\de-\d\d")
     assert figure.sub("", written) == figure.sub("", wanted)
     assert all(0 < float(error) < 1e-5 for error in figure.findall(written))
