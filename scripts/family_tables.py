@@ -39,7 +39,7 @@ def table(family: ModelFamily) -> str:
 
 
 def recipes(names: Iterable[str]) -> str:
-    """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `dpo[_lora]`, `sft`."""
+    """Names of recipes, those of the same tasks together: `a_`, `a_moe_`: `{dpo,embed}[_lora]`, `lora`, `sft`."""
     tasks: dict[str, list[str]] = {}
     for name in names:
         stem = f"{matrix()[name].family if name in matrix() else about(name)['family']}_"
@@ -47,9 +47,10 @@ def recipes(names: Iterable[str]) -> str:
         tasks.setdefault(stem, []).extend([rest] if (rest := name.removeprefix(stem)) else [])
     stems: dict[tuple[str, ...], list[str]] = {}
     for stem, own in tasks.items():
-        shown = [f"{name}[_{LORA}]" if f"{name}_{LORA}" in own else name for name in own]
-        own = [text for name, text in zip(own, shown, strict=True) if name.removesuffix(f"_{LORA}") in (name, LORA)]
-        stems.setdefault(tuple(own), []).append(stem)
+        both = [name for name in own if f"{name}_{LORA}" in own]
+        alone = [name for name in own if not {name, name.removesuffix(f"_{LORA}")} & {*both}]
+        named = f"{{{','.join(both)}}}" if both[1:] else "".join(both)
+        stems.setdefault((*([f"{named}[_{LORA}]"] if both else []), *alone), []).append(stem)
     return "; ".join(code(names) + (f": {code(own)}" if own else "") for own, names in stems.items()) or "none"
 
 

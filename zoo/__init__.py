@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zoo.config.schema import (
         DataConfig,
         DistillConfig,
+        EmbedConfig,
         EngineConfig,
         HubConfig,
         LogConfig,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "DataConfig", "DistillConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
+    "DataConfig", "DistillConfig", "EmbedConfig", "Engine", "EngineConfig", "Event", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig",
     "ModelConfig", "PackingConfig", "ParallelConfig", "Recipe", "RlConfig", "RunConfig", "TrainConfig", "TrainResult", "VllmConfig", "__version__",
     "convert", "evaluate", "generate", "load_recipe", "plan", "report", "score", "speak", "top_tokens", "train", "verify", "verify_served",
 ]  # fmt: skip
@@ -76,7 +77,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 _SECTIONS = (
-    "Data", "Distill", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Rl", "Run", "Train", "Vllm",
+    "Data", "Distill", "Embed", "Engine", "Hub", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Rl", "Run", "Train", "Vllm",
 )  # fmt: skip
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},

@@ -28,7 +28,7 @@ from support.tiny import load_plain, load_thinker
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.training.auxiliary_passes import BaseModelReference, KLEstimate
+from zoo.training.passes.auxiliary_passes import BaseModelReference, KLEstimate
 
 LIMIT = 5e-5  # relative
 ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 are up to 9e-5 apart

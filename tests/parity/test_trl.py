@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zoo.checkpoint import lora_files
 from zoo.data.loading.batches import make_batch
-from zoo.training.auxiliary_passes import KLEstimate
+from zoo.training.passes.auxiliary_passes import KLEstimate
 
 pytestmark = pytest.mark.slow
 FAMILY: Any = SimpleNamespace(recipe="qwen3_sft")

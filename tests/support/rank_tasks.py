@@ -58,7 +58,7 @@ def order_of_the_start(rank: int, size: int, overrides: Sequence[str], recipe_na
     from zoo.checkpoint import loading
     from zoo.data.loading.loader import BatchLoader
     from zoo.model import build
-    from zoo.training.reference import Reference
+    from zoo.training.passes.reference import Reference
     from zoo.training.trainer import Trainer
 
     found: list[str] = []

@@ -22,6 +22,7 @@ from zoo.errors import UserError
 from zoo.files import read_object, unheld
 from zoo.logging.result import evaluations_by_step
 from zoo.model.build import find_source
+from zoo.model.embedding_files import MODULES
 from zoo.parallel.object_group import agreed
 from zoo.records import conforms, is_text
 
@@ -130,11 +131,21 @@ def is_reward_model(source: Place) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
+def is_embedding_model(source: Place) -> bool:
+    """Whether a checkpoint gives vectors: by its run's recipe, or by its files for sentence-transformers."""
+    if source.kind == "run":
+        try:
+            return load_recipe(source.folder / "config.yaml").train.embeds
+        except UserError:  # of another zoo, whose keys are not known here
+            return False
+    return (source.files / MODULES).is_file()
+
+
 def language_model(path: str | Path) -> Place:
     """Where the weights of a language model lie, what is damaged beside them restored first.
 
     Raises:
-        UserError: there are none, or they are those of a reward model, which says nothing.
+        UserError: there are none, or they are those of a reward or embedding model, which says nothing.
     """
     source = locate(str(path))
     check_beside_weights(source)
@@ -142,6 +153,11 @@ def language_model(path: str | Path) -> Place:
         raise UserError(
             f"{path}: it is a reward model, which gives an answer one number and has no probabilities of tokens; wanted a language "
             "model. `zoo convert` makes a Hugging Face folder of it, whose scores transformers gives (docs/preference.md)"
+        )
+    if is_embedding_model(source):
+        raise UserError(
+            f"{path}: it is an embedding model, which has vectors and no probabilities of tokens; wanted a language model. `zoo eval` "
+            "ranks by its vectors, and its export is one of sentence-transformers (docs/retrieval.md)"
         )
     return source
 

@@ -31,6 +31,11 @@ def teacher_on_disk(recipe: Recipe) -> bool:
     return folder is not None and (expanded(folder) / TEACHER).is_file()
 
 
+def text_alone(recipe: Recipe) -> bool:
+    """Whether the family takes no media."""
+    return get_family(recipe.model.family).modalities == ("text",)
+
+
 def trained_parts(recipe: Recipe) -> set[str]:
     """Parts of the family's model that the recipe trains, whole or by adapters: a talker where its loss counts."""
     if recipe.lora.rank:

@@ -20,7 +20,7 @@ MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
 BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
 FORMS = (
-    "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference",
+    "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference", "retrieval",
     "cord_v2", "llava_instruct", "captions", "cauldron",
     "transcripts", "classes",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from zoo.config.checks.layout import check_layout, check_packing
 from zoo.config.checks.model import check_lora, check_model
 from zoo.config.checks.rl import check_rl, derived_rl
 from zoo.config.checks.training import check_optimizer, check_preference, check_schedule, check_speech, parse_metric
-from zoo.config.derived import alignment, run_folder, sequence_parallel
+from zoo.config.derived import alignment, run_folder, sequence_parallel, text_alone
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.gpus import find_gpu, near_gpus
@@ -118,12 +118,16 @@ def _derived(recipe: Recipe) -> JsonObject:
     """Values of the keys left open that follow from other keys or from the machine."""
     sp = sequence_parallel(recipe)
     changes: JsonObject = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
-    if recipe.train.preference or recipe.distill.teacher is not None:
+    if recipe.train.preference or recipe.train.embeds or recipe.distill.teacher is not None:
         changes["train.mtp_loss"] = 0.0  # multi-token prediction learns single answers
     if recipe.train.preference and not recipe.lora.keep_dropout:
         changes["lora.dropout"] = 0.0  # its noise would stand in differences of log-probabilities
-    if recipe.train.scores:
-        changes["log.predictions"] = 0  # a model that scores answers gives none
+    if recipe.train.embeds:
+        changes["lora.dropout"] = 0.0  # both passes of a step give the same vectors
+        if recipe.embed.template == "auto":
+            changes["embed.template"] = "plain" if text_alone(recipe) else "chat"
+    if recipe.train.headless:
+        changes["log.predictions"] = 0  # a model without a head gives no answers
     if recipe.run.stage is not None:
         changes["run.stage"] = str(expanded(recipe.run.stage))
     if recipe.packing.align is None:

@@ -64,6 +64,8 @@ class Sample:
         desirable: of a labelled answer, whether it is.
         mismatched: of a labelled answer, the same conversation with the answer of another row.
         taught: a teacher's logits of the labels, from disk.
+        candidates: of a row of retrieval, whose query this is: the samples of its positive, then of its negatives.
+        key: of a query or candidate, 63 bits that tell its content from others.
         codes: of a spoken row, the first codes that a talker learns of it, and its end: these are its labels then. 0: it is not spoken.
         code_weight: weight of each of them in the loss.
     """
@@ -79,6 +81,8 @@ class Sample:
     reference: tuple[float, float] | None = None
     desirable: bool | None = None
     mismatched: Sample | None = None
+    candidates: tuple[Sample, ...] = ()
+    key: int = 0
     taught: TeacherLogits | None = None
     codes: int = 0
     code_weight: float = 1.0
@@ -90,7 +94,9 @@ class Sample:
 
     @property
     def num_labels(self) -> int:
-        """Tokens with loss, or codes; the first token of a sample is nobody's target."""
+        """Tokens with loss, or codes, or the one query; the first token of a sample is nobody's target."""
+        if self.key:
+            return len(self.candidates[:1])
         return self.codes or int((self.labels[1:] != IGNORE).sum())
 
     @property
@@ -106,13 +112,40 @@ class Sample:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = [self.input_ids, self.labels, *self.media.values(), *([] if self.weights is None else [self.weights])]
-        others = (self.rejected, self.mismatched)
+        others = (self.rejected, self.mismatched, *self.candidates)
         return sum(x.nbytes for x in tensors) + sum(other.nbytes for other in others if other is not None)
 
     @property
     def segments(self) -> tuple[Sample, ...]:
-        """What lies in the packed row, in order: the sample, or both of a pair."""
+        """What lies in the packed row, in order: the sample, or both of a pair, or a query and its candidates."""
+        if self.candidates:
+            return (self, *self.candidates)
         return (self,) if self.rejected is None else (self, self.rejected)
+
+
+class RetrievalKeys(NamedTuple):
+    """What the S segments of a micro-batch are: keys (S,) int64 of their contents, and roles (S,) int64: QUERY, POSITIVE, NEGATIVE.
+
+    A query stands before its positive, and its negatives behind that. Both lie on the host.
+    """
+
+    keys: Tensor
+    roles: Tensor
+
+
+QUERY, POSITIVE, NEGATIVE = range(3)  # roles
+
+
+class VectorGradients(NamedTuple):
+    """The loss of a step as its first pass found it: on the device, of a micro-batch's S segments and Q queries.
+
+    gradients (S, hidden) fp32 of the sum of all queries' losses by the states' pooled sums; losses (Q,) and right (Q,) fp32: whether a
+    query's positive is nearer than all else.
+    """
+
+    gradients: Tensor
+    losses: Tensor
+    right: Tensor
 
 
 @dataclass(frozen=True)
@@ -143,6 +176,8 @@ class MicroBatch:
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: a teacher's logits of all labels, from disk, on the CPU.
         policy: of sampled answers, what reinforcement learning knows of the labels.
+        retrieval: of queries and candidates, which each segment is.
+        vectors: of these, what the first pass of a step found.
         filler: it only keeps a rank without rows in step with the others: nothing of it counts, and it has neither `sources` nor `kinds`.
     """
 
@@ -162,6 +197,8 @@ class MicroBatch:
     mismatched: MicroBatch | None = None
     kl: Tensor | None = None
     drift: Tensor | None = None
+    retrieval: RetrievalKeys | None = None
+    vectors: VectorGradients | None = None
     teaching: Any = None
     taught: TeacherLogits | None = None
     policy: PolicyTokens | None = None
@@ -271,6 +308,16 @@ def with_preferences(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch
     known = [sample.reference for sample in pairs if sample.reference is not None]
     reference = torch.tensor(known).flatten() if len(known) == len(pairs) else None
     return replace(batch, label_weight=float(len(pairs)), weights=None, reference=reference)
+
+
+def with_retrieval(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """The micro-batch of the segments of `samples`, with what they are where these are queries with candidates."""
+    if not any(sample.candidates for sample in samples):
+        return batch
+    keys = [segment.key for sample in samples for segment in sample.segments]
+    roles = [[QUERY, POSITIVE, *[NEGATIVE] * (len(sample.candidates) - 1)] for sample in samples]
+    retrieval = RetrievalKeys(torch.tensor(keys), torch.tensor([role for each in roles for role in each]))
+    return replace(batch, label_weight=float(len(samples)), weights=None, retrieval=retrieval)
 
 
 def with_teacher_logits(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:

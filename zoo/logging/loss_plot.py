@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from zoo.files import replaced
 from zoo.logging.policy_plot import KEYS, draw_panels
+from zoo.logging.progress_line import MAIN, TITLES
 from zoo.logging.result import records
 from zoo.types import JsonObject
 
@@ -76,8 +77,8 @@ def _height(value: float | None) -> float:
 def _exact_match(axis: Axes, evals: list[JsonObject]) -> None:
     """Lines over the steps, or bars where there is a single evaluation."""
     kinds = sorted({kind for r in evals for kind in r["by_kind"]})
-    score = "exact_match" if all("exact_match" in r for r in evals) else "rewards/accuracies"
-    axis.set_title(f"{'exact match' if score == 'exact_match' else 'accuracy of pairs'} on held-out rows")
+    score = next((name for name in MAIN if all(name in r for r in evals)), MAIN[0])
+    axis.set_title(f"{TITLES[score]} on held-out rows")
     if len(evals) == 1:
         shares = [evals[0]["by_kind"][kind] for kind in kinds]
         names = [f"{kind} ({share.get('rows', '?')})" for kind, share in zip(kinds, shares, strict=True)]

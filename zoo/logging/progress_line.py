@@ -12,6 +12,15 @@ from zoo.logging.terminal import live_line
 from zoo.types import JsonObject
 
 ACCURACY = "rewards/accuracies"  # of preference pairs
+BATCH_RECALL = "batch_recall@1"  # of queries
+# Scores of held-out rows: their titles, and those of which the first that an evaluation has is shown by kind.
+TITLES = {
+    ACCURACY: "accuracy of preferences",
+    "exact_match": "exact match",
+    "recall@1": "recall@1",
+    "ndcg@10": "nDCG@10",
+}
+MAIN = ("exact_match", ACCURACY, "recall@1")
 _LEAST, _MOST = 10, 30  # characters of the bar
 
 
@@ -37,6 +46,7 @@ class StepLine:
             (f"loss {metrics['loss']:.4f}", 0),
             *([(f"reward {metrics['reward']:.3f}", 0)] if "reward" in metrics else []),
             *([(f"acc {metrics[ACCURACY]:.0%}", 0)] if ACCURACY in metrics else []),
+            *([(f"recall@1 {metrics[BATCH_RECALL]:.0%}", 0)] if BATCH_RECALL in metrics else []),
             (f"lr {metrics['lr']:.2e}", 3),
             (f"{tokens:,.0f} {unit}", 1),
             (f"pad {metrics['pad_fraction']:.1%}", 5),

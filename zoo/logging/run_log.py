@@ -16,7 +16,7 @@ from zoo.files import Lines, finite, write_atomically
 from zoo.logging import messages
 from zoo.logging.loss_plot import plot_losses
 from zoo.logging.predictions_plot import Prediction, block, plot_predictions
-from zoo.logging.progress_line import ACCURACY, StepLine
+from zoo.logging.progress_line import MAIN, TITLES, StepLine
 from zoo.packages import installed_version
 from zoo.records import is_count, line_of_json
 from zoo.types import JsonObject
@@ -115,12 +115,11 @@ class RunLog:
         if not self.main:
             return
         self._line({"event": "eval", "step": step, **metrics, "data": data})
-        score = "exact_match" if "exact_match" in metrics else ACCURACY  # a reward model says nothing
+        score = next(name for name in MAIN if name in metrics)  # models without a head say nothing
         kinds = ", ".join(f"{k} {f[score]:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
-        accuracy = f", accuracy of preferences {metrics[ACCURACY]:.1%}" if ACCURACY in metrics else ""
-        match = f", exact match {metrics[score]:.1%}" if score != ACCURACY else ""
+        scores = "".join(f", {title} {metrics[name]:.1%}" for name, title in TITLES.items() if name in metrics)
         first = f"loss {metrics['loss']:.4f}" if "loss" in metrics else f"reward {metrics['reward']:.4f}"
-        self.say(f"eval at step {step}: {first}{accuracy}{match} ({kinds})")
+        self.say(f"eval at step {step}: {first}{scores} ({kinds})")
 
     def predictions(self, step: int, predictions: Sequence[Prediction]) -> tuple[Path, str] | None:
         """Answers to some held-out rows: a block of lines, predictions.jsonl and the plot; returns plot and block."""

@@ -20,12 +20,12 @@ from zoo.bridge.files.side_files import GENERATION, write_generation_config
 from zoo.bridge.load import Patterns, fitting_names, stored_in_fp32
 from zoo.bridge.parallel import default_comm, model_parameters, together
 from zoo.config.checks.engine import uses_transformer_engine
-from zoo.config.derived import trains_thinker
 from zoo.config.locate import Place, locate, look, read_origin
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError, printable
 from zoo.model.frozen_base import hold_as_loaded, is_quantised_as_loaded, without_matrices
+from zoo.model.objective import objective_of
 from zoo.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.model.served_processor import ServedProcessor
 from zoo.nn.family import FamilyConfig, vocabulary_rows
@@ -36,10 +36,7 @@ from zoo.parallel.megatron.replaced import replaced
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World, seed_everything
 from zoo.registry import ModelFamily, get_family
-from zoo.steps import Objective, StepRank
-from zoo.steps.losses import DistillationLoss, SpeechLoss
-from zoo.steps.policy import PolicyLoss
-from zoo.steps.preference import AnswerLoss, KTOLoss, PreferenceLoss
+from zoo.steps import StepRank
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -69,7 +66,7 @@ class Assembly:
     @property
     def served(self) -> ServedProcessor:
         """What an export carries of the processor: it reads rows as the run does."""
-        return ServedProcessor(self.processor, self.settings)
+        return ServedProcessor(self.processor, self.settings, self.config.text.hidden_size)
 
     @cached_property
     def fp32(self) -> Patterns:
@@ -259,13 +256,13 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World, *, encodes_medi
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 and encodes_media else None,
         encodes_media=world.pp_rank == 0 and encodes_media,
     )
-    train, losses, policy = recipe.train, (preference_loss(recipe), distillation_loss(recipe)), policy_loss(recipe)
-    speech = None
-    if train.speech_loss and (talker := getattr(assembly.config, "talker", None)):
-        speech = SpeechLoss(train.speech_loss, train.residual_loss, talker.codebooks, trains_thinker(recipe))
-    objective = Objective(*losses, assembly.config.mtp_layers(recipe), train.mtp_loss, policy, speech)
     step: PackedStep = assembly.family.load("step")(
-        assembly.config, recipe.packing, rank, objective, flops=flops, vocabulary=assembly.config.text.vocab_size
+        assembly.config,
+        recipe.packing,
+        rank,
+        objective_of(assembly.config, recipe),
+        flops=flops,
+        vocabulary=assembly.config.text.vocab_size,
     )
     return step
 
@@ -305,34 +302,6 @@ def assemble_other(
             f"{key}={init}: a vocabulary of {size:,} tokens, and the model in training has {tokens:,}; wanted a model of the same tokens"
         )
     return recipe, assembly
-
-
-def distillation_loss(recipe: Recipe) -> DistillationLoss | None:
-    """The loss of a recipe with a teacher."""
-    settings = recipe.distill
-    return None if settings.teacher is None else DistillationLoss(settings.weight, settings.temperature)
-
-
-def policy_loss(recipe: Recipe) -> PolicyLoss | None:
-    """The loss of sampled answers that a recipe of reinforcement learning trains with."""
-    rl = recipe.rl
-    if rl.algorithm is None:
-        return None
-    assert rl.clip_low is not None and rl.clip_high is not None  # derived by validate
-    cap = rl.importance_cap if rl.importance == "truncated" else None
-    referenced = rl.reference != "none"
-    return PolicyLoss(rl.algorithm, rl.clip_low, rl.clip_high, rl.kl, rl.entropy, cap, referenced, rl.temperature)
-
-
-def preference_loss(recipe: Recipe) -> AnswerLoss | None:
-    """The loss of pairs or labelled answers that a recipe trains with; None where it learns answers by themselves."""
-    train = recipe.train
-    if train.labelled:
-        return KTOLoss(train.beta, train.desirable_weight, train.undesirable_weight)
-    if not train.pairs:
-        return None
-    beta = 1.0 if train.scores else train.beta
-    return PreferenceLoss(train.loss, beta, train.label_smoothing, train.simpo_gamma, center=train.center_rewards)
 
 
 def model_dims(assembly: Assembly) -> Dims:

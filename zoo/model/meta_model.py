@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Bridge, Dims
-from zoo.bridge.mapping.table import SCORE
+from zoo.bridge.mapping.table import HEADS, SCORE, is_allowed
 from zoo.bridge.native import PASS_THROUGH
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.streams import Folder
@@ -75,7 +75,8 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
     Args:
         arch: the config.json.
         names: names of a checkpoint's tensors. Where none belongs to a part that a model may lack (`Bridge.optional`:
-            multi-token prediction, a talker), the model is built without that part; with a reward model's head among them, with that.
+            multi-token prediction, a talker), the model is built without that part; with a reward model's head among them, with that; and
+            without a head where none is there, nor tied to the embedding.
 
     Raises:
         UserError: no family has the model_type, or several ranks are running.
@@ -89,6 +90,10 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
         recipe = recipe.replace({bridge.optional_key: float(bridge.has_optional(names))})
     if names is not None and any(name.endswith(SCORE) for name in names):
         recipe = recipe.replace({"train.loss": "reward"})
+    elif names is not None and not (
+        family.load("config").from_arch(arch).tied or any(is_allowed(n, HEADS) for n in names)
+    ):
+        recipe = recipe.replace({"train.loss": "embed"})
     assembly = build.assembly_of_arch(recipe)
     if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("checkpoints are converted and compared by one process: start it without torchrun")

@@ -16,14 +16,15 @@ from zoo.config.entries import FORMS, DataEntry, parse_entry
 from zoo.config.files import read_recipe
 from zoo.config.layers.layer import Layer, escaped, merge_into, nested
 from zoo.config.locate import Place
-from zoo.config.schema import DataConfig, PackingConfig, Recipe
+from zoo.config.schema import DataConfig, EmbedConfig, PackingConfig, Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
 from zoo.records import Check, is_object, read_record, reading_back
 from zoo.types import JsonMapping, JsonObject
 
 FILE = "zoo_settings.json"
-BUDGET = "packing.budget"
+BUDGET, LOSS = "packing.budget", "train.loss"
+EMBED = tuple(f"embed.{item.name}" for item in fields(EmbedConfig))  # of embedding models alone, as is their LOSS
 # Keys of data that say which rows there are, serve training, or are about the machine. All others hold afterwards.
 NOT_KEPT = (
     "train", "eval", "outside_root", "shuffle", "lookahead", "augment", "augment_variants", "blank_answers", "bundled", "cache_mb",
@@ -96,7 +97,8 @@ def _from_config(config: Path, run: Path) -> RunSettings:
 def settings_of_recipe(recipe: Recipe) -> RunSettings:
     """The settings of a recipe's run."""
     data = {item.name: getattr(recipe.data, item.name) for item in fields(DataConfig)}
-    tree = {"data": data, "packing": asdict(recipe.packing), "train": {"eval_rows": recipe.train.eval_rows}}
+    tree = {"data": data, "packing": asdict(recipe.packing), "embed": asdict(recipe.embed)}
+    tree["train"] = {"eval_rows": recipe.train.eval_rows, "loss": recipe.train.loss}
     return _from_tree(tree, "the recipe")
 
 
@@ -132,6 +134,9 @@ def _from_tree(tree: JsonMapping, origin: str) -> RunSettings:
     values = {f"data.{name}": data[name] for name in KEPT if name in data}
     if "budget" in packing:
         values[BUDGET] = packing["budget"]
+    if train.get("loss") == "embed":
+        embed = tree.get("embed") or {}
+        values |= {LOSS: "embed", **{key: embed[_name(key)] for key in EMBED if _name(key) in embed}}
     entries = {
         name: tuple(parse_entry(entry, f"data.{name}") for entry in data.get(name) or () if entry != "auto")
         for name in ("train", "eval")
@@ -161,7 +166,8 @@ def _from_export(source: Place) -> RunSettings:
     values, form = record["settings"], record["rows"]
     if type(values.get(BUDGET, 1)) is not int or _is_code(form):
         raise ConfigError(f"{path}: no settings of a run; {hint}")
-    taken = [f"data.{name}" for name in KEPT if name not in NOT_EXPORTED] + [BUDGET]
+    taken = [f"data.{name}" for name in KEPT if name not in NOT_EXPORTED] + [BUDGET, *EMBED]
+    taken += [LOSS] if values.get(LOSS) == "embed" else []
     entry = parse_entry({"path": ".", **{name: form[name] for name in FORM if name in form}}, str(path))
     values = {key: value for key, value in values.items() if key in taken}
     return RunSettings(f"the run that wrote {source.folder}", values, _common((entry,), FORM))

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.config.entries import PixelLimits
-from zoo.config.schema import DataConfig
+from zoo.config.schema import DataConfig, EmbedConfig
 from zoo.data.media.sampling import MIN_FRAMES
 from zoo.data.processors.text import TextOnly
 from zoo.files import read_object
+from zoo.model.embedding_files import write_embedding_files
 from zoo.model.run_settings import RunSettings, write_settings
 from zoo.types import JsonMapping, JsonObject
 
@@ -39,10 +40,11 @@ class ServedProcessor:
     Args:
         processor: a `zoo.data.processors.processor.Processor`.
         settings: those of the run.
+        width: hidden size of the model, where it embeds.
     """
 
-    def __init__(self, processor: Processor, settings: RunSettings) -> None:
-        self.settings = settings
+    def __init__(self, processor: Processor, settings: RunSettings, width: int = 0) -> None:
+        self.settings, self._width, self._kinds = settings, width, processor.modalities
         self._changes = _changes(processor, settings)
         self._template = _with_defaults(processor.hf.chat_template, settings.values.get("data.template") or {})
         self.hf = _changed(processor.hf, self._changes, self._template)
@@ -51,6 +53,10 @@ class ServedProcessor:
         """Write the processor's files and the settings into a folder, which may have files of the source: these say the same then."""
         self.hf.save_pretrained(folder)
         write_settings(self.settings, Path(folder))
+        if embed := {
+            key.removeprefix("embed."): value for key, value in self.settings.values.items() if key.startswith("embed.")
+        }:
+            write_embedding_files(Path(folder), EmbedConfig(**embed), self._width, self._kinds)
         for part, name in FILES.items():
             if part in self._changes:
                 _patch(Path(folder) / name, self._changes[part])

@@ -30,9 +30,10 @@ def model_cost(config: FamilyConfig, recipe: Recipe | None = None) -> ModelCost:
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
     ahead = [_layer(text, config.traits, LayerKind(False, kinds[-1].sparse))] * mtp_layers
     joined = 4.0 * text.hidden_size**2 * mtp_layers
+    headless = recipe is not None and recipe.train.headless
     return ModelCost(
         decoder=_stack(text, layers, ahead, joined),
-        head=2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
+        head=0.0 if headless else 2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
         towers=config.tower_costs(),
         talker=None if talker is None else _talker(talker),
     )

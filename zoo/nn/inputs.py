@@ -40,7 +40,13 @@ class Vocabulary:
     embedding_scale: float = 1.0  # factor of tokens' embeddings
     logit_softcap: float | None = None  # c of c tanh(logits / c)
     scores: bool = False  # a `score` of an answer's last state in the place of the vocabulary's head
+    embeds: bool = False  # no head at all: the states themselves are wanted
     width: int | None = None  # of the embedding; None: the decoder's
+
+    @property
+    def headless(self) -> bool:
+        """Whether there is no head of the vocabulary."""
+        return self.scores or self.embeds
 
 
 @dataclass(frozen=True)

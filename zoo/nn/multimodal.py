@@ -91,7 +91,7 @@ class MultimodalModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
         # mcore's names; with multi-token prediction the embedding is on the last stage, too
         self.mtp_process = stage.last and bool(config.mtp_num_layers)
-        self.share_embeddings_and_output_weights = vocabulary.tied and not vocabulary.scores
+        self.share_embeddings_and_output_weights = vocabulary.tied and not vocabulary.headless
         self.deepstack_layers = {name: n for name, n in (deepstack_layers or {}).items() if n}
         if len(named := sorted(self.deepstack_layers)) > 1:
             raise ValueError(f"deepstack_layers names {named}; one tower may have deepstack")
@@ -140,7 +140,7 @@ class MultimodalModel(LanguageModule):
         )
         if stage.last and self.vocabulary.scores:
             self.score = ScoreHead(config)
-        elif stage.last:
+        elif stage.last and not self.vocabulary.embeds:
             head_config = copy.copy(config)
             head_config.sequence_parallel = False  # rows are gathered, then only labelled ones kept
             self.output_layer = tensor_parallel.ColumnParallelLinear(
@@ -172,7 +172,7 @@ class MultimodalModel(LanguageModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """As megatron-core's, which expects a vocabulary's head; vocabularies have their own sizes, without padding."""
-        parent = MegatronModule if self.vocabulary.scores else LanguageModule
+        parent = MegatronModule if self.vocabulary.headless else LanguageModule
         sharded: ShardedStateDict = parent.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         own = (f"{prefix}embedding.", f"{prefix}output_layer.")  # and not those of a decoder within this one
         for name, entry in sharded.items():
@@ -192,7 +192,7 @@ class MultimodalModel(LanguageModule):
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
         prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token, with `entropy`
         (2, N), the second row the entropy, with `distillation` the divergence from the teacher; with `top` what `TopTokens.joined` gives;
-        without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,), without these too all logits (B, T, vocab).
+        without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,) or states (N, hidden), without these too all logits (B, T, vocab).
         Other stages: what the next one needs, (T', B, hidden).
         """
         hidden, features, mtp_media = self.decode(inputs, noted)
@@ -338,8 +338,8 @@ class MultimodalModel(LanguageModule):
         states = hidden.reshape(-1, hidden.shape[-1])
         if targets is None:
             states = hidden if rows is None else states.index_select(0, rows)
-            if self.vocabulary.scores:
-                return self.score(states)
+            if self.vocabulary.headless:
+                return states if self.vocabulary.embeds else self.score(states)
             logits = gather_from_tensor_model_parallel_region(self._logits(states, weight), group=self.tp_group)
             logits = logits[..., : self.vocabulary.size]
             return logits.transpose(0, 1) if rows is None else logits

@@ -52,7 +52,12 @@ class LanguageModel(MultimodalModel):
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),
             vocabulary=Vocabulary(
-                config.text.vocab_size, config.tied, config.embedding_scale, config.logit_softcap, recipe.train.scores
+                config.text.vocab_size,
+                config.tied,
+                config.embedding_scale,
+                config.logit_softcap,
+                scores=recipe.train.scores,
+                embeds=recipe.train.embeds,
             ),
             rotary=config.rotary,
             local_rotary=config.local_rotary,

@@ -351,6 +351,8 @@ class SavedActivations:
     def head(self) -> tuple[float, float]:
         """(bytes kept, further bytes while the loss is computed) of the logits of the row's labels."""
         labels = self.row.labels / self.recipe.parallel.cp
+        if self.recipe.train.headless and self.part != TALKER:  # last states alone
+            return self.norm(self.shared, self.text.hidden_size), 0.0
         most = labels if self.part == TALKER else min(labels, LABELS_AT_ONCE)
         logits = most * self.text.vocab_size / self.recipe.parallel.tp
         hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size

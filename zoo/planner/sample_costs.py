@@ -51,6 +51,10 @@ def training_cost(config: FamilyConfig, recipe: Recipe) -> Callable[[SampleSize]
     towers = () if recipe.parallel.towers == "shared" else model.towers
     names = [*towers, "decoder", *([TALKER] if model.talker is not None else [])]
 
+    factors = {
+        name: value + float(recipe.train.embeds) for name, value in factors.items()
+    }  # the first pass of embeddings
+
     def cost(size: SampleSize) -> int:
         parts = model.parts(size.segments or (size.length,), media=size.media)
         flops = sum(factors[name] * parts[name] for name in names)

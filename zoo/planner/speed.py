@@ -186,7 +186,11 @@ def forward_flops(model: Model, row: Row) -> dict[str, float]:
 
 
 def factor(model: Model, recipe: Recipe, part: str, row: Row) -> float:
-    """FLOPs of training a part over those of its forward pass."""
+    """FLOPs of training a part over those of its forward pass; a step of embeddings has one more (`zoo.steps.objectives.retrieval`)."""
+    return _one_pass(model, recipe, part, row) + float(recipe.train.embeds)
+
+
+def _one_pass(model: Model, recipe: Recipe, part: str, row: Row) -> float:
     trained, full = model.trained_parts, recipe.engine.recompute == "full"
     if part in model.cost.towers:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts

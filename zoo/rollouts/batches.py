@@ -15,7 +15,7 @@ from zoo.data.sample import IGNORE, MicroBatch, PolicyTokens, Sample
 from zoo.packing import plan_bins
 from zoo.packing.binning import Bin, spread
 from zoo.rollouts.engine import Rollout
-from zoo.steps.policy import answer_count, label_weight
+from zoo.steps.objectives.policy import answer_count, label_weight
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ class MicroBatchLike(Protocol):
     labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
 
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels; `reference`, (S,)
-    float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.preference`); `desirable`, (S,) bool, with
+    float32 log-probabilities of the samples' labels, for a preference loss (`zoo.steps.objectives.preference`); `desirable`, (S,) bool, with
     `kl`, () float32, for one of labelled answers; for distillation `teaching` of this rank's labels in order, or `taught` of all
-    labels (`zoo.data.sample.TeacherLogits`); for reinforcement learning `policy`; `most_tokens` and `filler` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
+    labels (`zoo.data.sample.TeacherLogits`); for reinforcement learning `policy`; for queries and candidates `vectors`; `most_tokens` and `filler` (`zoo.data.sample.MicroBatch`); and `masked_is_true`, the sense
     of its mask, as in `PackedLayout.from_mask`. Fields that say the same twice (lengths next to a mask, `cu_seqlens`, `layout`,
     `position_ids`) must agree.
     """
@@ -72,12 +72,23 @@ class PolicyLike(Protocol):
     def experts(self) -> Tensor | None: ...
 
 
+class VectorGradientsLike(Protocol):
+    """What a step's first pass found of queries and candidates; `zoo.data.sample.VectorGradients` is one and says what it holds."""
+
+    @property
+    def gradients(self) -> Tensor: ...
+    @property
+    def losses(self) -> Tensor: ...
+    @property
+    def right(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class PolicyInputs:
     """What the labels of a micro-batch have, on this rank: (N,) fp32 on its device, in order."""
 
     advantages: Tensor  # of each label's answer
-    weights: Tensor  # see `zoo.steps.policy.label_weight`
+    weights: Tensor  # see `zoo.steps.objectives.policy.label_weight`
     segments: Tensor  # (N,) int64, the segment of each label; an answer is one
     num_segments: int
     # The trainer's log-probabilities before the rollout's first update; None: this is the first.
@@ -87,7 +98,9 @@ class PolicyInputs:
 
 
 # Fields that a batch may have, which `HostBatch` takes over unchanged.
-OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "policy", "most_tokens", "filler")
+OPTIONAL = (
+    "position_ids", "reference", "desirable", "kl", "teaching", "taught", "policy", "vectors", "most_tokens", "filler",
+)  # fmt: skip
 
 
 @dataclass
@@ -107,6 +120,7 @@ class HostBatch:
     teaching: DistillationInputs | None = None
     taught: TaughtLike | None = None
     policy: PolicyLike | None = None
+    vectors: VectorGradientsLike | None = None
     most_tokens: int | None = None
     filler: bool | None = None
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from zoo.steps.batch import PolicyInputs
-from zoo.steps.preference import AnswerLoss
+from zoo.steps.batch import PolicyInputs, VectorGradientsLike
+from zoo.steps.objectives.preference import AnswerLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +46,7 @@ class LossInputs:
     desirable: Tensor | None = None  # (S,) bool on the device: whether each answer is, where they are labelled
     kl: Tensor | None = None  # () float32 on the device: the divergence of these from the reference
     policy: PolicyInputs | None = None  # of sampled answers
+    vectors: VectorGradientsLike | None = None  # of queries and candidates, on the device
     spoken: SpokenLabels | None = None  # of rows whose speech is learnt
     filler: bool = False  # this micro-batch only keeps a rank in step: neither loss nor metrics count
 

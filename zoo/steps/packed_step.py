@@ -32,19 +32,17 @@ from zoo.packing import PackedLayout
 from zoo.packing.index import cpu_to_device
 from zoo.steps.batch import HostBatch, MicroBatchLike, distillation_inputs, layout_of
 from zoo.steps.batch_validation import check_ids, check_layout, check_media, check_positions
-from zoo.steps.losses import DistillationLoss, LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
+from zoo.steps.losses import LossInputs, answer_loss, distillation_loss, label_loss, sum_over_context
 from zoo.steps.media import MediaStream, RankShare, for_towers, rank_share
-from zoo.steps.policy import PolicyLoss, policy_inputs, policy_loss
-from zoo.steps.preference import AnswerLoss
+from zoo.steps.objectives.objective import Objective, StepRank
+from zoo.steps.objectives.policy import policy_inputs, policy_loss
+from zoo.steps.objectives.retrieval import retrieval_loss
 from zoo.steps.sample_level_cp import SampleLevelSplit, split_by_samples
 from zoo.steps.shard import IGNORE, ContextShard, Parts, padded_rows
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from zoo.config.schema import PackingConfig
     from zoo.nn.family import FamilyConfig
-    from zoo.steps.losses import SpeechLoss
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
@@ -55,32 +53,6 @@ class Prepared:
 
     inputs: ModelInputs
     loss_inputs: LossInputs
-
-
-@dataclass(frozen=True)
-class StepRank:
-    """The rank that a step runs on, and the ranks that it shares micro-batches with."""
-
-    device: torch.device
-    cp_group: ProcessGroup | None = None  # context-parallel ranks; None: there is one
-    media_group: ProcessGroup | None = None  # ranks that share out the media; None: each encodes all
-    encodes_media: bool = True  # it has the towers; else media stay on the host
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss of training batches.
-
-    It is that of each label, unless `preference` (samples are pairs or labelled answers), `distillation` (batches bring a teacher's
-    tokens), `policy` (sampled answers) or `speech` is given. `mtp_weight` is what the mean loss of `mtp_depths` depths counts.
-    """
-
-    preference: AnswerLoss | None = None
-    distillation: DistillationLoss | None = None
-    mtp_depths: int = 0
-    mtp_weight: float = 0.0
-    policy: PolicyLoss | None = None
-    speech: SpeechLoss | None = None
 
 
 class PackedStep:
@@ -118,8 +90,9 @@ class PackedStep:
         self.device, self.cp_group, self.media_group = rank.device, rank.cp_group, rank.media_group
         self.encodes_media, self.flops, self.vocabulary = rank.encodes_media, flops, vocabulary
         self.cp_rank, self.cp_size = (0, 1) if rank.cp_group is None else (rank.cp_group.rank(), rank.cp_group.size())
-        self.mtp_depths, self.mtp_weight, self.speech = objective.mtp_depths, objective.mtp_weight, objective.speech
-        self.preference, self.distillation, self.policy = objective.preference, objective.distillation, objective.policy
+        self.mtp_depths, self.mtp_weight, self.policy = objective.mtp_depths, objective.mtp_weight, objective.policy
+        self.speech, self.distillation, self.retrieval = objective.speech, objective.distillation, objective.retrieval
+        self.preference = objective.preference
         self.scores = bool(self.preference and self.preference.scores)  # of samples' last states
 
     def __call__(
@@ -158,7 +131,7 @@ class PackedStep:
         those of each token, (B, T0, L, k) int64, -1 where the router chooses, or that they are to be noted (`Routing`).
         """
         layout, batch = self.capture(batch), HostBatch.from_batch(batch)
-        logits = "last" if self.scores else logits
+        logits = "last" if self.scores or self.retrieval is not None else logits
         if logprobs and batch.labels is None:  # every real token is one to predict, as it came
             batch = replace(batch, labels=batch.input_ids)
         parts = self.pack(batch, layout)
@@ -193,6 +166,7 @@ class PackedStep:
             reference=None if batch.reference is None else self._move(batch.reference.float()),
             desirable=None if batch.desirable is None else self._move(batch.desirable),
             kl=None if batch.kl is None else self._move(batch.kl),
+            vectors=batch.vectors,
             policy=policy_inputs(batch.policy, loss_inputs, self._move) if training else None,
         )
 
@@ -304,7 +278,8 @@ class PackedStep:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
         sizes = {stream.sizes for of_tower in streams.values() for stream in of_tower}
         encoded = for_towers(media, self.tower_inputs(media), sizes, self.device) if self.encodes_media else {}
-        labels = shard.last_tokens() if logits == "last" else shard.labels()
+        mean = self.retrieval is not None and self.retrieval.pooling == "mean"
+        labels = shard.last_tokens(every=mean) if logits == "last" else shard.labels()
         ahead, ahead_source = self._ahead(parts, shard, shares, self.mtp_depths if training else 0)
         seq_params = shard.seq_params(
             self.bidirectional_tokens(parts.input_ids), self.device, padded=self.packing.mode == "none"
@@ -366,10 +341,12 @@ class PackedStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over what this rank trains on, labels or answers, times `loss_scale`, and metrics for the log.
 
-        `zoo.steps.losses` and `zoo.steps.policy` have the kinds of it, and say what their metrics are.
+        `zoo.steps.losses` and `zoo.steps.objectives.policy` have the kinds of it, and say what their metrics are.
         """
         group = self.cp_group if self.cp_size > 1 else None
-        if self.preference is not None and not evaluate:
+        if self.retrieval is not None:
+            total, metrics = retrieval_loss(output, loss_inputs, group, counts=self.cp_rank == 0)
+        elif self.preference is not None and not evaluate:
             values = -output if self.scores else output
             total, metrics = answer_loss(values, loss_inputs, self.preference, group, counts=self.cp_rank == 0)
         elif self.policy is not None and not evaluate:

@@ -145,11 +145,12 @@ class ContextShard:
         label = (label[0].narrow(0, first, sum(received)), label[1].narrow(0, first, sum(received)))
         return Labels(rank_states, parts.labels[label], label, LabelExchange(self.cp_group, sent, received))
 
-    def last_tokens(self) -> Labels:
-        """The last token of each segment, where this rank holds it: it predicts a token that is not there yet."""
+    def last_tokens(self, *, every: bool = False) -> Labels:
+        """The last token of each segment, where this rank holds it: it predicts a token that is not there yet; `every`: all its tokens."""
         parts = self.parts
         follows = F.pad(parts.segment_ids, (0, 1), value=-1)[:, 1:]
-        row, column = ((parts.segment_ids >= 0) & (follows != parts.segment_ids)).nonzero(as_tuple=True)
+        real = (parts.segment_ids >= 0) & ~parts.padding_mask
+        row, column = (real if every else real & (follows != parts.segment_ids)).nonzero(as_tuple=True)
         local = self.local[column]
         keep = local >= 0
         row, column = row[keep], column[keep]

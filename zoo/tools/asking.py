@@ -77,23 +77,23 @@ def recipe_of(source: Place, overrides: Overrides, *, quiet: bool = False) -> Re
 
 
 @contextmanager
-def asked(path: Model, rows: AskedRows, overrides: Overrides = (), *, rewards: bool = False) -> Iterator[Recipe]:
+def asked(path: Model, rows: AskedRows, overrides: Overrides = (), *, loss: str = "nll") -> Iterator[Recipe]:
     """The recipe that asks a checkpoint's model about rows, which are its data.eval; call `run_task` with it inside the block.
 
     Args:
         path: where the checkpoint lies, or what names its run (`run_of`).
         rows: see `AskedRows`. None is "auto", or what an override says of data.eval.
         overrides: of the recipe.
-        rewards: the checkpoint is that of a reward model.
+        loss: `reward` for the checkpoint of a reward model, `embed` for that of an embedding model.
 
     Raises:
-        UserError: no such checkpoint or rows, those of a reward model where `rewards` is not set, or an override that is wrong.
+        UserError: no such checkpoint or rows, those of a model without a head under `nll`, or an override that is wrong.
     """
     path = run_of(path)
-    source = locate(path) if rewards else language_model(path)
+    source = language_model(path) if loss == "nll" else locate(path)
     settings = settings_of(source)
     recipe = recipe_of(source, overrides)
-    recipe = recipe.replace({"train.loss": "reward"}) if rewards else recipe
+    recipe = recipe.replace({"train.loss": loss})
     overridden = set(leaves_of(Recipe, split_overrides(overrides)[0].tree))
     if "data.eval" in overridden:
         if rows is not None:
@@ -155,6 +155,7 @@ def for_rows(recipe: Recipe, entries: Sequence[object]) -> Recipe:
 def open_asked(recipe: Recipe, processor: Processor, max_rows: int | None = None) -> SampleSource:
     """The samples of data.eval, of `max_rows` of them at most."""
     limits: JsonObject = {"budget": recipe.packing.budget, "align": recipe.packing.align or 1, "max_rows": max_rows}
+    limits["embed"] = recipe.embed if recipe.train.embeds else None
     return SampleSource.open(recipe.data.eval, processor, recipe.data, evaluation=True, **limits)
 
 

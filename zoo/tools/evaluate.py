@@ -9,24 +9,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zoo.checkpoint import initial_weights
+from zoo.checkpoint.selection import is_embedding_model
 from zoo.config.layers.layer import Overrides
+from zoo.config.locate import locate
 from zoo.config.schema import Recipe
+from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
+from zoo.errors import UserError
 from zoo.generation.generator import Generator, gather_rows, load_generator
 from zoo.generation.sampling import Sampling
 from zoo.generation.scores.answer_scores import Score
 from zoo.generation.scores.choose import Scores
 from zoo.launch.launcher import run_task
 from zoo.launch.prepare import world_size
-from zoo.logging.result import Model
+from zoo.logging.result import Model, run_of
 from zoo.model import build
 from zoo.parallel.process_state import preserve_process_state
+from zoo.parallel.world import open_world
 from zoo.tools.asking import AskedRows, asked, check_counts, open_asked, say_left_out
 from zoo.tools.out_file import KeptRows, out_file
 from zoo.training.evaluation import batch_sums, recipe_batches
+from zoo.training.passes.retrieval import rank_rows
 from zoo.types import JsonMapping, JsonObject
 
 
@@ -34,7 +41,8 @@ from zoo.types import JsonMapping, JsonObject
 class Evaluation:
     """The result of :func:`evaluate`.
 
-    Each of `predictions`, in the order of the rows, has `source`, `kind`, `task`, `prompt`, `answer` (None: plain text), `answers`,
+    Each of `predictions`, of an embedding model, is of a distinct query, with `source`, `kind`, `nearest` (where the row of the nearest
+    candidate stands) and `scores`. Else each, in the order of the rows, has `source`, `kind`, `task`, `prompt`, `answer` (None: plain text), `answers`,
     `prediction`, `finish`, `scores` and `loss` (mean over its labels).
     """
 
@@ -82,14 +90,39 @@ def evaluate(
     scores = Scores.named([name.strip() for name in names if name.strip()])
     sampling = Sampling(max_new_tokens)
     check_counts(batch=batch, max_rows=max_rows)
-    with out_file(out) as file, asked(path, rows, overrides) as recipe:
+    loss = "embed" if is_embedding_model(locate(run_of(path))) else "nll"
+    with out_file(out) as file, asked(path, rows, overrides, loss=loss) as recipe:
         most = max_rows or recipe.train.eval_rows or None
+        if loss == "embed":
+            if names:
+                raise UserError(
+                    f"metrics={','.join(names)}: they are of answers, and an embedding model gives none; leave them out"
+                )
+            task, limits = "zoo.tools.evaluate:rank_here", {"max_rows": most}
+            evaluation = Evaluation(**run_task(task, recipe, world_size(recipe), limits, fresh=not in_process))
+            file.write(evaluation.predictions)
+            return evaluation
         options: JsonObject = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
         options["kept"] = file.kept and str(file.kept)
         task = "zoo.tools.evaluate:evaluate_here"
         evaluation = summed(run_task(task, recipe, world_size(recipe), options, fresh=not in_process), scores)
         file.write(evaluation.predictions)
         return evaluation
+
+
+def rank_here(recipe: Recipe, options: JsonMapping) -> JsonObject:
+    """The fields of an `Evaluation` of the rows of data.eval, on this rank, as `zoo.training.passes.retrieval.rank_rows` gives them."""
+    with open_world(recipe) as world:
+        recipe = validate(recipe, world.size)
+        assembly = build.assemble(recipe)
+        chunks = initial_weights.load_frozen(assembly, recipe, world)
+        step = build.build_step(assembly, recipe, world)
+        source = open_asked(recipe, assembly.processor, options["max_rows"])
+        batches = recipe_batches(recipe, source, world)
+        metrics, predictions = rank_rows(step, chunks, batches, world, batches.filler)
+        say_left_out(source, world)
+        own = {name: metrics.pop(name) for name in ("rows", "loss", "by_kind")}
+        return {**own, "scores": metrics, "predictions": predictions}
 
 
 def evaluate_here(recipe: Recipe, options: JsonMapping) -> list[JsonObject]:

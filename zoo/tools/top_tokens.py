@@ -32,7 +32,7 @@ from zoo.tools.asking import AskedRows, asked, open_asked, say_left_out
 from zoo.training.distillation.teacher import top_tokens_of
 from zoo.training.distillation.token_files import ROWS, RowTokens, TokenWriter
 from zoo.training.evaluation import recipe_batches
-from zoo.training.reference import plain_digest, weights_identity
+from zoo.training.passes.reference import plain_digest, weights_identity
 from zoo.types import JsonObject
 
 if TYPE_CHECKING:

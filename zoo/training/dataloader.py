@@ -165,10 +165,10 @@ def open_data(
         tick: called for each row that is read.
     """
     settings = with_defaults(recipe.data)
-    if recipe.train.preference and settings.blank_answers:
+    if (recipe.train.preference or recipe.train.embeds) and settings.blank_answers:
         raise ConfigError(
-            f"data.bundled.blank_answers={settings.blank_answers:g} with train.loss={recipe.train.loss}: answers of preference pairs "
-            "are compared as they are; set data.blank_answers=0"
+            f"data.bundled.blank_answers={settings.blank_answers:g} with train.loss={recipe.train.loss}: what is "
+            "compared is compared as it is; set data.blank_answers=0"
         )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read, decoder = RowCounter(tick), decoder_for(recipe.data)
@@ -183,6 +183,7 @@ def open_data(
         "pairs": recipe.train.pairs,
         "media_dtype": torch.bfloat16 if recipe.engine.precision == "bf16" else None,
         "labelled": recipe.train.labelled,
+        "embed": recipe.embed if recipe.train.embeds else None,
     }
     workers, blank = worker_processes.count_for(settings, local_ranks), settings.blank_answers
     training: JsonObject = {"augment": settings.augment, "blank": blank, "seed": recipe.run.seed, "workers": workers}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.data.sample import MicroBatch
 from zoo.parallel.world import World
-from zoo.steps.preference import METRICS, AnswerLoss, KTOLoss, PreferenceLoss
+from zoo.steps.objectives.preference import METRICS, AnswerLoss, KTOLoss, PreferenceLoss
 from zoo.types import JsonObject
 
 PAIR_METRICS = ("loss", "exact_match", *METRICS)

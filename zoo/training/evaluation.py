@@ -93,7 +93,7 @@ def evaluate(
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
         For pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
-        `zoo.steps.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
+        `zoo.steps.objectives.preference.METRICS` too; for labelled answers `exact_match` is that of desirable ones.
     """
     totals = metric_sums(step.preference)
     with in_eval_mode(chunks):

@@ -34,10 +34,10 @@ from zoo.parallel.world import World, on_all_cores
 from zoo.records import reading_back
 from zoo.steps.packed_step import PackedStep
 from zoo.training import optimization, reinforcement, resume
-from zoo.training.auxiliary_passes import auxiliary_passes
 from zoo.training.bad_steps.detector import BadStepDetector
 from zoo.training.dataloader import RowCounter, open_data, refuse_unlabelled, total_steps
-from zoo.training.reference import Reference
+from zoo.training.passes.auxiliary_passes import auxiliary_passes
+from zoo.training.passes.reference import Reference
 from zoo.training.towers.shared_towers import SharedTowers
 from zoo.watchdog.progress import Progress
 

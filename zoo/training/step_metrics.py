@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from zoo.data.sample import MicroBatch
 from zoo.parallel.world import World
+from zoo.steps.objectives.policy import LOGGED
 from zoo.steps.packed_step import PackedStep
-from zoo.steps.policy import LOGGED
 from zoo.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class StepTotals:
             part_squares: by part of the model, as `squared_norm` (`PartNorms.squares`); the same parts on all ranks.
         """
         mtp = bool(step.mtp_depths)
-        loss_with_metrics = step.preference or step.distillation or step.policy or step.speech
+        loss_with_metrics = step.preference or step.distillation or step.policy or step.speech or step.retrieval
         own_names = () if loss_with_metrics is None else loss_with_metrics.names
         maxima = () if step.policy is None else step.policy.maxima
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *own_names)

@@ -47,6 +47,7 @@ from zoo.training.bad_steps.detector import BadStep
 from zoo.training.dataloader import StepBatches
 from zoo.training.evaluation import evaluate
 from zoo.training.kernel_check.before_training import check_kernels
+from zoo.training.passes.retrieval import rank_rows
 from zoo.training.run_state import FLAGS, RunState
 from zoo.training.saves import Saves
 from zoo.training.step_metrics import LossSums, StepTotals, TokenCounts, expert_shares, sources_of
@@ -331,7 +332,10 @@ class Trainer(RunState):
             metrics, answers = answerer(held_out, proceed)
         else:
             step, passes, batches = self.step, self.auxiliary_passes, takewhile(proceed, eval_set)
-            metrics = evaluate(step, self.chunks, batches, self.world, eval_set.filler, passes)
+            if step.retrieval is not None:
+                metrics, _ = rank_rows(step, self.chunks, batches, self.world, eval_set.filler)
+            else:
+                metrics = evaluate(step, self.chunks, batches, self.world, eval_set.filler, passes)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))

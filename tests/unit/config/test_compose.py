@@ -256,7 +256,7 @@ def test_a_task_stands_between_a_recipe_and_the_file_that_names_it(tmp_path: Pat
     recipe = resolve(str(file)).recipe
     assert (recipe.train.loss, recipe.train.beta, recipe.train.lr) == ("dpo", 0.3, 5e-7)
     file.write_text("base: qwen3_vl_sft\ntask: dop\n")
-    assert "task: dop: no such task; there are sft, dpo, grpo, reward" in error_of(name=str(file))
+    assert "task: dop: no such task; there are sft, dpo, embed, grpo, reward" in error_of(name=str(file))
     file.write_text("task: dpo\nmodel: {family: qwen3_vl}\n")
     assert "task: wanted a base or a family" in error_of(name=str(file))
 

@@ -30,7 +30,7 @@ def test_every_key_of_the_schema_is_in_one_of_the_lists() -> None:
 
 
 OTHER: dict[str, Any] = {
-    "run.seed": 7, "train.loss": "dpo", "train.reference": "base", "distill.teacher": "elsewhere", "train.label_smoothing": 0.1, "model.family": "llava", "model.init": "elsewhere", "model.resize_embeddings": True, "model.freeze": ["vision"], "packing.mode": "none",
+    "run.seed": 7, "train.loss": "dpo", "train.reference": "base", "distill.teacher": "elsewhere", "train.label_smoothing": 0.1, "embed.pooling": "mean", "embed.dimensions": [8], "embed.instruction": "Find it", "embed.template": "plain", "model.family": "llava", "model.init": "elsewhere", "model.resize_embeddings": True, "model.freeze": ["vision"], "packing.mode": "none",
     "packing.budget": 99, "data.train": [], "data.eval": [], "data.labels": "last",
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"], "lora.whole_parts": ["merger"],
     "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},

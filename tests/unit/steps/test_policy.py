@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.steps import policy
-from zoo.steps.policy import PolicyInputs, PolicyLoss, answer_count, label_weight
+from zoo.steps.objectives import policy
+from zoo.steps.objectives.policy import PolicyInputs, PolicyLoss, answer_count, label_weight
 
 LENGTHS, MOST = (5, 3, 1, 4, 2, 5), 8  # tokens of six answers, and the most there might have been
 ADVANTAGES = torch.tensor([1.25, -0.5, -0.75, 0.9, -1.4, 0.5], dtype=torch.float64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.preference import plain_loss
 
-from zoo.steps.preference import METRICS, PreferenceLoss
+from zoo.steps.objectives.preference import METRICS, PreferenceLoss
 
 LOGPROBS = torch.tensor([-3.0, -9.0, -12.0, -4.0, -1.0, -1.5, -0.02, -40.0])
 LABELS = torch.tensor([2.0, 3.0, 6.0, 2.0, 4.0, 4.0, 1.0, 5.0])

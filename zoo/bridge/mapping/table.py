@@ -26,7 +26,8 @@ _BUFFERS = re.compile(r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq
 
 SCORE = "score.weight"  # the head of a reward model
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # matrices with a row for each token
-# A reward model may begin with the checkpoint of a language model, which has another head.
+HEAD = VOCABULARY[1]
+# A reward or embedding model may begin with the checkpoint of a language model, which has another head.
 HEADS = ("*score.weight", "*lm_head.weight", "*output_layer.weight")
 
 
@@ -209,7 +210,8 @@ class Bridge:
         """
         source, problems = self._translate(hf_names)
         published_entries = self.publish(zoo_names)
-        allow = [*allow, *(HEADS if SCORE in published_entries else ())]
+        headless = not dims.tied and HEAD not in published_entries
+        allow = [*allow, *(HEADS if SCORE in published_entries or headless else ())]
         built = [entry.hf_names(0)[0] for entry in published_entries.values()]
         absent = [part for part in self._optional_regex if not any(part.fullmatch(name) for name in built)]
         pass_through = {n for n in source if self.passes_through(n) or any(part.fullmatch(n) for part in absent)}
@@ -257,8 +259,7 @@ class Bridge:
         if heads:
             helps.append("tie_word_embeddings=true in config.json, where the head is the embedding")
             helps.append(
-                "an embedding model has no head: train.loss=reward trains it with a new one for scores, and zoo convert with "
-                f"allow={heads[0]} takes it as it is"
+                "an embedding model has no head: train.loss=embed trains it on, train.loss=reward with a new one for scores"
             )
         if missing:
             helps.append("missing tensors: get the whole checkpoint, or the config.json that belongs to it")
@@ -270,7 +271,7 @@ class Bridge:
         """Published name -> given name, in the prefixes that leaves the fewest names unknown; names met twice."""
         best: dict[str, list[str]] = {}
         fewest = len(hf_names) + 1
-        for prefixes in ({}, *self.name_prefixes):
+        for prefixes in ({}, *self.name_prefixes, {"": "model."}):  # the last of what AutoModel saves, without a head
             translated: dict[str, list[str]] = {}
             for name in sorted(hf_names):
                 translated.setdefault(_rename(name, prefixes), []).append(name)

@@ -73,7 +73,8 @@ def table(evaluation: Evaluation) -> str:
     whole = {"rows": evaluation.rows, "loss": evaluation.loss, **evaluation.scores}
     for kind, values in [*evaluation.by_kind.items(), ("all", whole)]:
         cells = [f"{values[name]:.1%}" if name in values else "" for name in names]
-        lines.append([kind, f"{values['rows']:,}", f"{values['loss']:.4f}", *cells])
+        loss = f"{values['loss']:.4f}" if "loss" in values else ""
+        lines.append([kind, f"{values['rows']:,}", loss, *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.config.architecture import text_config
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.config.schema.conditions import REFERENCED
 from zoo.errors import ConfigError, UserError, printable
@@ -18,7 +19,7 @@ def check_preference(recipe: Recipe) -> None:
             f"train.label_smoothing={train.label_smoothing:g} with train.loss={train.loss}: dpo and simpo alone have it; leave it out"
         )
     _check_reference(recipe)
-    if train.preference and recipe.distill.teacher is not None:
+    if (train.preference or train.embeds) and recipe.distill.teacher is not None:
         raise ConfigError(
             f"distill.teacher={recipe.distill.teacher} with train.loss={train.loss}: a teacher says something of single answers; leave one "
             "of the two out"
@@ -28,7 +29,9 @@ def check_preference(recipe: Recipe) -> None:
     for key in ("desirable_weight", "undesirable_weight"):
         if getattr(train, key) != 1 and not train.labelled:
             raise ConfigError(f"train.{key} with train.loss={train.loss}: kto alone has it; leave it out")
-    if not train.preference:
+    if train.embeds:
+        _check_embeddings(recipe)
+    elif not train.preference:
         if recipe.lora.keep_dropout:
             raise ConfigError(
                 f"lora.keep_dropout=true with train.loss={train.loss}: only losses of preferences leave dropout out; lora.dropout is enough"
@@ -42,9 +45,18 @@ def check_preference(recipe: Recipe) -> None:
     for key, value, fitting in wanted:
         if value not in fitting:
             raise ConfigError(
-                f"{key}={value} with train.loss={train.loss}: a loss of preferences goes with "
+                f"{key}={value} with train.loss={train.loss}: this loss goes with "
                 f"{' or '.join(f'{key}={choice}' for choice in fitting)}"
             )
+
+
+def _check_embeddings(recipe: Recipe) -> None:
+    width = text_config(recipe.model.arch).get("hidden_size") if recipe.model.arch else None
+    largest = max(recipe.embed.dimensions, default=0)
+    if width is not None and largest > width:
+        raise ConfigError(
+            f"embed.dimensions={recipe.embed.dimensions}: {largest} is above the model's hidden size {width}; give sizes up to that"
+        )
 
 
 def _check_reference(recipe: Recipe) -> None:
@@ -122,7 +134,20 @@ def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
 
 SMALLER, LARGER = (
     ("loss", "wer", "cer", "perplexity"),
-    ("exact_match", "accuracy", "anls", "vqa", "f1", "rewards/accuracies", "rewards/margins", "reward"),
+    (
+        "exact_match",
+        "accuracy",
+        "anls",
+        "vqa",
+        "f1",
+        "rewards/accuracies",
+        "rewards/margins",
+        "reward",
+        "recall@1",
+        "recall@5",
+        "recall@10",
+        "ndcg@10",
+    ),
 )
 
 

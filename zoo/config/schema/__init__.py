@@ -5,7 +5,7 @@ the API reference and ``zoo show --schema`` show, and each field states when it 
 only; composition is in :mod:`zoo.config.compose`, checks that involve more than one key are in :mod:`zoo.config.validate`.
 """
 
-from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
+from zoo.config.schema.data import DataConfig, DistillConfig, EmbedConfig, LoraConfig, ModelConfig, PackingConfig
 from zoo.config.schema.recipe import Recipe
 from zoo.config.schema.rl import RlConfig, VllmConfig
 from zoo.config.schema.run import (
@@ -19,6 +19,6 @@ from zoo.config.schema.run import (
 )
 
 __all__ = [
-    "DataConfig", "DistillConfig", "EngineConfig", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",
+    "DataConfig", "DistillConfig", "EmbedConfig", "EngineConfig", "HubConfig", "LogConfig", "LoraConfig", "MachineConfig", "ModelConfig", "PackingConfig",
     "ParallelConfig", "Recipe", "RlConfig", "RunConfig", "TrainConfig", "VllmConfig",
 ]  # fmt: skip

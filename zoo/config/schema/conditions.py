@@ -156,6 +156,7 @@ REWARD = _one_of("train.loss", "reward", lacks="under another loss")
 PAIRS_OR_LABELS = _one_of(
     "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
 )
+EMBED = _one_of("train.loss", "embed", lacks="without embeddings")
 DROPOUT = _above_zero("lora.dropout", "without dropout")
 TEACHER = _stated("distill.teacher", "without a teacher", "set distill.teacher")
 NO_TEACHER = _left_out("distill.teacher", "beside a teacher")
@@ -186,8 +187,8 @@ EVALUATION = When(
 )
 ANSWERS = _value(
     "train.loss",
-    lambda value: value != "reward",
-    lacks="on a model that scores answers and gives none",
+    lambda value: value not in ("reward", "embed"),
+    lacks="on a model that gives no answers",
     do="set another train.loss",
 )
 PREDICTIONS = _above_zero("log.predictions", "where no answers are shown")

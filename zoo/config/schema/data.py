@@ -81,6 +81,23 @@ class DistillConfig:
 
 @section
 @dataclass(frozen=True, kw_only=True, repr=False)
+class EmbedConfig:
+    """Vectors of queries and candidates (docs/retrieval.md)."""
+
+    pooling: Literal["last", "mean"] = setting("last", when=conditions.EMBED)
+    """a vector is the last token's state | the mean of all tokens' states"""
+    temperature: float = number(0.05, above=0, most=1e3, when=conditions.EMBED)
+    """cosines are divided by it in the loss"""
+    dimensions: list[int] = setting(list, when=conditions.EMBED, bounds=Bounds(least=1, most=1e6))
+    """Matryoshka: the loss is the mean over vectors that are cut to these sizes; default: the model's hidden size alone"""
+    instruction: str | None = setting(None, when=conditions.EMBED)
+    """what queries are for, where a row has no instruction of its own"""
+    template: Literal["auto", "chat", "plain"] = setting("auto", when=conditions.EMBED)
+    """chat: the chat template with the opening of an answer, instructions in the system turn | plain: the text alone, instructions before it | auto: plain for text models"""
+
+
+@section
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PackingConfig:
     """How samples are put into rows."""
 

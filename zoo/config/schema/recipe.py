@@ -21,7 +21,7 @@ from zoo.config.layers.keys import (
 from zoo.config.layers.layer import reading_objects
 from zoo.config.layers.tree import replaced
 from zoo.config.schema import conditions
-from zoo.config.schema.data import DataConfig, DistillConfig, LoraConfig, ModelConfig, PackingConfig
+from zoo.config.schema.data import DataConfig, DistillConfig, EmbedConfig, LoraConfig, ModelConfig, PackingConfig
 from zoo.config.schema.rl import RlConfig
 from zoo.config.schema.run import (
     EngineConfig,
@@ -62,6 +62,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -176,8 +176,8 @@ class TrainConfig:
     """rows per optimizer step, all ranks together (packed rows under thd)"""
     micro_batch: int = number(1, 1, 10**5, when=conditions.PADDED, off=1)
     """rows per forward pass and rank (packing.mode=none; a packed row counts as 1)"""
-    loss: Literal["nll", "dpo", "ipo", "simpo", "orpo", "kto", "reward"] = setting("nll", when=ALWAYS)
-    """nll: of the answers' tokens | of preference pairs, kto: of labelled answers | reward: of pairs, for a model that scores answers (docs/preference.md)"""
+    loss: Literal["nll", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "embed"] = setting("nll", when=ALWAYS)
+    """nll: of the answers' tokens | of preference pairs, kto: of labelled answers | reward: of pairs, for a model that scores answers (docs/preference.md) | embed: of queries and candidates (docs/retrieval.md)"""
     beta: float = number(0.1, above=0, most=1e6, when=conditions.PREFERENCES)
     """how much a difference of log-probabilities counts for a loss of preferences"""
     reference: str = setting("start", when=conditions.REFERENCE)
@@ -284,6 +284,16 @@ class TrainConfig:
     def scores(self) -> bool:
         """Whether the model is one that scores answers."""
         return self.loss == "reward"
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the model is one that gives vectors."""
+        return self.loss == "embed"
+
+    @property
+    def headless(self) -> bool:
+        """Whether the model has no head of the vocabulary, so that it says nothing."""
+        return self.scores or self.embeds
 
     @property
     def labelled(self) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from zoo.records import line_of_json
 
 ROOT = Path(__file__).parent  # holds train.jsonl, heldout.jsonl and media/
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -40,9 +43,57 @@ def in_words(item: dict[str, Any]) -> dict[str, Any]:
     """
     messages = []
     for answer in item["messages"][1::2]:
-        spelled = ", ".join(" ".join(WORDS[int(digit)] for digit in part) for part in answer["content"].split())
-        messages += [{"role": "user", "content": f"Write in digits: {spelled}."}, answer]
+        asked = f"Write in digits: {_spelled(answer['content'])}."
+        messages += [{"role": "user", "content": asked}, answer]
     return {"kind": "text", "messages": messages}
+
+
+def _spelled(answer: str) -> str:
+    return ", ".join(" ".join(WORDS[int(digit)] for digit in part) for part in answer.split())
+
+
+def found_by_words(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: media of the set that are found by their number in words; of a row of text its number in digits.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:found_by_words"}]`.
+    """
+    answer = " ".join(message["content"] for message in item["messages"][1::2])
+    keys = ("images", "videos", "audios", "use_audio_in_video")
+    media = {key: item[key] for key in keys if key in item}
+    return {"kind": item["kind"], "query": _spelled(answer), "positive": media or answer}
+
+
+def found_by_sound(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: strips of handwriting that are found by the recording of their number; other rows as `found_by_words`.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:found_by_sound", kinds: [audio]}]`. A number that no strip of the same
+    part of the set shows is several strips. Which strips they are follows from the row alone.
+    """
+    if item["kind"] != "audio":
+        return found_by_words(item)
+    file, left, strips = item["audios"][0], item["messages"][-1]["content"], []
+    while left:
+        shown = _strips(file.partition("/")[0])
+        number = max((number for number in shown if left.startswith(number)), key=len)
+        strips.append(shown[number][zlib.crc32(file.encode()) % len(shown[number])])
+        left = left.removeprefix(number)
+    return {"kind": "audio", "query": {"audios": item["audios"]}, "positive": {"images": strips}}
+
+
+@cache
+def _strips(part: str) -> dict[str, list[str]]:
+    """Of "train" or "heldout": number -> strips that show it; digits that no strip of "heldout" shows alone are those of "train"."""
+    strips: dict[str, list[str]] = {}
+    for line in (ROOT / f"{part}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = line_of_json(line)
+        if row and row["kind"] == "image":
+            strips.setdefault(row["messages"][-1]["content"], []).extend(row["images"])
+    return strips if part == "train" else {digit: _strips("train")[digit] for digit in "0123456789"} | strips
+
+
+def in_digits_by_words(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: `found_by_words` as text alone, whatever the row's media."""
+    return found_by_words({"kind": "text", "messages": item["messages"]})
 
 
 def in_words_with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:

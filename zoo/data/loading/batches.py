@@ -10,7 +10,15 @@ import torch
 
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
-from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, with_preferences, with_teacher_logits
+from zoo.data.sample import (
+    MicroBatch,
+    Sample,
+    collate,
+    collate_padded,
+    with_preferences,
+    with_retrieval,
+    with_teacher_logits,
+)
 from zoo.data.sources.mixture import SampleId
 from zoo.packing import PackedLayout
 
@@ -51,7 +59,8 @@ def make_batch(samples: Sequence[Sample], mode: str, align: int, pad_to: int | N
         batch = collate_padded(segments, align, pad_to, pad_id, pinned=pinned)
     if others:
         batch = replace(batch, mismatched=make_batch(others, mode, align, pad_to, pad_id))
-    return with_teacher_logits(with_preferences(batch, samples), samples).pin()
+    batch = with_retrieval(with_preferences(batch, samples), samples)
+    return with_teacher_logits(batch, samples).pin()
 
 
 def with_most_tokens(batches: Sequence[MicroBatch], totals: Sequence[Sequence[int]]) -> list[MicroBatch]:

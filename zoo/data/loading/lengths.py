@@ -362,7 +362,7 @@ def place_of(source: SampleSource) -> Path | None:
         assert isinstance(part, CheckedRows)
         digest.update(part.content())
         digest.update(repr((part.access, part.form)).encode())
-    settings = encoder.data.template, encoder.data.special_tokens, encoder.pair_align, encoder.labelled
+    settings = encoder.data.template, encoder.data.special_tokens, encoder.pair_align, encoder.labelled, encoder.embed
     digest.update(repr((source.sizes_follow_from(), settings, transformers.__version__)).encode())
     code = [inspect.getsourcefile(kind) for kind in type(source.processor).__mro__ if kind is not object]
     for file in sorted({*map(Path, filter(None, code)), *Path(zoo.data.__file__).parent.rglob("*.py")}):

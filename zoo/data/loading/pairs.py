@@ -1,4 +1,4 @@
-"""Preferences: pairs of conversations that begin alike, as one sample of two segments, and answers with a label.
+"""Rows of several conversations as one sample of several segments: preference pairs, labelled answers, queries with candidates.
 
 A labelled answer brings the same conversation with the answer of another row, from which KTO estimates how far the policy has moved.
 """
@@ -6,18 +6,23 @@ A labelled answer brings the same conversation with the answer of another row, f
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from zoo.config.schema import EmbedConfig
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import Sample
+from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.identity import medium_content
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet
 from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+
+PLAIN_QUERY = "Instruct: {}\nQuery:{}"  # as Qwen3-Embedding's
 
 
 def rows_of(row: Row) -> tuple[Row, Row]:
@@ -148,3 +153,46 @@ def answer_before(rows: RowSet, number: int) -> tuple[Message, str]:
             if (answer := last_answer(rows.row(SampleId((number - back) % len(rows))))) is not None:
                 return answer
     raise RowError(rows.name(SampleId(number)), "label", "no row ends with an answer, which labels are of.")
+
+
+def conversations_of(row: Row, embed: EmbedConfig) -> list[Row]:
+    """The query with its instruction, the positive and the negatives, each as it is read.
+
+    Raises:
+        RowError: no row of retrieval, or a part that `embed.template` can't write ("retrieval").
+    """
+    if not row.candidates:
+        text = (
+            "the row has no query and positive; train.loss=embed wants rows of query, positive and, if any, negatives."
+        )
+        raise RowError(row.source, "retrieval", text)
+    instruction = row.instruction or embed.instruction
+    query = replace(row, candidates=())
+    if embed.template == "plain":
+        return [_plain(query, instruction), *(_plain(candidate, None) for candidate in row.candidates)]
+    if instruction and row.messages[0].role != "system":
+        calls, names = (("", *texts) if texts else () for texts in (row.calls, row.names))
+        query = replace(query, messages=(Message("system", instruction), *row.messages), calls=calls, names=names)
+    return [query, *(replace(candidate, limits=row.limits, kind=row.kind) for candidate in row.candidates)]
+
+
+def _plain(row: Row, instruction: str | None) -> Row:
+    if len(row.messages) != 1 or PLACEHOLDER.search(row.messages[0].content):
+        text = "it has media or several turns, and embed.template=plain takes texts alone; set embed.template=chat."
+        raise RowError(row.source, "retrieval", text)
+    text = plain(row.messages[0].content)
+    return replace(row, text=PLAIN_QUERY.format(instruction, text) if instruction else text)
+
+
+def retrieved(samples: Sequence[Sample]) -> Sample:
+    """The sample of a row, whose parts know their contents by `key`."""
+    query, *candidates = [replace(sample, key=_key(sample)) for sample in samples]
+    return replace(query, candidates=tuple(candidates))
+
+
+def _key(sample: Sample) -> int:
+    """63 bits that tell the tokens and media of a sample from others."""
+    digest = hashlib.blake2b(sample.input_ids.numpy().tobytes(), digest_size=8)
+    for name, tensor in sorted(sample.media.items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1

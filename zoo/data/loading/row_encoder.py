@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zoo.config.entries import MediaLimits
-from zoo.config.schema import DataConfig
+from zoo.config.schema import DataConfig, EmbedConfig
 from zoo.data.errors import RowError
 from zoo.data.loading import pairs
 from zoo.data.media.decoder import Decoder
@@ -66,10 +66,11 @@ class LengthLimit:
         Raises:
             RowError: the sample is too long and can't be cut ("overlong").
         """
-        if sample.mismatched is not None or sample.rejected is not None:
+        if sample.mismatched is not None or len(sample.segments) > 1:
             length = sample_length(sample, self.align)
             if length > self.tokens:
-                kind = "a pair" if sample.mismatched is None else "a labelled or mismatched answer"
+                kind = "a query and its candidates" if sample.candidates else "a pair"
+                kind = kind if sample.mismatched is None else "a labelled or mismatched answer"
                 raise self._error(sample.source, f"{length} tokens of {kind}", WAYS)
             return sample
         if sample.length <= self.tokens:
@@ -106,10 +107,10 @@ class LengthLimit:
 
 
 def sample_length(sample: Sample, align: int) -> int:
-    """Tokens of an encoded sample: of a pair with the padding of both, of a labelled answer the longer conversation's."""
+    """Tokens of an encoded sample: of a pair or of a query and its candidates with the padding of all, of a labelled answer the longer conversation's."""
     if sample.mismatched is not None:
         return max(sample.length, sample.mismatched.length)
-    if sample.rejected is None:
+    if len(sample.segments) == 1:
         return sample.length
     return sum(-(-segment.length // align) * align for segment in sample.segments)
 
@@ -123,11 +124,12 @@ class RowEncoder:
         data: labels, overlong and the limits of media are used; rows with limits of their own have those.
         decoder: who decodes media; None: who does by `data`, in the process that encodes.
         budget: the most tokens of a sample; None: any number.
-        pair_align: rows are preference pairs, and both of their samples are padded to a multiple of this; None: rows are not,
-            and of those that have a rejected answer the other one is learnt.
+        pair_align: rows are preference pairs, or queries with candidates, and all of their samples are padded to a multiple of this; None:
+            rows are not, and of those that have a rejected answer the other one is learnt.
         media_dtype: dtype of what towers read, float32 tensors of two dims or more: they cast it first of all, and here it
             is less to copy. None: as the processor gives it.
         labelled: rows are answers with a label, as `zoo.data.loading.pairs.with_other_answer` gives them.
+        embed: rows are queries with candidates, written as this says; None: they are not.
     """
 
     processor: Processor
@@ -137,6 +139,7 @@ class RowEncoder:
     pair_align: int | None = None
     media_dtype: torch.dtype | None = None
     labelled: bool = False
+    embed: EmbedConfig | None = None
 
     def measure(self, row: Row) -> SampleSize | None:
         """The size by `Processor.measure`; of a pair, of both together."""
@@ -145,8 +148,13 @@ class RowEncoder:
             return None if matched is None or mismatched is None else pairs.labelled_size(matched, mismatched)
         if self.pair_align is None:
             return self._measure(row)
-        sizes = [size for conversation in pairs.rows_of(row) if (size := self._measure(conversation)) is not None]
-        return pairs.joined_size(sizes, self.pair_align) if len(sizes) == 2 else None
+        sizes = [self._measure(conversation) for conversation in self._segments(row)]
+        known = [size for size in sizes if size is not None]
+        return pairs.joined_size(known, self.pair_align) if len(known) == len(sizes) else None
+
+    def _segments(self, row: Row) -> Sequence[Row]:
+        """The conversations of a row that lie in one sample."""
+        return pairs.rows_of(row) if self.embed is None else pairs.conversations_of(row, self.embed)
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
         """The sample by `Processor.encode`; both samples of a pair get the same random changes."""
@@ -157,6 +165,8 @@ class RowEncoder:
             matched, mismatched = pairs.labelled_rows_of(row)
             samples = self._encode(matched, augment), self._encode(mismatched, again)
             return pairs.labelled(*samples, desirable=bool(row.label))
+        if self.embed is not None:
+            return pairs.retrieved([self._encode(part, copy.deepcopy(augment)) for part in self._segments(row)])
         chosen, rejected = pairs.rows_of(row)
         return pairs.joined(self._encode(chosen, augment), self._encode(rejected, again))
 
@@ -165,7 +175,7 @@ class RowEncoder:
         if sample.mismatched is not None:
             return pairs.labelled_size(self.processor.size(sample), self.processor.size(sample.mismatched))
         sizes = [self.processor.size(segment) for segment in sample.segments]
-        return sizes[0] if sample.rejected is None else pairs.joined_size(sizes, self.pair_align or 1)
+        return sizes[0] if len(sizes) == 1 else pairs.joined_size(sizes, self.pair_align or 1)
 
     def length(self, sample: Sample) -> int:
         """Tokens that an encoded sample takes; of a pair with the padding of both."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from zoo.config.entries import MEDIA_KEYS, parse_entry
-from zoo.config.schema import DataConfig
+from zoo.config.schema import DataConfig, EmbedConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BAD_IN_A_ROW, BadRows
 from zoo.data.loading.defaults import VARIANTS
@@ -137,6 +137,7 @@ class SampleSource:
         pairs: bool = False,
         media_dtype: torch.dtype | None = None,
         labelled: bool = False,
+        embed: EmbedConfig | None = None,
     ) -> SampleSource:
         """The samples of rows that are at hand.
 
@@ -156,6 +157,7 @@ class SampleSource:
             pairs: rows are preference pairs, and a sample is both of their conversations.
             media_dtype: as `RowEncoder` has it.
             labelled: rows are answers with a label, and a sample brings its conversation with the answer of the row before it.
+            embed: rows are queries with candidates, and a sample is all of them.
 
         Raises:
             ConfigError: limits of pixels, for a model whose processor has none.
@@ -170,9 +172,10 @@ class SampleSource:
             processor.check_pixels(keys)
         limit = LengthLimit(budget, align, data.overlong)
         variants = (data.augment_variants or VARIANTS) if augment else 1
+        pair_align = align if pairs or embed is not None else None
         return cls(
             rows,
-            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None, media_dtype, labelled),
+            RowEncoder(processor, data, decoder, limit.tokens, pair_align, media_dtype, labelled, embed),
             limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),
@@ -288,9 +291,8 @@ class SampleSource:
                 with contextlib.suppress(RowError):  # raised again when the sample is asked for
                     row = self._row(key)
                     rejected = [row.rejected] if isinstance(row.rejected, Row) else []
-                    media = [
-                        medium for each in (row, *rejected) for medium in (*each.images, *each.videos, *each.audios)
-                    ]
+                    parts = (row, *rejected, *row.candidates)
+                    media = [medium for part in parts for medium in (*part.images, *part.videos, *part.audios)]
                     if self.workers is None or not media or any(map(is_url, media)):
                         rows.append(row)
                     else:

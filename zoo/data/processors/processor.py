@@ -159,8 +159,8 @@ class Processor:
             raise RowError(row.source, "processor_error", reason) from error
         row = written.row
         self._check_placeholders(row, input_ids, tensors)
-        if self._header:
-            spans = self._answers.spans(row, input_ids)
+        if self._header or row.prompt:
+            spans = [] if row.prompt else self._answers.spans(row, input_ids)
         else:
             try:
                 spans = plain_turns.spans(self.tokenizer, written.text, written.answers, input_ids, self.media_ids)
@@ -186,11 +186,11 @@ class Processor:
             raise error.at(row.source) from error
 
     def _plain_text(self, row: Row, text: str) -> tuple[Sample, CallArguments]:
-        """A text as it is, with the end of sequence behind it: all of it is learnt."""
+        """A text as it is, with the end of sequence behind it: all of it is learnt. A prompt is what the tokenizer makes of it."""
         ids = self.tokenizer(text)["input_ids"]
-        ids += [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
+        ids += [] if self._eos is None or row.prompt or ids[-1:] == [self._eos] else [self._eos]
         input_ids = torch.tensor(ids, dtype=torch.int64)
-        chosen = torch.full((len(ids),), row.weight)
+        chosen = torch.full((len(ids),), 0.0 if row.prompt else row.weight)
         targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
         sample = Sample(input_ids, targets, {}, row.kind, row.source, weights)
         return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
@@ -370,11 +370,11 @@ class Processor:
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
         messages, options = self.messages(row), {"tools": json.loads(row.tools)} if row.tools else {}
+        options |= {"add_generation_prompt": True} if row.prompt else {}
         if any("</think>" in content for _, content in row.messages) and self.wants_thoughts:
             messages = chat.with_thoughts(messages)
-        answers: list[Span] = []
-        if self._header:
-            text = self._render(messages, **options)
+        if self._header or row.prompt:
+            text, answers = self._render(messages, **options), list[Span]()
             if self.markers.further_ends and messages[-1]["role"] == "assistant":
                 text += self.markers.end
         else:

@@ -175,6 +175,8 @@ def _content(row: Row) -> bytes:
         plain += (row.names,)
     if row.speech is not None:
         plain += (medium_content(row.speech), row.speaker)
+    if row.candidates:
+        plain += (row.instruction, *map(_content, row.candidates))
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
         rejected = row.rejected

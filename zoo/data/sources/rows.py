@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError, bad_row
-from zoo.data.sources.formats.choose import PREFERENCE, Form, to_own
+from zoo.data.sources.formats.choose import PREFERENCE, RETRIEVAL, Form, to_own
 from zoo.data.sources.formats.grounding import Box
 from zoo.data.sources.formats.messages import MAX_WEIGHT, TORN, Message, is_torn, read_turns, read_weight, typed
 from zoo.data.sources.formats.speech import read_speech
@@ -82,6 +82,9 @@ class Row:
     skipped: tuple[str, ...] = field(default=(), compare=False)  # its columns that say nothing of the sample
     # In a preference pair: the same row with the rejected answer, or what is wrong with that.
     rejected: Row | RowError | None = None
+    candidates: tuple[Row, ...] = ()  # in a row of retrieval, whose query this is: the positive, then hard negatives
+    instruction: str = ""  # what the query is for; "": what the recipe says
+    prompt: bool = False  # it ends with a question, behind which the opening of an answer is written
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -93,8 +96,9 @@ class Row:
 
     @property
     def files(self) -> tuple[Medium, ...]:
-        """All its media, and the codes of its speech."""
-        return (*self.images, *self.videos, *self.audios, *(() if self.speech is None else (self.speech,)))
+        """All its media, those of its candidates, and the codes of its speech."""
+        own = (*self.images, *self.videos, *self.audios, *(() if self.speech is None else (self.speech,)))
+        return own + tuple(file for candidate in self.candidates for file in candidate.files)
 
     def check_files(self) -> None:
         """Check that its files of media, and those of its rejected answer, are there; RowError where one is not."""
@@ -111,7 +115,8 @@ class Row:
         """Kinds of media in the row: image, video, audio (a video's sound that is heard included)."""
         heard = bool(self.audios) or self.use_audio_in_video
         present = {"image": bool(self.images), "video": bool(self.videos), "audio": heard}
-        return {kind for kind, is_present in present.items() if is_present}
+        own = {kind for kind, is_present in present.items() if is_present}
+        return own.union(*(candidate.media for candidate in self.candidates))
 
     @property
     def answer_weights(self) -> list[float]:
@@ -198,7 +203,8 @@ def make_row(item: JsonMapping, source: str, access: Access, form: Form | str | 
 
 def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     item, form_name, boxes, skipped = to_own(item, form)
-    item = _with_answer(item)
+    if form_name == RETRIEVAL:
+        return replace(_retrieval(item, source, access, form), skipped=skipped)
     rejected = item.pop("rejected", None) if form_name == PREFERENCE else None
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access, skipped)
@@ -275,14 +281,17 @@ def _made(item: JsonMapping, source: str, access: Access, form: Form) -> Row:
     return row
 
 
-def _with_answer(item: JsonObject) -> JsonObject:
-    """The row with the first of its `answers` as its last turn, where it ends with a question."""
-    turns, answers = item.get("messages"), item.get("answers")
-    if not (isinstance(turns, list) and turns and isinstance(answers, list) and answers):
-        return item
-    if not (isinstance(turns[-1], Mapping) and turns[-1].get("role") == "user"):
-        return item
-    return {**item, "messages": [*turns, {"role": "assistant", "content": answers[0]}]}
+def _retrieval(item: JsonObject, source: str, access: Access, form: Form) -> Row:
+    """The row of what `from_retrieval` gave, whose parts end with an answer, as all rows of messages do; here it is cut off."""
+    rows = []
+    for name, part in item["parts"]:
+        try:
+            row = _made(part, source, access, Form("messages", literal_tags=form.literal_tags))
+        except RowError as error:
+            raise RowError(source, error.cause, f"in {name}: {error.args[-1]}") from error
+        rows.append(replace(row, messages=row.messages[:-1], calls=row.calls[:-1], names=row.names[:-1], prompt=True))
+    kind = _kind(item, None)
+    return replace(rows[0], candidates=tuple(rows[1:]), instruction=item["instruction"], kind=kind, form=RETRIEVAL)
 
 
 def _text_row(item: JsonObject, source: str, access: Access, skipped: tuple[str, ...]) -> Row:

@@ -182,7 +182,7 @@ def verify_served(
     rewards = is_reward_model(locate(path))
     if rewards and folder.adapter is not None:
         raise UserError(f"{path}: vLLM reads no head out of adapters; serve them merged: zoo convert {path} OUT")
-    with asked(path, rows, overrides, rewards=rewards) as recipe:
+    with asked(path, rows, overrides, loss="reward" if rewards else "nll") as recipe:
         most = max_rows or recipe.train.eval_rows or None
         compute = _answers if server.only_answers else _scores
         results: list[JsonObject] = compute(recipe, most, in_process)

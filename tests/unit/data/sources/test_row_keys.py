@@ -54,6 +54,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"query": "q", "response": "a", "history": [["h", "i"]], "rejected_response": "b"}, {"question": "q", "history": [["h", "i"]], "chosen": "a", "rejected": "b"},
         {"prompt": "q", "completion": "a", "rejected_response": "b"}, {"context": "q", "chosen": "a", "rejected": "b"}, {"conversations": TURNS[:1], "chosen": "a", "rejected": "b"},
     ],
+    "retrieval": [{"query": "q", "positive": "a"}, {"query": "q", "positive": "a", "negatives": ["n"], "instruction": "i"}],
     "cauldron": [{"images": ["a.png"], "texts": [{"user": "q", "assistant": "a", "source": "s"}]}],
     "cord_v2": [{"image": "a.png", "ground_truth": RECEIPT % 1}],
     "llava_instruct": [{"id": "1", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}],
@@ -66,7 +67,7 @@ VALUES: dict[str, Any] = {
     "kind": "k", "task": "vqa", "answers": ["c", "d"], "weight": 0.5, "label": True, "use_audio_in_video": True, "tools": [TOOL],
     "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}, "extra": {"unit": "kg"}, "system": "s", "history": [["j", "k"]],
     "chosen": OTHER, "messages": OTHER, "conversations": OTHER, "conversation": OTHER, "texts": [{"user": "r", "assistant": "b"}], "ground_truth": RECEIPT % 2,
-    **dict.fromkeys(SOUNDS[2:], "b.wav"), **dict.fromkeys(IMAGES[2:], "b.png"), "labels": ["c"], "loss_scale": 0.5, "margin": 0.5, **{name: 1 for name in ("fps", "nframes", "max_pixels")},
+    **dict.fromkeys(SOUNDS[2:], "b.wav"), **dict.fromkeys(IMAGES[2:], "b.png"), "labels": ["c"], "negatives": ["c"], "loss_scale": 0.5, "margin": 0.5, **{name: 1 for name in ("fps", "nframes", "max_pixels")},
 }  # fmt: skip
 VALUES |= {name: VALUES[own] for name, own in REJECTED_OWN.items()}
 # Names that a user may give what zoo calls otherwise, and slips of the pen.
@@ -117,7 +118,7 @@ def said(row: Row) -> Row:
 def test_every_format_is_walked() -> None:
     assert set(ROWS) == set(ROW_KEYS) == set(FORMS) and set(SET_FORMATS) <= set(ROWS)
     for name, keys in ROW_KEYS.items():
-        assert {*keys.own} <= {*KEYS} and keys.common in (COMMON, ("kind", "weight")), name
+        assert {*keys.own} <= {*KEYS} and keys.common in (COMMON, ("kind", "weight"), ("kind",)), name
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)

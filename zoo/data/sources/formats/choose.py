@@ -39,7 +39,7 @@ type Format = Callable[[JsonObject], JsonObject]
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
     "messages", "conversations", "conversation", "images", "videos", "audios", "history", "tools", "objects", "texts", "answers", "extra",
-    "prompt", "completion", "chosen", "rejected",
+    "prompt", "completion", "chosen", "rejected", "query", "positive", "negatives",
 )  # fmt: skip
 # A row with these columns is of that format; one with the columns of several is asked about, but for preferences.
 BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -53,8 +53,9 @@ BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("question_answer", ("question", "answer")),
     ("question_answer", ("question", "answers")),
     ("cauldron", ("images", "texts")),
+    ("retrieval", ("query", "positive")),
 )
-PREFERENCE = "preference"
+PREFERENCE, RETRIEVAL = "preference", "retrieval"
 COMMON_KEYS = frozenset(COMMON)
 OPTIONAL = (*MEDIA, *COMMON, "history", "input")
 ENTRY_POINTS = "zoo.formats"  # group of the formats that packages announce
@@ -97,6 +98,7 @@ FORMATS: dict[str, Format] = {
     "prompt_completion": instructions.from_prompt_completion,
     "question_answer": instructions.from_question_answer,
     PREFERENCE: instructions.from_preference,
+    RETRIEVAL: instructions.from_retrieval,
     **{name: form.convert for name, form in SET_FORMATS.items()},
     **LABELLED,
 }
@@ -136,7 +138,17 @@ def to_own(item: JsonMapping, form: Form) -> tuple[JsonObject, str, list[Box], t
         converted = {"answers": common.pop("answers", None), **converted, **common}
         converted = {key: value for key, value in converted.items() if key != "system" and value is not None}
     converted, boxes = with_objects(converted)
-    return converted, format_name, boxes, skipped
+    return _with_answer(converted), format_name, boxes, skipped
+
+
+def _with_answer(item: JsonObject) -> JsonObject:
+    """The row with the first of its `answers` as its last turn, where it ends with a question."""
+    turns, answers = item.get("messages"), item.get("answers")
+    if not (isinstance(turns, list) and turns and isinstance(answers, list) and answers):
+        return item
+    if not (isinstance(turns[-1], Mapping) and turns[-1].get("role") == "user"):
+        return item
+    return {**item, "messages": [*turns, {"role": "assistant", "content": answers[0]}]}
 
 
 def without_nulls(value: Any) -> Any:
@@ -200,6 +212,8 @@ def detect(item: JsonObject) -> str:
     rejected = keys & {*REJECTED, *REJECTED_OWN}
     if {"chosen", "rejected"} <= keys or (rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)):
         return PREFERENCE
+    if not fitting and keys & {"positive", "negatives"}:
+        return RETRIEVAL
     if len(fitting) > 1:
         columns = " and ".join(" with ".join(map(repr, columns)) for columns in fitting.values())
         text = f"the row has both {columns}; name the one to read: {{path: ..., format: {' or '.join(fitting)}}}."

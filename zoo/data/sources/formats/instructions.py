@@ -1,4 +1,4 @@
-"""Rows with a column for the question and one for the answer: alpaca, query and response, prompt and completion, VQA, preferences.
+"""Rows with a column for the question and one for the answer: alpaca, query and response, prompt and completion, VQA, preferences, retrieval.
 
 Where such a row has media and no placeholder for them, they stand before its first question.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from zoo.data.errors import RowError, bad_row
 from zoo.data.sources.formats.content_parts import from_parts
-from zoo.data.sources.formats.row_keys import KINDS, QUESTIONS, REJECTED, REJECTED_OWN, TURNS, no_value
+from zoo.data.sources.formats.row_keys import KINDS, MEDIA, QUESTIONS, REJECTED, REJECTED_OWN, TURNS, no_value
 from zoo.data.sources.formats.turns import TAKEN, own_messages, with_system
 from zoo.data.sources.references import shown
 from zoo.types import JsonObject
@@ -183,6 +183,56 @@ def _history(item: JsonObject) -> list[JsonObject]:
             raise bad_row(f"history[{number}] is {shown(repr(pair))}; [question, answer] is wanted.")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
+
+
+PART = ("text", "messages", "use_audio_in_video", *MEDIA)  # keys of an object of `from_retrieval`
+NO_ANSWER = {"role": "assistant", "content": "."}  # rows of messages end with one
+
+
+def from_retrieval(item: JsonObject) -> JsonObject:
+    """Names and conversations of `query`, `positive` and each of `negatives` as `parts`, with the `instruction` and the `kind`.
+
+    Each of them is a text, messages, or an object with media of its own, and gets an answer that says nothing.
+    """
+    negatives, instruction = item.get("negatives") or [], item.get("instruction") or ""
+    if not isinstance(negatives, list | tuple):
+        raise bad_row(f"'negatives' is {shown(repr(negatives))}; a list is wanted, each as 'positive'.")
+    if not isinstance(instruction, str):
+        raise bad_row(f"'instruction' is {shown(repr(instruction))}; a text is wanted.")
+    named = [(name, item.get(name)) for name in ("query", "positive")]
+    named += [(f"negatives[{n}]", part) for n, part in enumerate(negatives)]
+    parts = [(name, _asked_alone(name, part)) for name, part in named]
+    return {"parts": parts, "instruction": instruction, "kind": item.get("kind")}
+
+
+def _asked_alone(name: str, part: object) -> JsonObject:
+    """A part of a row of retrieval as `messages` with lists of media."""
+    wanted = "a text, messages, or an object of text or messages and media is wanted"
+    if isinstance(part, str | list):
+        part = {"text" if isinstance(part, str) else "messages": part}
+    if not isinstance(part, dict):
+        seen = "missing" if part is None else shown(repr(part))
+        raise bad_row(
+            f"{name!r} is {seen}; a row of retrieval has a query and a positive, and negatives if any: {wanted}."
+        )
+    part = {key: value for key, value in part.items() if value is not None}
+    unknown = next((key for key in part if key not in PART), None)
+    if unknown is not None or ("text" in part and "messages" in part):
+        why = "both text and messages" if unknown is None else f"the key {shown(str(unknown))!r}"
+        raise bad_row(f"{name!r} has {why}; {wanted}.")
+    if not isinstance(part.get("messages", []), list):
+        raise bad_row(f"the messages of {name!r} are {shown(repr(part['messages']))}; {wanted}.")
+    asked = {"role": "user", "content": _text(part, "text", empty=True)}
+    turns = own_messages(part.get("messages", [asked]), name, strict=True)
+    if turns[-1]["role"] == "assistant":
+        raise bad_row(
+            f"{name!r} ends with an answer; turns of system and user are wanted, whose states make the vector."
+        )
+    columns = {key: value for key, value in part.items() if key != "text"}
+    row = with_marks(from_parts({**columns, "messages": turns}))
+    if not str(row["messages"][-1]["content"]).strip():
+        raise bad_row(f"{name!r} is empty; {wanted}.")
+    return {**row, "messages": [*row["messages"], NO_ANSWER]}
 
 
 def _built(messages: list[JsonObject], item: JsonObject) -> JsonObject:

@@ -76,6 +76,7 @@ ROW_KEYS: dict[str, Keys] = {
             *(("history", name) for name in (*TURNS, "completion")),
         ),
     ),
+    "retrieval": Keys(("query", "positive", "negatives", "instruction"), common=("kind",)),
     "cauldron": Keys(("images", "texts")),
     "cord_v2": Keys(("image", "ground_truth")),
     "llava_instruct": Keys((*TURNS[1:], *MEDIA), (TURNS[1:],)),

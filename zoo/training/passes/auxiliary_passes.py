@@ -22,7 +22,8 @@ from zoo.parallel.world import World
 from zoo.steps.packed_step import PackedStep
 from zoo.training.distillation.teacher import Teacher
 from zoo.training.evaluation import AuxiliaryPasses, compared_logprobs, in_eval_mode, segment_logprobs
-from zoo.training.reference import BASE
+from zoo.training.passes.reference import BASE
+from zoo.training.passes.retrieval import FirstPass
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -50,6 +51,8 @@ def auxiliary_passes(
         passes.append(BaseModelReference(adapters, step, chunks, world))
     if recipe.train.labelled:
         passes.append(KLEstimate(step, chunks, world))
+    if recipe.train.embeds:
+        passes.append(FirstPass(step, chunks, world))
 
     def in_turn(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         for auxiliary_pass in passes:

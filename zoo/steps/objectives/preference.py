@@ -119,7 +119,7 @@ class KTOLoss:
 
     An answer's log-probability against the reference's is compared with how far the policy has moved from the reference at all:
     an estimate of their KL divergence from answers that belong to other questions, over the whole step and without gradient
-    (`zoo.training.auxiliary_passes`).
+    (`zoo.training.passes.auxiliary_passes`).
 
     Attributes:
         beta: how much the loss makes of a difference.

@@ -2,7 +2,7 @@
 
 One pass over data.train and data.eval before the first step computes them, so no second model is ever in memory. They are
 kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them again. A run of
-the same rows may read another run's. (`zoo.training.auxiliary_passes` computes them in each step.)
+the same rows may read another run's. (`zoo.training.passes.auxiliary_passes` computes them in each step.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from zoo.errors import UserError
 from zoo.files import expanded, replaced
 from zoo.logging import terminal
 from zoo.model import build
-from zoo.model.build import Assembly, preference_loss
+from zoo.model.build import Assembly
+from zoo.model.objective import preference_loss
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
 from zoo.steps.packed_step import PackedStep
