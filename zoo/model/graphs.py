@@ -61,13 +61,6 @@ def _windows(tower: Module) -> list[int | None]:
     return [None if index in full else side**2 for index in indexes]
 
 
-def release_graphs(chunks: Sequence[MegatronModule]) -> None:
-    """Release the graphs of model chunks, before process groups end: see `Recorder.release`."""
-    graphs = (getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules())
-    for stack in {stack for stack in graphs if isinstance(stack, LayerGraphs)}:
-        stack.release()
-
-
 def _captured(name: str, missing: str | None) -> bool:
     if missing is not None:
         warnings.warn(f"engine.cuda_graphs: layers of the {name} run without: {missing}", stacklevel=3)

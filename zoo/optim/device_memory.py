@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.errors import UserError
+from zoo.nn.graphs.layers import release_graphs
 from zoo.optim.adamw import forget, optimizers
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Memory:
     """The storages of a rank's model, optimizer state and gradients, and the host's copies of what was given back.
 
     A storage is shrunk to nothing in its place, so every view of it (parameters in megatron-core's flat buffers, the
-    optimizer's parts of these) is good again once it has its size back.
+    optimizer's parts of these) is good again once it has its size back. Its address may be another one then, so CUDA graphs, which hold
+    the addresses of weights and gradients, are given up with these.
     """
 
     chunks: Sequence[MegatronModule]  # under megatron-core's DDP where they are trained
@@ -72,6 +74,8 @@ class Memory:
     def _give(self, kind: Kind) -> int:
         if kind in self.away:
             return 0
+        if kind != "optimizer":
+            release_graphs(self.chunks)
         storages = self._storages(kind)
         held = [(storage, None if kind == "gradients" else _copied(storage), storage.nbytes()) for storage in storages]
         if torch.cuda.is_available():

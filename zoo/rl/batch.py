@@ -82,7 +82,7 @@ class PaddedRows:
             labels = ids.masked_fill(~((chosen == 1) & real), IGNORE)
         heat = _temperature(temperature, len(ids))
         media = _media(batch, processor, len(ids))
-        return cls(ids, real, labels, lengths, media, heat, batch, _experts(batch, ids, sparse))
+        return cls(ids, real, labels, lengths, media, heat, batch, _experts(batch, ids, real, sparse))
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -185,7 +185,7 @@ def _media(batch: JsonMapping, processor: Processor, rows: int) -> tuple[Mapping
     return tuple(tensors or empty for tensors in made)
 
 
-def _experts(batch: JsonMapping, ids: Tensor, sparse: Sparse | None) -> Tensor | None:
+def _experts(batch: JsonMapping, ids: Tensor, real: Tensor, sparse: Sparse | None) -> Tensor | None:
     routing = batch.get("routing")
     if routing is None:
         return None
@@ -206,7 +206,7 @@ def _experts(batch: JsonMapping, ids: Tensor, sparse: Sparse | None) -> Tensor |
             f"the batch's routing holds values from {int(experts.min())} to {int(experts.max())}; experts 0 to "
             f"{sparse.experts - 1} are wanted, or -1 where the router chooses"
         )
-    ordered = experts.sort(dim=-1).values
+    ordered = experts[real].sort(dim=-1).values  # whatever stands in padding
     if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
         raise ValueError("the batch's routing names an expert twice for one token; each takes different ones")
     return experts

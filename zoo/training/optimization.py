@@ -10,7 +10,8 @@ import torch
 
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.model.build import Assembly, model_dims
-from zoo.model.graphs import release_graphs, use_graphs
+from zoo.model.graphs import use_graphs
+from zoo.nn.graphs.layers import release_graphs
 from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.optim import muon
 from zoo.optim.adamw import AdamW, norm_gradients

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zoo.nn.graphs.layers import LayerCall, LayerGraphs
 from zoo.nn.graphs.row import StaticRow, pieces_behind, static_segments, static_tokens
+from zoo.optim.device_memory import Memory
 from zoo.packing import PackedLayout
 
 WIDTH = 8
@@ -123,6 +124,29 @@ def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
     assert second is not None
     del second  # never to be backpropagated
     assert run_graphs(graphs, *case([50], 2)[:3], []) is not None
+
+
+def test_rows_behind_a_move_of_memory_are_recorded_anew() -> None:
+    """What is recorded holds the addresses of weights and of their gradients, not of the optimizer's state."""
+    layers, recorder = stack(1), RecordedAgain()
+    model = torch.nn.ModuleList(layers)
+    graphs = LayerGraphs(layers, recorder=recorder)
+    model.graphs = graphs  # type: ignore[assignment]
+    memory = Memory([model])  # type: ignore[list-item]
+
+    def recorded() -> int:
+        out = run_graphs(graphs, *case([40], 1)[:3], [])
+        assert out is not None
+        out.sum().backward()
+        return recorder.records
+
+    assert recorded() == recorded() == 2
+    memory.move(False, ["optimizer"])
+    assert recorded() == 2
+    for more, kind in enumerate(("gradients", "model"), 1):
+        memory.move(False, [kind])
+        memory.move(True, [kind])
+        assert recorded() == 2 + 2 * more
 
 
 def test_without_a_gradient_nothing_is_recorded() -> None:

@@ -202,6 +202,9 @@ def test_layers_that_stages_do_not_divide() -> None:
     assert planned.parallel.pp == 4 and sum(layers) == 36 and layers[0] < layers[1] and layers[-1] < layers[1]
 
 
+GRPO = ("rl.algorithm=grpo", "rl.rewards={exact_match: 1}", "data.train=digits:train", "train.global_batch=8")
+
+
 @pytest.mark.parametrize(
     ("given", "captured"),
     [
@@ -214,6 +217,8 @@ def test_layers_that_stages_do_not_divide() -> None:
         (["packing.budget=2400", "model.freeze=[vision]"], True),
         (["packing.budget=2400", "lora.rank=16", "lora.dropout=0.05"], True),
         (["packing.budget=2400", "lora.rank=16", "parallel.tp=2"], False),
+        (["packing.budget=2400", *GRPO], True),
+        (["packing.budget=2400", *GRPO, "rl.rollout=vllm"], False),
     ],
 )
 def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(given: list[str], captured: bool) -> None:

@@ -59,6 +59,14 @@ def test_routing_that_is_none_of_the_model_is_refused(routing: Any, sparse: Any,
         PaddedRows.read(batch(routing=routing), PROCESSOR, sparse=sparse)
 
 
+def test_routing_of_padding_is_not_read() -> None:
+    routing = torch.tensor([0, 1]).expand(3, 4, 2, 2).clone()
+    given = batch()
+    routing[given["attention_mask"] == 0] = 0
+    assert (given["attention_mask"] == 0).any()
+    PaddedRows.read(given | {"routing": routing}, PROCESSOR, sparse=EXPERTS)
+
+
 def test_rows_are_taken_with_all_that_is_theirs() -> None:
     media = [{"pixel_values": torch.ones(2, 1)}, None, {"pixel_values": torch.full((1, 1), 3.0)}]
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 1]])

@@ -123,6 +123,8 @@ def not_captured(recipe: Recipe) -> str | None:
         f"parallel.cp={parallel.cp}": parallel.cp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,
         "packing.mode=none": recipe.packing.mode == "none",
+        # Gradients leave the GPU in each step, and graphs write to where they were.
+        "rl.vllm.sleep=true": recipe.rl.rollout == "vllm" and recipe.rl.vllm.sleep,
     }
     return next((name for name, there in others.items() if there), None)
 

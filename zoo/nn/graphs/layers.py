@@ -75,7 +75,7 @@ class LayerGraphs:
         return captured
 
     def release(self) -> None:
-        """Give up all graphs and their memory; they can't be replayed any more."""
+        """Give up all graphs and their memory; rows that come are captured anew."""
         self.recorder.release()
         self._captured.clear()
         self._buffers.clear()
@@ -121,6 +121,13 @@ class LayerGraphs:
         if key not in self._buffers:
             self._buffers[key] = like.new_zeros(rows, *like.shape[1:])
         return self._buffers[key][: len(like)]
+
+
+def release_graphs(modules: Sequence[torch.nn.Module]) -> None:
+    """Give up the graphs within modules: before process groups end (see `Recorder.release`), or where memory moves that they write to."""
+    graphs = (getattr(part, "graphs", None) for module in modules for part in module.modules())
+    for stack in {stack for stack in graphs if isinstance(stack, LayerGraphs)}:
+        stack.release()
 
 
 class Captured:

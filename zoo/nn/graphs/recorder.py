@@ -45,7 +45,9 @@ class Recorder:
         if self._stream is None:
             # PyTorch sets the context by itself, in the thread of the backward pass too, and warns of it.
             warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA")
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -70,3 +72,4 @@ class Recorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._pool = None  # PyTorch takes no more graphs into a pool that has lost all of its own
