@@ -24,6 +24,7 @@ IN_FP8, IN_NF4 = (
     " in nf4",
 )  # with a frozen base so, whose blocks are those of one rank where matrices are not cut
 WHOLE = " whole"  # with adapters of the language model alone, and all other parts trained whole
+DORA = " dora"  # with parts of other ranks and alphas
 NAMES = ("dense", "deepstack", "gdn", "mtp", "llava", "omni")
 LAYOUTS = {
     **{name: PARALLEL[name] for name in ("tp2", "tp2 sp", "pp2 vpp2", "cp2", "ep2", "ep2 etp2", "tp2 cp2")},
@@ -53,11 +54,17 @@ def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     @cache
     def prepare(name: str) -> Prepared:
-        model = MODELS[name.removesuffix(IN_FP8).removesuffix(IN_NF4).removesuffix(WHOLE)]
+        model = MODELS[name.removesuffix(IN_FP8).removesuffix(IN_NF4).removesuffix(WHOLE).removesuffix(DORA)]
         more = [f"lora.base_dtype={name[-3:]}"] if name.endswith((IN_FP8, IN_NF4)) else []
         if name.endswith(WHOLE):
             others = [part for part in parts_of(model) if part != "language"]
             more = ["lora.parts=[language]", f"lora.whole_parts=[{','.join(others)}]"]
+        if name.endswith(DORA):
+            more = [
+                "lora.dora=true",
+                "lora.rank_pattern={k_proj: 5, up_proj: 2}",
+                "lora.alpha_pattern={v_proj: 2, o_proj: 9}",
+            ]
         given = (*overrides(model), *more)
         return Prepared.run(pool, lay_out(model, model.groups, root / name, given, which=(PADDED, PACKED)))
 
@@ -73,6 +80,7 @@ CASES = [
 
 
 CASES += [(parallel, f"deepstack{held}") for held in (IN_FP8, IN_NF4) for parallel in ("pp2 recompute", "cp2", "ep2")]
+CASES += [(parallel, f"dense{DORA}") for parallel in LAYOUTS if not parallel.startswith("ep2")]
 CASES += [
     (parallel, f"{name}{WHOLE}")
     for name in ("dense", "llava", "omni")

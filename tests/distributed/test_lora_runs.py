@@ -111,6 +111,39 @@ def test_with_dropout_a_checkpoint_goes_on_to_the_bit(train: Train, pool: Pool, 
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
+def test_dora_and_patterns_go_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
+    """The export is peft's, magnitudes have moved, and the run that is gone on with takes the same step and exports the same."""
+    import peft
+    from support.tiny import load_plain
+
+    own = [
+        *COMMON, "lora.targets=[all-linear]", "lora.dora=true", "lora.rank_pattern={k_proj: 2, up_proj: 8}", "lora.alpha_pattern={o_proj: 9}",
+        "lora.whole_parts=[merger]",
+    ]  # fmt: skip
+    task = ("qwen3_vl_sft", "tiny")
+    whole = pool.run(
+        2, rank_tasks.train, [*own, "parallel.tp=2", f"run.dir={tmp_path / 'whole'}"], *task, timeout=300.0
+    )[0]
+    assert whole["losses"][2] < 0.99 * whole["losses"][0]
+    folder = copied(tmp_path / "whole", tmp_path / "run")
+    (last,) = pool.run(1, rank_tasks.train, [*own, f"run.dir={folder}"], *task, timeout=300.0)[0]["steps"]
+    for key in ("loss", "grad_norm"):
+        assert relative(last[key], whole["steps"][2][key]) < FOLLOWED, key
+    found, wanted = tensors(folder / "export"), tensors(tmp_path / "whole" / "export")
+    assert found.keys() == wanted.keys() and any("lora_magnitude_vector" in name for name in wanted)
+    for name, tensor in wanted.items():
+        assert float((found[name] - tensor).norm()) < ADAPTERS * float(tensor.norm().clamp(min=1e-3)), name
+    base = load_plain(folder / "base")
+    lengths = {name: weight.norm(dim=1) for name, weight in base.state_dict().items() if weight.ndim == 2}
+    adapted = peft.PeftModel.from_pretrained(base, folder / "export")
+    held = peft.get_peft_model_state_dict(adapted)
+    for name, tensor in found.items():
+        torch.testing.assert_close(held[name], tensor, rtol=0, atol=0)
+        if name.endswith("lora_magnitude_vector"):
+            module = name.removeprefix("base_model.model.").removesuffix("lora_magnitude_vector")
+            assert not torch.equal(tensor, lengths[f"{module}weight"]), name
+
+
 def test_other_adapters_are_refused(train: Train, pool: Pool, tmp_path: Path) -> None:
     overrides = [*COMMON, "lora.rank=4", f"run.dir={copied(train('serial')['folder'], tmp_path / 'run')}"]
     with pytest.raises(PoolError, match=r"another recipe \(lora.rank: 6 there, 4 here\)"):

@@ -17,6 +17,7 @@ from support.fuzz import NUMBERS, fuzzed, mutated, within
 from zoo.bridge import native
 from zoo.bridge.files import record
 from zoo.bridge.mapping.peft import check_config
+from zoo.bridge.mapping.peft_targets import Sizes
 from zoo.checkpoint import integrity, selection
 from zoo.checkpoint.progress import saving
 from zoo.checkpoint.storage.index import Index
@@ -174,7 +175,7 @@ FILES: dict[str, tuple[Callable[[Path], object], Any]] = {
     "export/zoo_files.json": (exported, {"algorithm": "xxh3_128", "files": {"config.json": None}}),
     "export/generation_config.json": (exported, {"eos_token_id": [1, 2]}),
     "native/zoo.json": (converted, ABOUT),
-    "adapter_config.json": (lambda run: check_config(read_object(run / "adapter_config.json"), "there", 4, 8.0), ADAPTER),
+    "adapter_config.json": (lambda run: check_config(read_object(run / "adapter_config.json"), "there", Sizes(4, 8.0), ["a.q_proj"]), ADAPTER),
 }  # fmt: skip
 DEEP = [b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"step": 1, "loss": ' + b"[" * 500 + b"]" * 500 + b"}"]
 TEXTS = [b"", b" ", b"{}", b"[]", b"null", b"1", b'"x"', b"\xff\xfe{}", b'{"step": 1', b"1" * 5000, b'{"step": ' + b"9" * 5000 + b"}", b"\0" * 64,

@@ -58,6 +58,16 @@ WHOLE = {f"{name}, parts whole": _whole(case) for name, case in CASES.items() if
 WHOLE["the merger, adapters in its tower"] = replace(CASES["qwen3_vl"], whole="merger")
 WHOLE["the tower, adapters in its merger"] = replace(CASES["qwen25_vl"], parts="merger,language", whole="vision")
 WHOLE["rank-stabilised, experts"] = replace(CASES["qwen3_vl experts"], overrides=("lora.rslora=true",))
+WHOLE["DoRA"] = replace(CASES["qwen3_vl"], overrides=("lora.dora=true",))
+WHOLE["DoRA, linear attention"] = replace(CASES["qwen35_vl"], overrides=("lora.dora=true",))
+WHOLE["DoRA, rank-stabilised, by pattern, merger whole"] = replace(
+    CASES["qwen3_vl"], parts="language", whole="merger",
+    overrides=("lora.dora=true", "lora.rslora=true", "lora.rank_pattern={k_proj: 5, up_proj: 2, 'layers.1.*o_proj': 1}"),
+)  # fmt: skip
+WHOLE["by pattern, experts"] = replace(
+    CASES["qwen35_vl experts"],
+    overrides=("lora.rank_pattern={q_proj: 2, v_proj: 4, experts.gate_up_proj: 5, shared_expert.up_proj: 2}", "lora.alpha_pattern={v_proj: 3, experts.down_proj: 11, out_proj: 1.5}"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Adapted:
 
     def found(self, batches: list[Any], **packing: Any) -> tuple[float, dict[str, Tensor]]:
         """zoo's (loss, gradients by peft's names)."""
-        from zoo.bridge.mapping.peft import tensor_names, to_peft
+        from zoo.bridge.mapping.peft import magnitude_names, magnitudes, tensor_names, to_peft
 
         loss, of_model = self.zoo.gradients(batches, self.count, **packing)
         trained = set(self.adapters.whole.trained)
@@ -111,6 +121,9 @@ class Adapted:
             peft_names = tensor_names(one.target.named, self.adapters.stacks)
             for pair, made in zip(peft_names, pairs, strict=True):
                 gradients.update(zip(pair, made, strict=True))
+            if self.adapters.dora:
+                m = magnitudes(one.target, of_model[names[id(one.adapter.m)]], self.adapters.dims)
+                gradients.update(zip(magnitude_names(one.target.named), m, strict=True))
         for saved, parameter in self.adapters.whole.saved:
             if parameter.requires_grad:
                 gradients |= saved.to_peft(of_model[saved.zoo], self.adapters.dims)

@@ -18,7 +18,7 @@ def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
 
     adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
     for one in adapters.held:
-        shape, rank = adapters.full_shape(one), recipe.lora.rank
+        shape, rank = adapters.full_shape(one), one.target.rank
         stacked = one.target.stacked
         experts = shape[:1] if stacked else ()
         parts = 1 if stacked else len(one.target.named)
@@ -27,7 +27,15 @@ def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
         b = torch.randn(*shape[:-1], rank, generator=generator) * 0.2
         if not stacked:  # rows of parts without an adapter are zero, as they are when they have been trained
             b[one.target.owner(shape, adapters.dims) < 0] = 0.0
-        adapters.fill(one, a, b)
+        for part, own in enumerate([] if stacked else one.target.ranks):  # zeros fill up a lower rank
+            a[part * rank + own : (part + 1) * rank] = 0.0
+            b[one.target.owner(shape, adapters.dims) == part, own:] = 0.0
+        adapters.fill(one, a=a, b=b)
+        if adapters.dora:
+            factor = torch.rand(shape[0], generator=generator) + 0.5
+            adapters.fill(one, m=factor)
+            with torch.no_grad():
+                one.adapter.m *= one.adapter.norm(one.weight)
     with torch.no_grad():
         for name, parameter in adapters.whole.trained.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -55,6 +63,7 @@ def peft_gradients(hf: Any) -> dict[str, Tensor]:
         if parameter.requires_grad:
             for part in drop:
                 name = name.replace(part, "")
+            name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
             found[name] = parameter.grad
     return found
 
@@ -64,7 +73,7 @@ def adapter_shards(adapters: Any) -> dict[str, Any]:
     found = {}
     for one in adapters.held:
         how = one.target.entry.rule.shard_for(adapters.dims)
-        for name in ("a", "b"):
+        for name in one.adapter.cuts:
             is_cut = one.adapter.cuts[name].axis is not None
             whole = WHOLE_EXPERTS if one.target.stacked else None
             found[f"{one.target.zoo}.lora.{name}"] = how if is_cut else whole

@@ -98,6 +98,7 @@ def attach_adapters(chunks: list[MegatronModule], assembly: Assembly, recipe: Re
     arch = read_arch(source.files) if source else json.loads(assembly.config.hf.to_json_string())
     adapters = lora.attach_new(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
     frozen_base.hold_loaded(chunks, recipe)
+    adapters.start_magnitudes()
     return adapters
 
 

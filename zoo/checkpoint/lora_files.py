@@ -19,7 +19,8 @@ from zoo.bridge.files.headers import read_header
 from zoo.bridge.files.side_files import write_card
 from zoo.bridge.files.writer import disk_errors
 from zoo.bridge.mapping import peft
-from zoo.bridge.mapping.peft import CONFIG, PREFIX, WEIGHTS, tensor_names, to_peft
+from zoo.bridge.mapping.peft import CONFIG, WEIGHTS, magnitude_names, magnitudes, tensor_names, to_peft
+from zoo.bridge.mapping.peft_targets import PREFIX
 from zoo.bridge.mapping.served import AdapterFormat, stored_as, to_vllm, vllm_config
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.checkpoint import initial_weights, loading, model_card
@@ -29,7 +30,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 from zoo.model import build
-from zoo.model.lora import AdaptedWeight, Adapters, find_targets
+from zoo.model.lora import AdaptedWeight, Adapters, find_targets, sizes_of
 from zoo.model.whole_parts import WholeParts
 from zoo.parallel.object_group import agreed
 from zoo.parallel.world import World
@@ -98,10 +99,10 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     peft.check_config(
         config,
         str(folder / CONFIG),
-        lora.rank,
-        lora.alpha,
+        sizes_of(recipe, adapters.renames),
+        [*adapters.linears, *adapters.stacks],
         whole.head,
-        rslora=lora.rslora,
+        dora=lora.dora,
         whole_parts=lora.whole_parts,
     )
     file = folder / WEIGHTS
@@ -135,8 +136,12 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
 
         for adapted in adapters.held:
             names = tensor_names(adapted.target.named, adapters.stacks)
-            pairs = [(get(a), get(b)) for a, b in names]
-            adapters.fill(adapted, *peft.to_zoo(adapted.target, pairs, adapters.full_shape(adapted), adapters.dims))
+            pairs, shape = [(get(a), get(b)) for a, b in names], adapters.full_shape(adapted)
+            a, b = peft.to_zoo(adapted.target, pairs, shape, adapters.dims)
+            adapters.fill(adapted, a=a, b=b)
+            if lora.dora:
+                parts = [get(name)[:, None] for name in magnitude_names(adapted.target.named)]
+                adapters.fill(adapted, m=peft.rows_to_zoo(adapted.target, parts, shape, adapters.dims)[:, 0])
         for saved, parameter in whole.saved:
             if file_names.keys() >= set(saved.names):
                 tensors = [read(name) for name in saved.names]
@@ -153,12 +158,13 @@ def _left_out(whole: WholeParts, there: Collection[str]) -> set[str]:
 def _names(adapters: Adapters) -> set[str]:
     """The names of all tensors in PEFT's format, whichever rank has them."""
     every = [*adapters.linears, *adapters.stacks]
-    return {*adapters.whole.names, *(name for pair in tensor_names(every, adapters.stacks) for name in pair)}
+    names = {*adapters.whole.names, *(name for pair in tensor_names(every, adapters.stacks) for name in pair)}
+    return names | set(magnitude_names(adapters.linears) if adapters.dora else ())
 
 
 def _shapes(adapters: Adapters, adapted: AdaptedWeight) -> dict[str, tuple[int, ...]]:
     """The shapes of a target's tensors in PEFT's format, by name."""
-    shape, rank = adapters.full_shape(adapted), adapted.adapter.lowrank.rank
+    shape, rank = adapters.full_shape(adapted), adapted.target.rank
     with torch.device("meta"):
         if adapted.target.stacked:
             a, b = torch.empty(shape[0], rank, shape[2]), torch.empty(*shape[:2], rank)
@@ -166,9 +172,12 @@ def _shapes(adapters: Adapters, adapted: AdaptedWeight) -> dict[str, tuple[int, 
             a, b = torch.empty(len(adapted.target.named) * rank, shape[1]), torch.empty(shape[0], rank)
     pairs = to_peft(adapted.target, a, b, adapters.dims)
     names = tensor_names(adapted.target.named, adapters.stacks)
-    return {
+    shapes = {
         name: tuple(tensor.shape) for pair in zip(names, pairs, strict=True) for name, tensor in zip(*pair, strict=True)
     }
+    if adapters.dora:
+        shapes |= {name: (len(b),) for name, (_, b) in zip(magnitude_names(adapted.target.named), pairs, strict=True)}
+    return shapes
 
 
 def export_adapters(
@@ -213,24 +222,27 @@ def _pairs(adapters: Adapters, adapted: AdaptedWeight) -> Iterator[tuple[str, Te
     stacked, kind = rule.stacked, rule.shard_for(adapters.dims)
     if (shard.edp_rank if stacked else shard.dp_rank) != 0:
         return
-    full = []
-    for name in ("a", "b"):
+    full: dict[str, Tensor] = {}
+    for name in adapted.adapter.cuts:
         local = getattr(adapted.adapter, name).detach()
         if stacked and shard.ep_size > 1:
             local = torch.cat(comm.gather(local, "ep"))
         axis = shard_axis(kind)
         if adapted.adapter.cuts[name].axis is None or shard.on(axis)[1] == 1:
-            full.append(local)
+            full[name] = local
             continue
         pieces = comm.gather(local, axis)
         experts = [join(list(parts), kind) for parts in zip(*pieces, strict=True)] if stacked else []
-        full.append(torch.stack(experts) if stacked else join(pieces, kind))
+        full[name] = torch.stack(experts) if stacked else join(pieces, kind)
     if (shard.etp_rank or shard.ep_rank) if stacked else shard.tp_rank:
         return
     names = tensor_names(adapted.target.named, adapters.stacks)
-    pairs = to_peft(adapted.target, full[0], full[1], adapters.dims)
+    pairs = to_peft(adapted.target, full["a"], full["b"], adapters.dims)
     for pair, tensors in zip(names, pairs, strict=True):
         yield from zip(pair, tensors, strict=True)
+    if "m" in full:
+        parts = magnitudes(adapted.target, full["m"], adapters.dims)
+        yield from zip(magnitude_names(adapted.target.named), parts, strict=True)
 
 
 def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
@@ -268,7 +280,7 @@ def _config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> 
     base_in_run = assembly.source.folder == Path(recipe.run.dir or "") / BASE
     base = init if is_hub_id(init) and not base_in_run else str(assembly.source.folder.absolute())
     return peft.peft_config(
-        adapters.linears, adapters.stacks, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora, dropout=settings.dropout,
+        adapters.linears, adapters.stacks, sizes_of(recipe, adapters.renames), dora=settings.dora, dropout=settings.dropout,
         base=base, experts=adapters.dims.experts > 0, whole=whole.modules, head=whole.head,
     )  # fmt: skip
 

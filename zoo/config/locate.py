@@ -44,7 +44,7 @@ _STATE_FIELDS: dict[str, Check] = {
     "model": is_object, "data": is_object, "bad_steps": is_object, "callbacks": is_object,
 }  # fmt: skip
 _LORA: dict[str, Check] = {
-    "rank": is_count, "alpha": is_number, "rslora": is_flag, "targets": are_texts, "parts": are_texts, "whole_parts": are_texts,
+    "rank": is_count, "alpha": is_number, "rslora": is_flag, "dora": is_flag, "rank_pattern": is_object, "alpha_pattern": is_object, "targets": are_texts, "parts": are_texts, "whole_parts": are_texts,
 }  # fmt: skip
 _ORIGIN: dict[str, Check] = {
     "init": is_text, "mtp_loss": is_number, "speech_loss": is_number, "fp32": are_texts, "grown_from": is_count, "freeze": are_texts,

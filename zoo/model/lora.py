@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
-from zoo.bridge.mapping.peft import Renames, Target, candidates, choose
+from zoo.bridge.mapping.peft import candidates, choose
+from zoo.bridge.mapping.peft_targets import Renames, Sizes, Target, refuse_without_dora
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
 from zoo.model.whole_parts import WholeParts, find_whole_parts
@@ -54,7 +56,9 @@ class AdaptedWeight:
     def merged(self) -> Tensor:
         """The weight with its adapter added."""
         weight = dense_weight(self.weight)
-        return (weight.float() + self.adapter.delta()).to(weight.dtype)
+        merged = weight.detach().to(torch.float32, copy=True)
+        self.adapter.add_to(merged)
+        return merged.to(weight.dtype)
 
     def attach(self) -> None:
         """Have the module add the adapter's output."""
@@ -91,13 +95,14 @@ class Adapters:
     published: Mapping[str, str]  # of all of these modules and parameters: name in transformers -> published one
     not_served: str  # what vLLM and SGLang do not load, in words; empty where they load all that is trained
     renames: Renames
+    dora: bool = False
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
         return {
             f"{adapted.target.zoo}.lora.{name}": getattr(adapted.adapter, name)
             for adapted in self.held
-            for name in ("a", "b")
+            for name in adapted.adapter.cuts
         } | dict(self.whole.trained)
 
     def sharded(self) -> dict[str, ShardedTensor]:
@@ -119,10 +124,10 @@ class Adapters:
         return full_shape(adapted.weight.shape, adapted.target.entry.rule.shard_for(self.dims), self.shard)
 
     @torch.no_grad()
-    def fill(self, adapted: AdaptedWeight, a: Tensor, b: Tensor) -> None:
-        """Cut this rank's part out of full `a` and `b`."""
+    def fill(self, adapted: AdaptedWeight, **parameters: Tensor) -> None:
+        """Cut this rank's part out of full `a` and `b` and, with DoRA, `m`."""
         rule = adapted.target.entry.rule
-        for name, full in (("a", a), ("b", b)):
+        for name, full in parameters.items():
             parameter = getattr(adapted.adapter, name)
             kind = rule.shard_for(self.dims) if adapted.adapter.cuts[name].axis is not None else None
             if not rule.stacked:
@@ -131,6 +136,14 @@ class Adapters:
             first = self.shard.ep_rank * len(parameter)
             for local in range(len(parameter)):
                 parameter[local].copy_(cut(full[first + local], kind, self.shard))
+
+    @torch.no_grad()
+    def start_magnitudes(self) -> None:
+        """DoRA's, so that adapters whose B is zero add nothing; every rank calls it once the weights are as they stay."""
+        for adapted in self.held:
+            if "m" in adapted.adapter.cuts:
+                assert isinstance(adapted.adapter, lora.LinearAdapter)
+                adapted.adapter.m.copy_(adapted.adapter.norm(dense_weight(adapted.weight)))
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -170,7 +183,7 @@ def attach_new(
     """
     adapters = attach_zeros(chunks, family, dims, arch, recipe, world)
     for adapted in adapters.held:
-        _draw(adapters, adapted, recipe.lora.rank, recipe.run.seed)
+        _draw(adapters, adapted, recipe.run.seed)
     seed_dropout(recipe, 0, world)
     return adapters
 
@@ -198,20 +211,31 @@ def attach_zeros(
     frozen = [p for name, p in parameters.items() if p.requires_grad and name not in whole.trained]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    lowrank = lora.Lowrank(settings.rank, settings.scale, settings.dropout)
-    held = [_attach(target, *linears[target.zoo], lowrank, dims, recipe, world) for target in chosen]
+    held = [_attach(target, *linears[target.zoo], dims, recipe, world) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
     shard = ShardInfo.from_groups(world.groups)
     towers = [f"adapters in {part}" for part in sorted(set().union(*parts) - {"language"})]
     wholes = [*settings.whole_parts, *(["the head"] if whole.head else [])]
-    not_served = ", ".join([*towers, *(f"{part} (trained whole)" for part in wholes)])
+    own = [
+        *(["DoRA"] if settings.dora else []),
+        *(["adapters of several scales"] if settings.rank_pattern or settings.alpha_pattern else []),
+    ]
+    not_served = ", ".join([*own, *towers, *(f"{part} (trained whole)" for part in wholes)])
     renames = renames_of(family, arch)
-    return Adapters(held, modules, stacks, frozen, dims, shard, comm, whole, published, not_served, renames)
+    return Adapters(
+        held, modules, stacks, frozen, dims, shard, comm, whole, published, not_served, renames, settings.dora
+    )
 
 
 def renames_of(family: ModelFamily, arch: JsonMapping) -> Renames:
     """Names that later transformers has for modules of a model of that config.json."""
     return Renames(family.load("bridge").renamed_modules(arch))
+
+
+def sizes_of(recipe: Recipe, renames: Renames) -> Sizes:
+    """Rank and alpha of every module."""
+    lora = recipe.lora
+    return Sizes(lora.rank, lora.alpha, lora.rslora, lora.rank_pattern, lora.alpha_pattern, renames)
 
 
 def without_memory(chunks: Sequence[MegatronModule]) -> None:
@@ -241,7 +265,16 @@ def find_targets(
     names = comm.gather_objects([name for target in targets for name in target.modules])
     everywhere = sorted({name for of_rank in names for name in of_rank})
     renames = renames_of(family, arch)
-    return linears, together(comm, lambda: choose(targets, recipe.lora.targets, everywhere, renames))
+
+    def chosen() -> list[Target]:
+        with_adapters = choose(targets, recipe.lora.targets, everywhere, renames)
+        sizes = sizes_of(recipe, renames)
+        sizes.refuse_unmatched(everywhere)
+        if recipe.lora.dora:
+            refuse_without_dora(with_adapters, has_experts=any(target.stacked for target in targets))
+        return [sizes.sized(target) for target in with_adapters]
+
+    return linears, together(comm, chosen)
 
 
 def linears_of(chunks: Sequence[MegatronModule], recipe: Recipe) -> Linears:
@@ -264,14 +297,11 @@ def linears_of(chunks: Sequence[MegatronModule], recipe: Recipe) -> Linears:
 
 
 def _attach(
-    target: Target,
-    module: torch.nn.Module,
-    weight: torch.nn.Parameter,
-    lowrank: lora.Lowrank,
-    dims: Dims,
-    recipe: Recipe,
-    world: World,
+    target: Target, module: torch.nn.Module, weight: torch.nn.Parameter, dims: Dims, recipe: Recipe, world: World
 ) -> AdaptedWeight:
+    scales, settings = target.scales, recipe.lora
+    several = scales if len(set(scales)) > 1 else ()
+    lowrank = lora.Lowrank(target.rank, scales[0], settings.dropout, settings.dora, several)
     shard, rows = ShardInfo.from_groups(world.groups), weight.shape[0]
     kind = target.entry.rule.shard_for(dims)
     split: lora.Split | None = None if kind is None else "columns" if kind in ("tp1", "expert2") else "rows"
@@ -299,7 +329,7 @@ def _attach(
     return adapted
 
 
-def _draw(adapters: Adapters, adapted: AdaptedWeight, rank: int, seed: int) -> None:
+def _draw(adapters: Adapters, adapted: AdaptedWeight, seed: int) -> None:
     """Draw A as PEFT does (kaiming uniform of slope sqrt 5), the same under any parallel layout; B stays zero."""
     shape, target = adapters.full_shape(adapted), adapted.target
     count = shape[0] if target.stacked else len(target.named)
@@ -307,12 +337,14 @@ def _draw(adapters: Adapters, adapted: AdaptedWeight, rank: int, seed: int) -> N
 
     def drawn(index: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{target.zoo}.lora.a/{index}".encode()))
-        return torch.empty(rank, shape[-1]).uniform_(-bound, bound, generator=generator)
+        rank = target.ranks[0 if target.stacked else index]
+        a = torch.empty(rank, shape[-1]).uniform_(-bound, bound, generator=generator)
+        return F.pad(a, (0, 0, 0, target.rank - rank))
 
     with torch.device("cpu"):
         parts = [drawn(index) for index in range(count)]
-        b = torch.zeros(*shape[:-1], rank)
-    adapters.fill(adapted, torch.stack(parts) if target.stacked else torch.cat(parts), b)
+        b = torch.zeros(*shape[:-1], target.rank)
+    adapters.fill(adapted, a=torch.stack(parts) if target.stacked else torch.cat(parts), b=b)
 
 
 def counts(adapters: Adapters | None) -> tuple[int, int]:
@@ -334,5 +366,6 @@ def seed_dropout(recipe: Recipe, step: int, world: World) -> None:
 
 def settings_of(recipe: Recipe) -> JsonObject:
     """The settings that a checkpoint keeps, so that its adapters can be loaded."""
-    kept, if_set = ("rank", "alpha", "targets", "parts"), ("rslora", "whole_parts")
+    kept = ("rank", "alpha", "targets", "parts")
+    if_set = ("rslora", "dora", "rank_pattern", "alpha_pattern", "whole_parts")
     return {key: value for key, value in asdict(recipe.lora).items() if key in kept or (key in if_set and value)}

@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
-from zoo.bridge.mapping.peft import PREFIX, Saved, modules_to_save
+from zoo.bridge.mapping.peft import Saved, modules_to_save
+from zoo.bridge.mapping.peft_targets import PREFIX
 from zoo.bridge.mapping.table import SCORE
 from zoo.config.schema import Recipe
 from zoo.registry import ModelFamily

@@ -256,15 +256,15 @@ class SavedActivations:
         return self._norms() + self.into_linear() + kept
 
     def _dropped(self, inputs: float, kept: float = 0.0) -> float:
-        """Bytes that dropout adds to inputs of adapted linears, so many values a token: a copy, and a mask of a byte each.
+        """Bytes that dropout and DoRA add at adapted linears with so many inputs a token: a copy of these, and a mask of a byte each.
 
-        A linear that isn't trained doesn't keep the input itself; something else keeps that of `kept` values.
+        A linear that isn't trained doesn't keep the input; something else has `kept` values of it. DoRA keeps two outputs, at most 7 : 4 wide.
         """
         lora = self.recipe.lora
+        directed = 3.5 * self.tokens * (inputs + kept) * self.size * lora.dora
         if not (lora.rank and lora.dropout and self.part in lora.parts):
-            return 0.0
-        freed = inputs * self.size if self.fused else 0.0
-        return self.tokens * ((inputs + kept) * (self.size + 1) - freed)
+            return directed if self.part in lora.parts else 0.0
+        return directed + self.tokens * ((inputs + kept) * (self.size + 1) - inputs * self.size * self.fused)
 
     def _linear_attention(self) -> float:
         """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""

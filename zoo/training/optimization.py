@@ -147,9 +147,9 @@ def build_optimizer(
 
 
 def lr_scale(name: str, recipe: Recipe, assembly: Assembly) -> float:
-    """Factor of the learning rate for a parameter: its part's, and for B of an adapter that of LoRA+."""
+    """Factor of the learning rate for a parameter: its part's, and for B and magnitudes of an adapter that of LoRA+, as in PEFT."""
     of_part = recipe.train.lr_scale.get(assembly.family.part_of(name, recipe.named_parts), 1.0)
-    return of_part * (recipe.lora.b_lr_scale if ".lora." in name and name.endswith(".b") else 1.0)
+    return of_part * (recipe.lora.b_lr_scale if ".lora." in name and name.endswith((".b", ".m")) else 1.0)
 
 
 def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:

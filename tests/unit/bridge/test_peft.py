@@ -1,6 +1,7 @@
 """Adapters' names, tensors and config in PEFT's format, and what a recipe's targets mean."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,16 +9,8 @@ import torch
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.mapping import peft
-from zoo.bridge.mapping.peft import (
-    Renames,
-    Target,
-    candidates,
-    check_config,
-    choose,
-    means,
-    modules_to_save,
-    peft_config,
-)
+from zoo.bridge.mapping.peft import candidates, check_config, choose, means, modules_to_save, peft_config
+from zoo.bridge.mapping.peft_targets import Renames, Sizes, Target, refuse_without_dora
 from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError
 from zoo.registry import families
@@ -52,7 +45,7 @@ def all_of(family: str) -> list[Target]:
     targets = (
         ["all-linear", ".*experts.gate_up_proj", ".*experts.down_proj"] if family == "qwen3_vl" else ["all-linear"]
     )
-    return choose(there, targets, names)
+    return [Sizes(3, 6.0).sized(target) for target in choose(there, targets, names)]
 
 
 RENAMED = {  # under "" or "thinker.": former name, later one
@@ -114,7 +107,7 @@ def test_the_product_is_that_of_the_published_weights(family: str) -> None:
 def test_a_part_that_is_not_targeted_has_no_rows() -> None:
     there = of("qwen3_vl")
     names = [name for target in there for name in target.modules]
-    (qkv,) = choose(there, ["k_proj"], names)
+    (qkv,) = map(Sizes(2, 1.0).sized, choose(there, ["k_proj"], names))
     assert qkv.chosen == (False, True, False)
     owner = qkv.owner((50, 7), DIMS)
     assert (owner == 0).sum() == 10 and (owner == -1).sum() == 40
@@ -176,40 +169,83 @@ def test_stacked_parameters_are_named_as_peft_nests_them() -> None:
 
 
 def test_config() -> None:
-    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "rslora": False, "dropout": 0.1, "base": "org/name"}
-    plain = peft_config(["a.q_proj", "a.up_proj"], [], experts=False, **options)
-    assert (plain["target_modules"], plain["target_parameters"]) == (["a.q_proj", "a.up_proj"], None)
+    sizes, modules = Sizes(8, 16.0), ["a.q_proj", "a.up_proj"]
+    options: dict[str, Any] = {"dora": False, "dropout": 0.1, "base": "org/name"}
+    plain = peft_config(modules, [], sizes, experts=False, **options)
+    assert (plain["target_modules"], plain["target_parameters"]) == (modules, None)
     assert (plain["r"], plain["lora_alpha"], plain["lora_dropout"]) == (8, 16, 0.1)
     assert json.loads(json.dumps(plain))["base_model_name_or_path"] == "org/name"
-    sparse = peft_config(["a.q_proj", "a.up_proj"], ["a.experts.down_proj"], experts=True, **options)
+    sparse = peft_config(modules, ["a.experts.down_proj"], sizes, experts=True, **options)
     assert sparse["target_modules"] == ["a.q_proj"] and sparse["lora_dropout"] == 0.0
     assert sparse["target_parameters"] == ["a.experts.down_proj", "a.up_proj.weight"]
-    check_config(plain, "here", 8, 16.0)
+    check_config(plain, "here", sizes, modules)
     stable = {**plain, "use_rslora": True}
-    check_config(stable, "here", 8, 16.0, rslora=True)
+    check_config(stable, "here", replace(sizes, rslora=True), modules)
     with pytest.raises(UserError, match=r"use_rslora is true there and False here; set lora.rslora=true"):
-        check_config(stable, "here", 8, 16.0)
-    for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"peft_type": "IA3"}, {"r": 4}):
+        check_config(stable, "here", sizes, modules)
+    check_config({**plain, "use_dora": True}, "here", sizes, modules, dora=True)
+    changes: list[dict[str, Any]] = [
+        {"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"up.proj": 4}}, {"rank_pattern": {"q_proj": "4"}},
+        {"peft_type": "IA3"}, {"r": 4}, {"lora_bias": True},
+    ]  # fmt: skip
+    for change in changes:
         with pytest.raises(UserError, match="here: "):
-            check_config({**plain, **change}, "here", 8, 16.0)
+            check_config({**plain, **change}, "here", sizes, modules)
+
+
+def test_ranks_and_alphas_by_pattern() -> None:
+    """The first pattern that matches the end of a name counts, as in PEFT; the file has each module that differs by its name."""
+    modules = ["layers.0.q_proj", "layers.1.q_proj", "layers.11.q_proj", "layers.1.up_proj"]
+    sizes = Sizes(
+        8, 16.0, ranks={r"layers\.1\.q_proj": 2, "q_proj": 4}, alphas={"up_proj": 1.5, "j": 3.0, "q_proj": 32}
+    )
+    assert [sizes.named(name) for name in modules] == [(4, 32), (2, 32), (4, 32), (8, 1.5)]
+    config = peft_config(modules, [], sizes, dora=False, dropout=0.0, base="a", experts=False)
+    assert config["rank_pattern"] == {modules[0]: 4, modules[1]: 2, modules[2]: 4}
+    assert config["alpha_pattern"] == dict(zip(modules, (32, 32, 32, 1.5), strict=True))
+    check_config(config, "here", sizes, modules)
+    with pytest.raises(UserError, match=r"here: layers.1.q_proj has rank 2, alpha 32 there and rank 4, alpha 32 here"):
+        check_config(config, "here", replace(sizes, ranks={"q_proj": 4}), modules)
+    with pytest.raises(UserError, match=r"lora.alpha_pattern={j: ...}: no linear"):
+        sizes.refuse_unmatched(modules)
+    with pytest.raises(UserError, match=r"\(: no regular expression"):
+        replace(sizes, ranks={"(": 1}).named("q_proj")
+
+
+def test_parts_of_other_ranks_come_back() -> None:
+    targets = [Sizes(3, 6.0, ranks={"k_proj": 5, "experts.*": 2}).sized(target) for target in all_of("qwen3_vl")]
+    assert {target.ranks for target in targets} == {(3, 5, 3), (3,), (3, 3), (2,)}
+    for target in targets:
+        shape = SHAPES["qwen3_vl"][target.zoo]
+        pairs = [(torch.randn(rank, shape[-1]), torch.randn(0, rank)) for rank in target.ranks]
+        if target.stacked:
+            continue
+        sizes = [part[0] for part in target.entry.hf_shapes(shape, DIMS).values()]
+        pairs = [(a, torch.randn(size, len(a))) for (a, _), size in zip(pairs, sizes, strict=True)]
+        a, b = peft.to_zoo(target, pairs, shape, DIMS)
+        assert a.shape == (len(pairs) * target.rank, shape[-1]) and b.shape == (shape[0], target.rank)
+        for wanted, found in zip(pairs, peft.to_peft(target, a, b, DIMS), strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
+def test_dora_of_experts_is_refused() -> None:
+    linears = [target for target in all_of("qwen3_vl") if not target.stacked]
+    refuse_without_dora(linears, has_experts=False)
+    for targets, experts in ((all_of("qwen3_vl"), False), (linears, True)):
+        with pytest.raises(UserError, match=r"PEFT has no DoRA of .*; name other linears in lora.targets"):
+            refuse_without_dora(targets, has_experts=experts)
 
 
 def test_a_reward_models_head_is_saved_whole() -> None:
-    options: dict[str, Any] = {
-        "rank": 8,
-        "alpha": 16.0,
-        "rslora": False,
-        "dropout": 0.0,
-        "base": "org/name",
-        "experts": False,
-    }
-    config = peft_config(["a.q_proj"], [], whole=["a.merger", "thinker.score"], head="thinker.score", **options)
+    options: dict[str, Any] = {"dora": False, "dropout": 0.0, "base": "org/name", "experts": False}
+    sizes, modules = Sizes(8, 16.0), ["a.q_proj"]
+    config = peft_config(modules, [], sizes, whole=["a.merger", "thinker.score"], head="thinker.score", **options)
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["a.merger", "score"])
-    check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")
+    check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", sizes, modules, "score")
     for saved, head in ((["score"], None), (["score", "embed_tokens"], "score")):
         with pytest.raises(UserError, match="modules_to_save"):
-            check_config({**config, "modules_to_save": saved}, "here", 8, 16.0, head)
-        check_config({**config, "modules_to_save": saved}, "here", 8, 16.0, head, whole_parts=["merger"])
+            check_config({**config, "modules_to_save": saved}, "here", sizes, modules, head)
+        check_config({**config, "modules_to_save": saved}, "here", sizes, modules, head, whole_parts=["merger"])
 
 
 def test_modules_are_the_outermost_that_hold_nothing_else() -> None:

@@ -36,7 +36,7 @@ SWIFT = r"""
 AXOLOTL = r"""
 {base_model: google/gemma-3-4b-it, load_in_4bit: true, datasets: [{path: org/set, type: alpaca, split: train}, {path: more.jsonl,
     type: chat_template}], val_set_size: 0.1, sequence_len: 4096, sample_packing: true, adapter: qlora, lora_r: 32,
-    lora_alpha: 16, peft_use_rslora: true, loraplus_lr_ratio: 8, lora_target_modules: [q_proj, v_proj], micro_batch_size: 2, optimizer: adamw_bnb_8bit, weight_decay: 0.0,
+    lora_alpha: 16, peft_use_rslora: true, peft_use_dora: true, loraplus_lr_ratio: 8, lora_target_modules: [q_proj, v_proj], micro_batch_size: 2, optimizer: adamw_bnb_8bit, weight_decay: 0.0,
     wandb_project: tuning, saves_per_epoch: 2, unheard_of: 3}
 """
 TORCHTUNE = r"""
@@ -115,7 +115,7 @@ def value(recipe: Recipe, key: str) -> Any:
             "data.train": [{"path": "rows.jsonl", "held_out": 0.02}], "model.freeze": [],
         }),
         (AXOLOTL, "axolotl", "gemma3_lora", "google/gemma-3-4b-it", {
-            "lora.rank": 32, "lora.alpha": 16, "lora.rslora": True, "lora.b_lr_scale": 8, "lora.targets": ["q_proj", "v_proj"], "train.global_batch": 2, "train.exp_avg_dtype": "fp8", "train.weight_decay": 0,
+            "lora.rank": 32, "lora.alpha": 16, "lora.rslora": True, "lora.dora": True, "lora.b_lr_scale": 8, "lora.targets": ["q_proj", "v_proj"], "train.global_batch": 2, "train.exp_avg_dtype": "fp8", "train.weight_decay": 0,
             "log.wandb": "tuning",
             "data.train": [{"hub": "org/set", "split": "train", "format": "alpaca", "held_out": 0.1}, {"path": "more.jsonl", "held_out": 0.1}],
         }),

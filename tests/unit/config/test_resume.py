@@ -33,6 +33,7 @@ OTHER: dict[str, Any] = {
     "run.seed": 7, "train.loss": "dpo", "train.reference": "base", "distill.teacher": "elsewhere", "train.label_smoothing": 0.1, "embed.pooling": "mean", "embed.dimensions": [8], "embed.instruction": "Find it", "embed.template": "plain", "model.family": "llava", "model.init": "elsewhere", "model.resize_embeddings": True, "model.freeze": ["vision"], "packing.mode": "none",
     "packing.budget": 99, "data.train": [], "data.eval": [], "data.labels": "last",
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"], "lora.whole_parts": ["merger"],
+    "lora.rank_pattern": {"q_proj": 4}, "lora.alpha_pattern": {"q_proj": 4.0},
     "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5}, "data.template": {"add_vision_id": True},
     "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536, "data.special_tokens": ["<point>"], "data.codec": "codec:encode",

@@ -72,6 +72,43 @@ def test_taken_off_a_linear_is_what_it_was() -> None:
     assert len(list(linear.parameters())) == 2
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("apart", [False, True])
+def test_dora_is_the_weight_of_other_lengths(apart: bool, dropout: float, tracker: None) -> None:
+    """Rows without an adapter keep theirs. The linear sees dropout, too, as in PEFT, and magnitudes have a gradient."""
+
+    class Linear(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return (F.linear(x, self.weight), self.bias) if apart else super().forward(x)
+
+    owner = torch.tensor([0, 1, 1, -1, 0, 1])
+    linear, x = Linear(WIDTH, 6), torch.randn(5, WIDTH)
+    made = LinearAdapter(linear.weight, Lowrank(RANK, 2.0, dropout, True, (2.0, 0.5)), owner, GROUPS, split=None)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    scales = torch.tensor([2.0, 0.5])[owner.clamp(min=0)][:, None] * (owner >= 0)[:, None]
+    turned = linear.weight + scales * torch.stack(
+        [made.b[row] @ made.a.chunk(2)[part] for row, part in enumerate(owner)]
+    )
+    length = torch.where(owner >= 0, made.m, turned.norm(dim=1))
+    wanted = length[:, None] * turned / turned.norm(dim=1, keepdim=True).detach()
+    merged = linear.weight.detach().clone()
+    made.add_to(merged)
+    torch.testing.assert_close(merged, wanted.detach())
+    lora.attach(linear, made)
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    found = linear.train()(x)
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    dropped = made._dropped(x)
+    plain = 0.0 if not dropout else F.linear(x, linear.weight) - F.linear(dropped, linear.weight)
+    sums = F.linear(dropped, wanted) + plain
+    torch.testing.assert_close(found[0] if apart else found, sums if apart else sums + linear.bias)
+    (found[0] if apart else found).square().sum().backward()
+    assert made.m.grad is not None
+    torch.testing.assert_close(made.m.grad.bool(), owner >= 0, rtol=0, atol=0)
+
+
 def test_marks_of_the_weight_are_those_of_its_adapter() -> None:
     weight: Any = torch.nn.Parameter(torch.zeros(4, WIDTH, dtype=torch.bfloat16))
     weight.allreduce, weight.average_gradients_across_tp_domain = False, True

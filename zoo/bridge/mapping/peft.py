@@ -3,7 +3,8 @@
 Names are those of transformers' modules, as PEFT has them. A zoo weight stands for one linear there or for several (queries,
 keys and values; gate and up), each with its own `lora_A` (rank, in) and `lora_B` (out, rank). On zoo's side there is one
 `a` (parts * rank, in), their A one below the other, and one `b` (out, rank) with their rows in the weight's order
-(zoo.nn.decoder.lora), which the weight's own transform makes. A part that is not targeted has zeros in `b`.
+(zoo.nn.decoder.lora), which the weight's own transform makes. A part that is not targeted has zeros in `b`, and one of lower rank
+than others in both. DoRA's `lora_magnitude_vector` (out,) is cut as B is.
 
 Parts of a recipe's `lora.whole_parts` and a reward model's head are trained whole, beside the adapters: PEFT's `modules_to_save`.
 
@@ -13,103 +14,27 @@ expert below the other, and `lora_B` (out, rank * experts) with the expert last.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.bridge.errors import BridgeError
+from zoo.bridge.mapping.peft_targets import EXPERTS_OF_OLD, PREFIX, SAME, Renames, Sizes, Target
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError, printable
-from zoo.records import are_texts
+from zoo.records import are_texts, is_count, is_number
 from zoo.types import JsonMapping, JsonObject
 
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-_FOREIGN = ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
+_FOREIGN = ("lora_bias",)
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
-# PEFT takes modules so called for experts, in models with experts.
-_EXPERTS_OF_OLD = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Renames:
-    """Names of modules in later transformers, where it renamed some.
-
-    An adapter says what it is of under both names and holds its tensors under both: PEFT takes those that its model has, without a
-    word where there are none, and servers go by the former ones.
-    """
-
-    prefixes: Mapping[str, str] = field(default_factory=dict)  # later ones of modules, by the former
-
-    def both(self, name: str) -> list[str]:
-        """A module's name, or PEFT's of a tensor, and the later one where there is one."""
-        root, name = (PREFIX, name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("", name)
-        later = [to + name.removeprefix(former) for former, to in self.prefixes.items() if name.startswith(former)]
-        return [root + each for each in (name, *later)]
-
-    def former(self, name: str) -> str:
-        """The inverse of `both`, of either name."""
-        root, name = (PREFIX, name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("", name)
-        for former, later in self.prefixes.items():
-            if name.startswith(later):
-                return root + former + name.removeprefix(later)
-        return root + name
-
-    def all(self, names: Iterable[str]) -> list[str]:
-        """`both` of several."""
-        return [each for name in names for each in self.both(name)]
-
-    def config(self, config: JsonMapping) -> JsonObject:
-        """adapter_config.json with both names, out of one with the former ones."""
-        named = ("target_modules", "target_parameters", "modules_to_save")
-        return {**config, **{key: sorted(self.all(config[key])) for key in named if config[key]}}
-
-
-@dataclass(frozen=True)
-class Target:
-    """A zoo weight, the transformers modules (or the stacked parameter) that it is, and which of these have an adapter."""
-
-    zoo: str
-    entry: Entry
-    modules: tuple[str, ...]
-    published: tuple[str, ...]  # the same ones by the names of the hub's weights
-    chosen: tuple[bool, ...]
-
-    @property
-    def stacked(self) -> bool:
-        """Whether it is a stack of experts."""
-        return self.entry.rule.stacked
-
-    @property
-    def named(self) -> list[str]:
-        """The modules that have an adapter."""
-        return [module for module, chosen in zip(self.modules, self.chosen, strict=True) if chosen]
-
-    @property
-    def published_by_name(self) -> dict[str, str]:
-        """The published names of `named`."""
-        return {
-            name: hub_name
-            for name, hub_name, chosen in zip(self.modules, self.published, self.chosen, strict=True)
-            if chosen
-        }
-
-    def owner(self, shape: Sequence[int], dims: Dims) -> Tensor:
-        """(out,) of the full weight: which of `named` each row belongs to, -1 where it has no adapter."""
-        if self.stacked:
-            return torch.zeros(shape[1], dtype=torch.long)
-        numbers = itertools.count()
-        sizes = [part[0] for part in self.entry.hf_shapes(shape, dims).values()]
-        owners = [next(numbers) if chosen else -1 for chosen in self.chosen]
-        parts = [torch.full((size, 1), owner) for size, owner in zip(sizes, owners, strict=True)]
-        return self.entry.layout.transform.to_zoo(parts, dims)[:, 0]
 
 
 def candidates(zoo_names: Iterable[str], bridge: Bridge, config: JsonMapping) -> list[Target]:
@@ -190,7 +115,7 @@ def _above(name: str) -> set[str]:
 
 
 def choose(
-    available: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str], renames: Renames = Renames()
+    available: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str], renames: Renames = SAME
 ) -> list[Target]:
     """Those of `available` that a recipe's `lora.targets` mean; `everywhere`: the modules of all ranks' candidates.
 
@@ -249,9 +174,24 @@ def to_peft(target: Target, a: Tensor, b: Tensor, dims: Dims) -> list[tuple[Tens
     """(A, B) of each of `target.named` out of the full `a` and `b`."""
     if target.stacked:
         return [(a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))]
-    bs = target.entry.layout.transform.to_hf(b, dims)
-    kept = [part for part, chosen in zip(bs, target.chosen, strict=True) if chosen]
-    return list(zip(a.chunk(len(kept)), kept, strict=True))
+    kept = _rows_of_named(target, b, dims)
+    parts = zip(a.chunk(len(kept)), kept, target.ranks, strict=True)
+    return [(part[:rank].contiguous(), rows[:, :rank].contiguous()) for part, rows, rank in parts]
+
+
+def magnitudes(target: Target, m: Tensor, dims: Dims) -> list[Tensor]:
+    """DoRA's magnitude of each of `target.named` out of the full `m` (out,)."""
+    return [rows[:, 0].contiguous() for rows in _rows_of_named(target, m[:, None], dims)]
+
+
+def magnitude_names(modules: Iterable[str]) -> list[str]:
+    """PEFT's names of DoRA's magnitudes."""
+    return [f"{PREFIX}{name}.lora_magnitude_vector" for name in modules]
+
+
+def _rows_of_named(target: Target, rows: Tensor, dims: Dims) -> list[Tensor]:
+    parts = target.entry.layout.transform.to_hf(rows, dims)
+    return [part for part, chosen in zip(parts, target.chosen, strict=True) if chosen]
 
 
 def to_zoo(
@@ -262,19 +202,25 @@ def to_zoo(
         ((a, b),) = pairs
         experts = shape[0]
         return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-    remaining = iter(pairs)
-    rank = pairs[0][1].shape[1]
+    short = [target.rank - rank for rank in target.ranks]
+    a = torch.cat([F.pad(a, (0, 0, 0, more)) for (a, _), more in zip(pairs, short, strict=True)])
+    return a, rows_to_zoo(target, [F.pad(b, (0, more)) for (_, b), more in zip(pairs, short, strict=True)], shape, dims)
+
+
+def rows_to_zoo(target: Target, parts: Sequence[Tensor], shape: Sequence[int], dims: Dims) -> Tensor:
+    """Rows (out, n) of the full weight out of those of each of `target.named`, zeros where there is no adapter."""
+    remaining, width = iter(parts), parts[0].shape[1]
     sizes = [part[0] for part in target.entry.hf_shapes(shape, dims).values()]
-    bs = [
-        next(remaining)[1] if chosen else pairs[0][1].new_zeros(size, rank)
+    rows = [
+        next(remaining) if chosen else parts[0].new_zeros(size, width)
         for size, chosen in zip(sizes, target.chosen, strict=True)
     ]
-    return torch.cat([a for a, _ in pairs]), target.entry.layout.transform.to_zoo(bs, dims)
+    return target.entry.layout.transform.to_zoo(rows, dims)
 
 
 def peft_config(
-    linears: Iterable[str], stacks: Iterable[str],
-    *, rank: int, alpha: float, rslora: bool, dropout: float, base: str, experts: bool, whole: Iterable[str] = (), head: str | None = None,
+    linears: Iterable[str], stacks: Iterable[str], sizes: Sizes,
+    *, dora: bool, dropout: float, base: str, experts: bool, whole: Iterable[str] = (), head: str | None = None,
 ) -> JsonObject:  # fmt: skip
     """adapter_config.json of adapters of those modules and stacked parameters.
 
@@ -283,21 +229,24 @@ def peft_config(
     are. Where there are parameters it refuses dropout, which is of no use after training.
     """
     saved = [module.rpartition(".")[2] if module == head else module for module in whole]
-    of_old = {name for name in linears if experts and name.endswith(_EXPERTS_OF_OLD)}
+    of_old = {name for name in linears if experts and name.endswith(EXPERTS_OF_OLD)}
     parameters = [*stacks, *(f"{name}.weight" for name in of_old)]
+    own = {f"{name}.weight" if name in of_old else name: sizes.named(name) for name in (*linears, *stacks)}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if head else None,
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "r": sizes.rank,
+        "lora_alpha": _plain(sizes.alpha),
+        "rank_pattern": {name: rank for name, (rank, _) in own.items() if rank != sizes.rank},
+        "alpha_pattern": {name: _plain(alpha) for name, (_, alpha) in own.items() if alpha != sizes.alpha},
         "lora_dropout": 0.0 if parameters else dropout,
         "target_modules": sorted(set(linears) - of_old),
         "target_parameters": sorted(parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": rslora,
-        "use_dora": False,
+        "use_rslora": sizes.rslora,
+        "use_dora": dora,
         "init_lora_weights": True,
         "modules_to_save": saved or None,
         "inference_mode": True,
@@ -307,26 +256,43 @@ def peft_config(
 def check_config(
     config: JsonMapping,
     where: str,
-    rank: int,
-    alpha: float,
+    sizes: Sizes,
+    modules: Iterable[str],
     head: str | None = None,
     *,
-    rslora: bool = False,
+    dora: bool = False,
     whole_parts: Collection[str] = (),
 ) -> None:
-    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank`, `lora.alpha` and `lora.rslora` say.
+    """UserError where an adapter_config.json is of something else than a recipe's `lora` says.
 
-    `head`: the module that is a reward model's head; without it and `whole_parts`, no module may be saved whole.
+    `modules`: those and the stacked parameters that have an adapter; `head`: the module that is a reward model's head; without it and `whole_parts`, no module may be
+    saved whole.
     """
     wanted: dict[str, tuple[object, str]] = {
-        "peft_type": ("LORA", ""), "r": (rank, "lora.rank"), "lora_alpha": (alpha, "lora.alpha"), "use_rslora": (rslora, "lora.rslora"),
+        "peft_type": ("LORA", ""), "r": (sizes.rank, "lora.rank"), "lora_alpha": (sizes.alpha, "lora.alpha"),
+        "use_rslora": (sizes.rslora, "lora.rslora"), "use_dora": (dora, "lora.dora"),
     }  # fmt: skip
     for key, (value, hint) in wanted.items():
-        stored = config.get(key, False if key == "use_rslora" else None)
+        stored = config.get(key, False if isinstance(value, bool) else None)
         if stored != value:
             there = printable(str(stored).lower() if isinstance(stored, bool) else repr(stored), 100)
             fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")
+    patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    for key, check in (("rank_pattern", is_count), ("alpha_pattern", is_number)):
+        if not isinstance(patterns[key], dict) or not all(map(check, patterns[key].values())):
+            raise UserError(f"{where}: {key} is {printable(repr(patterns[key]), 200)}; wanted numbers by ends of names")
+    theirs = replace(sizes, ranks=patterns["rank_pattern"], alphas=patterns["alpha_pattern"])
+    parameters = config.get("target_parameters") or ()
+    for name in modules:
+        key = f"{name}.weight" if f"{name}.weight" in parameters else name
+        if theirs.named(key) != sizes.named(name):
+            stored, wanted_text = (
+                f"rank {rank}, alpha {alpha:g}" for rank, alpha in (theirs.named(key), sizes.named(name))
+            )
+            raise UserError(
+                f"{where}: {name} has {stored} there and {wanted_text} here; set lora.rank_pattern and lora.alpha_pattern as the file has them"
+            )
     foreign = {key: config.get(key) for key in _FOREIGN}
     saved = config.get("modules_to_save") or []
     heads = {head.rpartition(".")[2], *_HEADS} if head else set()
@@ -340,6 +306,10 @@ def check_config(
     for key, value in foreign.items():
         if value:
             raise UserError(f"{where}: {key} is {printable(repr(value), 200)}, which zoo's adapters don't have")
+
+
+def _plain(alpha: float) -> float:
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def match(

@@ -60,6 +60,10 @@ def check_lora(recipe: Recipe) -> None:
         if not values:
             raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
     _check_lora_parts(recipe)
+    if lora.dora and (experts := [name for name in lora.targets if name.startswith("experts.")]):
+        raise ConfigError(
+            f"lora.dora=true: experts have none, and lora.targets has {', '.join(experts)}; leave one of the two out"
+        )
     if lora.base_dtype != "model" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(
             f"lora.base_dtype={lora.base_dtype} with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "

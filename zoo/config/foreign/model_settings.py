@@ -107,10 +107,13 @@ def _adapters(reader: Reader, adapters: bool) -> None:
     )
     rank, alpha = reader.take("lora_rank", "lora_r", "lora_dim", "peft_r"), reader.take("lora_alpha")
     rslora, ratio = reader.take("use_rslora", "peft_use_rslora"), reader.take("loraplus_lr_ratio", "lorap_lr_ratio")
+    dora = reader.take("use_dora", "peft_use_dora", "lora_use_dora")
     if not adapters:
         return
     if rslora:
         reader.set("lora.rslora", True)
+    if dora:
+        reader.set("lora.dora", True)
     if ratio is not None:
         reader.set("lora.b_lr_scale", ratio)
     usual_rank, usual_alpha = _WIDTHS.get(reader.program, (None, None))

@@ -38,6 +38,7 @@ _KINDS = {
     "list[Any]": "a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
     "dict[str, Any]": "a mapping",
     "dict[str, float]": "a mapping of names to numbers",
+    "dict[str, int]": "a mapping of names to whole numbers",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +40,12 @@ class LoraConfig:
     """an adapter's output is multiplied by alpha / rank"""
     rslora: bool = setting(False, when=conditions.ADAPTERS)
     """rank-stabilised (rsLoRA, arXiv 2312.03732): by alpha / sqrt(rank)"""
+    dora: bool = setting(False, when=(conditions.ADAPTERS, conditions.DENSE_ADAPTERS))
+    """each row of weight and adapter by a trained magnitude over its norm (DoRA, arXiv 2402.09353); not on experts"""
+    rank_pattern: dict[str, int] = setting(dict, when=conditions.ADAPTERS, bounds=Bounds(least=1, most=1e5))
+    """ranks of linears by regular expressions of the ends of their names, as in PEFT: {o_proj: 8}; the first that matches counts"""
+    alpha_pattern: dict[str, float] = setting(dict, when=conditions.ADAPTERS, bounds=Bounds(above=0, most=1e6))
+    """the same for alpha"""
     b_lr_scale: float = number(1.0, above=0, most=1e6, when=conditions.ADAPTERS)
     """factor of the learning rate for B of adapters (LoRA+, arXiv 2402.12354)"""
     dropout: float = number(0.0, 0, below=1, when=(conditions.ADAPTERS, conditions.DENSE_ADAPTERS))
@@ -57,11 +62,6 @@ class LoraConfig:
     """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale) | nf4 (4 bits, as QLoRA); made dense for each product"""
     init: str | None = setting(None, when=conditions.ADAPTERS)
     """adapter folder in PEFT's format to start from; default: new adapters"""
-
-    @property
-    def scale(self) -> float:
-        """What the output of adapters is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @section

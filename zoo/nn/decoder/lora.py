@@ -5,7 +5,11 @@ is a child of the linear, by the name `lora`, and a forward hook adds to the lin
 
 A fused linear stands for several published ones, each of which has an A and a B of its own (queries, keys and values,
 gate and up). `a` holds their A one below the other and `b` the rows of their B in the order of the fused weight's rows;
-which part a row is of is fixed. So B is cut over ranks as the weight is, whatever the order of its rows.
+which part a row is of is fixed. So B is cut over ranks as the weight is, whatever the order of its rows. Parts of lower rank
+are filled up with zeros, which have no gradient.
+
+DoRA (arXiv 2402.09353) has each row of the sum of weight and adapter divided by its norm, which has no gradient, and multiplied
+by a trained magnitude `m` (out,), cut as B is.
 
 Tensor parallelism exchanges activations of width rank alone:
 
@@ -41,6 +45,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from zoo.nn.decoder.frozen.modules import dense_weight
 from zoo.nn.graphs import random
 
 SAME, OWN = ("zoo-lora-same", "zoo-lora-own")  # states of the random tracker: alike on tensor-parallel ranks, or not
@@ -51,11 +56,13 @@ Split = Literal["rows", "columns"]
 
 @dataclass(frozen=True)
 class Lowrank:
-    """What all adapters of a model have in common."""
+    """An adapter's numbers."""
 
-    rank: int
-    scale: float  # of what it adds
+    rank: int  # the largest of its parts
+    scale: float  # of what it adds, of the first part
     dropout: float = 0.0  # of the linear's input; experts have none
+    dora: bool = False
+    scales: tuple[float, ...] = ()  # of each part, where they differ
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,11 @@ class Cut:
 
 
 class Adapter(torch.nn.Module, ABC):
-    """Parameters `a` and `b` beside a `weight`, and how ranks share each."""
+    """Parameters `a` and `b`, with DoRA `m`, beside a `weight`, and how ranks share each."""
 
     a: torch.nn.Parameter
     b: torch.nn.Parameter
+    m: torch.nn.Parameter  # with DoRA
 
     def __init__(self, lowrank: Lowrank, replicas: ProcessGroup) -> None:
         """`replicas`: process group of the ranks that hold the same part of the weight."""
@@ -103,8 +111,8 @@ class Adapter(torch.nn.Module, ABC):
         weight += self.delta()
 
     def sharded(self, prefix: str) -> ShardedStateDict:
-        """Both parameters as megatron-core's checkpoints take them, under names that no parallel layout changes."""
-        return {f"{prefix}{name}": self._sharded(name, f"{prefix}{name}") for name in ("a", "b")}
+        """The parameters as megatron-core's checkpoints take them, under names that no parallel layout changes."""
+        return {f"{prefix}{name}": self._sharded(name, f"{prefix}{name}") for name in self.cuts}
 
     def _sharded(self, name: str, key: str) -> ShardedTensor | ShardedTensorFactory:
         cut, parameter = self.cuts[name], getattr(self, name)
@@ -127,7 +135,7 @@ class Adapter(torch.nn.Module, ABC):
         return ShardedTensorFactory(key, parameter, build, lambda parts: torch.cat(parts, dim=axis), replica)
 
     def _offsets(self) -> list[tuple[int, int, int]]:
-        """(axis, rank, size) of what cuts both parameters."""
+        """(axis, rank, size) of what cuts all parameters."""
         return []
 
 
@@ -135,6 +143,7 @@ class LinearAdapter(Adapter):
     """Adapter of a linear, of `parts` published linears."""
 
     owns: Tensor | None
+    factors: Tensor | None  # (parts * rank,), of the scale
 
     def __init__(
         self,
@@ -162,13 +171,52 @@ class LinearAdapter(Adapter):
             a = Cut(groups.tp, 1)
         self._add("a", weight, (parts * lowrank.rank, width), a, sequence_parallel=mark and split == "rows")
         self._add("b", weight, (out, lowrank.rank), b, sequence_parallel=mark and split == "columns")
+        if lowrank.dora:
+            m = whole if split == "columns" else b
+            self._add("m", weight, (out,), m, sequence_parallel=mark and split == "columns")
+        factors = torch.tensor(lowrank.scales).repeat_interleave(lowrank.rank) / lowrank.scale
+        self.register_buffer("factors", factors.to(weight.device) if lowrank.scales else None, persistent=False)
         mixed = parts > 1 or bool((owner < 0).any())
         owns = owner[:, None] == torch.arange(parts, device=owner.device)
         self.register_buffer("owns", owns.to(weight.device, weight.dtype) if mixed else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the linear's output, x being its input, both as the linear shares them over ranks."""
-        inner = F.linear(self._dropped(x), self.a) * self.lowrank.scale
+        """What is added to the linear's output, x being its input, both as the linear shares them over ranks; without DoRA."""
+        return self._product(self._dropped(x))
+
+    def directed(self, linear: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """With DoRA, what is added to a linear's output, which has that bias in it; the linear sees dropout too, as in PEFT."""
+        dropped = self._dropped(x)
+        if dropped is not x:
+            again = linear.forward(dropped)
+            out = again[0] if isinstance(again, tuple) else again
+        ratio = self._ratio(dense_weight(linear.weight))  # type: ignore[arg-type]
+        base = out if bias is None else out - bias
+        return (ratio - 1).to(out.dtype) * base + ratio.to(out.dtype) * self._product(dropped)
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """(out,) fp32: the norm of each row of this rank's part of weight and adapter. Ranks that share columns must ask together."""
+        a, b = self.a.detach().float(), self._scaled(self._rows(self.b.detach()).float())
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        squares += ((2 * F.linear(weight, self.a.detach().to(weight.dtype)).float() + b @ (a @ a.T)) * b).sum(dim=1)
+        if self.split == "columns" and self.group.size() > 1:
+            torch.distributed.all_reduce(squares, group=self.group)
+        return squares.clamp_(min=torch.finfo(torch.float32).tiny).sqrt_()
+
+    def _ratio(self, weight: Tensor) -> Tensor:
+        """(out,): magnitudes over norms; 1 for rows of parts without an adapter."""
+        with torch.no_grad():
+            norm = self.norm(weight)
+        ratio = self.m / norm
+        return ratio if self.owns is None else torch.where(self.owns.any(dim=1), ratio, 1.0)
+
+    def _scaled(self, inner: Tensor) -> Tensor:
+        """(..., parts * rank) times each part's scale."""
+        inner = inner * self.lowrank.scale
+        return inner if self.factors is None else inner * self.factors.to(inner.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        inner = self._scaled(F.linear(x, self.a))
         if self.split == "rows" and self.sequence_parallel:
             inner = gather_from_sequence_parallel_region(inner, group=self.group)
         elif self.split == "rows":
@@ -181,7 +229,14 @@ class LinearAdapter(Adapter):
 
     def delta(self) -> Tensor:
         """(out, in) of this rank."""
-        return self.lowrank.scale * (self._rows(self.b.float()) @ self.a.float())
+        return self._scaled(self._rows(self.b.float())) @ self.a.float()
+
+    def add_to(self, weight: Tensor) -> None:
+        """With DoRA ranks that share columns must ask together."""
+        ratio = self._ratio(weight) if self.lowrank.dora else None
+        super().add_to(weight)
+        if ratio is not None:
+            weight *= ratio[:, None]
 
     def _rows(self, b: Tensor) -> Tensor:
         """(out, parts * rank): each row of B at its own part's columns, zeros at the others'."""
@@ -262,8 +317,13 @@ def detach(linear: torch.nn.Module) -> None:
 
 def _add_delta(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
     adapter: Any = linear.lora
-    delta = adapter(inputs[0])
-    return (output[0] + delta, *output[1:]) if isinstance(output, tuple) else output + delta
+    out, *others = output if isinstance(output, tuple) else (output,)
+    if adapter.lowrank.dora and adapter.lowrank.scale:  # without a scale the adapter is off
+        apart = others and others[0] is not None  # the bias, which others add
+        delta = adapter.directed(linear, inputs[0], out, None if apart else getattr(linear, "bias", None))
+    else:
+        delta = adapter(inputs[0])
+    return (out + delta, *others) if isinstance(output, tuple) else out + delta
 
 
 def seed_dropout(device: torch.device, shared_seed: int, rank_seed: int) -> None:
