@@ -52,8 +52,8 @@ class Qwen25SpeechTokens(SpeechTokens):
 
     def row(self, ids: Tensor, frames: Tensor, answer: tuple[int, int], speaker: int) -> SpokenRow:
         """As every talker's; `speaker` is the token that begins the speaker's text."""
-        first, (rest, trailing) = answer[0], texts_of_frames(answer, len(frames))
-        text = torch.cat((torch.arange(first), torch.tensor([BOS, first]), trailing))
+        first, (trailing, of_frames) = answer[0], texts_of_frames(answer, len(frames))
+        text = torch.cat((torch.arange(first), torch.tensor([BOS, first]), of_frames))
         media = torch.isin(ids, torch.tensor(self.media))
         if bool(media[first:].any()):
             raise ValueError("media stand behind the question, where the talker does not read them")
@@ -65,6 +65,6 @@ class Qwen25SpeechTokens(SpeechTokens):
             media=torch.nn.functional.pad(media[:first], (0, len(text) - first)),
             codes=torch.cat((torch.full((first,), -1), opening, frames[:, 0])),
             specials=(speaker, self.text_eos, self.text_pad),
-            rest=rest,
-            rest_stated=True,
+            trailing=trailing,
+            trailing_stated=True,
         )

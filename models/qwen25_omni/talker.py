@@ -38,8 +38,10 @@ class Qwen25Talker(Talker):
 
     def last_states(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache | None = None) -> Tensor:
         """As every talker's."""
-        hidden = embedded.index_fill(0, speech.media, 0.0).index_add(0, speech.stated, states.to(embedded.dtype))
-        hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
+        hidden = embedded.index_fill(0, speech.media_rows, 0.0).index_add(
+            0, speech.state_rows, states.to(embedded.dtype)
+        )
+        hidden = hidden.index_add(0, speech.code_rows, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
         return self.decoded(self.thinker_to_talker_proj(hidden), speech, cache)
 
     def next_input(

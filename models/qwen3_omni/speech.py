@@ -64,17 +64,17 @@ class Qwen3SpeechTokens(SpeechTokens):
         is_media = torch.isin(ids, torch.tensor(self.media))
         if int(is_media.sum()) != int(is_media[user].sum()):
             raise ValueError("media stand outside of the user's turns, which the talker does not read")
-        rest, trailing = texts_of_frames(answer, len(frames))
+        trailing, of_frames = texts_of_frames(answer, len(frames))
         opening = torch.tensor([begin, begin + 1, begin + 2, PAD, PAD, PAD, PAD, BOS, first])
         prefix = torch.tensor([-1, -1, -1, *self.codes, speaker, self.code_pad, self.code_bos])
         count = len(user) + PREFIX + len(frames)
         media = torch.nn.functional.pad(is_media[user], (0, count - len(user)))
         return SpokenRow(
             ids=torch.cat((ids[user], torch.full((count - len(user),), self.texts[2]))),
-            text=torch.cat((user, opening, trailing)),
+            text=torch.cat((user, opening, of_frames)),
             stated=media,
             media=media,
             codes=torch.cat((torch.full((len(user),), -1), prefix, frames[:, 0])),
             specials=self.texts,
-            rest=rest,
+            trailing=trailing,
         )

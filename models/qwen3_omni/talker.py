@@ -122,23 +122,23 @@ class Qwen3Talker(Talker):
         hidden = self.last_states(embedded, states, speech)
         residual = self.code_predictor.embed(speech.frames)
         firsts = self._embedded(speech.frames[None, :, 0])[:, 0]
-        asked = hidden.index_select(0, speech.asked)
-        predicted = self.code_predictor(asked, speech.frames, torch.cat((firsts[None], residual)))
+        frame_states = hidden.index_select(0, speech.frame_rows)
+        predicted = self.code_predictor(frame_states, speech.frames, torch.cat((firsts[None], residual)))
         hidden = hidden if rows is None else hidden.index_select(0, rows)
         return self._logits(hidden, None), predicted
 
     def last_states(self, embedded: Tensor, states: Tensor, speech: Speech, cache: DecodeCache | None = None) -> Tensor:
         """As every talker's."""
         hidden = self.text_projection(embedded)
-        hidden = hidden.index_copy(0, speech.stated, self.hidden_projection(states))
-        hidden = hidden.index_add(0, speech.coded, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
-        heard = self.code_predictor.embed(speech.heard_frames).sum(0)
-        return self.decoded(hidden.index_add(0, speech.heard, heard.to(hidden.dtype)), speech, cache)
+        hidden = hidden.index_copy(0, speech.state_rows, self.hidden_projection(states))
+        hidden = hidden.index_add(0, speech.code_rows, self._embedded(speech.codes[None])[:, 0].to(hidden.dtype))
+        residual = self.code_predictor.embed(speech.input_frames).sum(0)
+        return self.decoded(hidden.index_add(0, speech.input_rows, residual.to(hidden.dtype)), speech, cache)
 
     def next_input(
         self, states: Tensor, firsts: Tensor, text: Tensor, pick: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """As every talker's, residual codes by the code predictor."""
         first = self._embedded(firsts[None])[:, 0]
-        residual, heard = self.code_predictor.say(states, first.to(states.dtype), pick)
-        return residual, first + heard + self.text_projection(text)
+        residual, embedded = self.code_predictor.say(states, first.to(states.dtype), pick)
+        return residual, first + embedded + self.text_projection(text)

@@ -178,37 +178,37 @@ class Speech:
     """The talker's packed row of T tokens, of S sequences with F frames in all, which reads N states; or a context-parallel rank's part of it.
 
     A frame is read by the row behind the one that predicts it, which may be another rank's: so ranks count frames twice. A rank that predicts
-    none has one all the same, which nobody counts, and so has a rank without a label; `ends` and `owners` are of those that count.
+    none has one all the same, which nobody counts, and so has a rank without a label; `ends` and `segments` are of those that count.
     """
 
     layout: PackedLayout  # of the whole row
     positions: Tensor  # (3, 1, T) float32
     padding_mask: Tensor | None  # (1, T) bool; None where there is no padding
     text: Tensor  # (T,) int64 tokens of the thinker whose embeddings are read
-    stated: Tensor  # (N,) int64 rows that read the thinker's state
-    wanted: Tensor  # (N,) int64 which of the whole row's states that is
-    seen: Tensor  # (N,) int64 places in the thinker's row of states that it holds
-    places: Tensor  # (N,) int64 which of the whole row's states these are
-    media: Tensor  # (M,) int64 rows that do not read the embedding
-    coded: Tensor  # (C,) int64 rows with a first code
+    state_rows: Tensor  # (N,) int64 rows that read the thinker's state
+    state_ids: Tensor  # (N,) int64 which of the whole row's states that is
+    thinker_rows: Tensor  # (N,) int64 rows of the thinker whose states this rank holds
+    held_ids: Tensor  # (N,) int64 which of the whole row's states these are
+    media_rows: Tensor  # (M,) int64 rows that do not read the embedding
+    code_rows: Tensor  # (C,) int64 rows with a first code
     codes: Tensor  # (C,) int64 that code
-    heard: Tensor  # (F,) int64 rows that read a frame
-    heard_frames: Tensor  # (F, codebooks) int64 of these
-    asked: Tensor  # (F,) int64 rows whose states predict a frame
+    input_rows: Tensor  # (F,) int64 rows that read a frame
+    input_frames: Tensor  # (F, codebooks) int64 of these
+    frame_rows: Tensor  # (F,) int64 rows whose states predict a frame
     frames: Tensor  # (F, codebooks) int64 of these
     label_rows: Tensor  # (F + S,) int64 rows that predict a first code, or the end
     targets: Tensor  # (F + S,) int64
     ends: Tensor  # (F + S,) bool on the host, whether it is the end
-    owners: Tensor  # (F + S,) int64 on the host: the sequence of each of these
+    segments: Tensor  # (F + S,) int64 on the host: the sequence of each of these
     states: int  # N of the whole row
     # (S, R) int64 tokens of the thinker that frames are read with which are still to be said, the last of each row PAD; None where none are.
-    rest: Tensor | None = None
-    # (S, R) int64 places in the thinker's row of states that are read with these, -1 for none; None: none are
-    rest_seen: Tensor | None = None
+    trailing: Tensor | None = None
+    # (S, R) int64 rows of the thinker whose states are read with these, -1 for none; None: none are
+    trailing_rows: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor], device: torch.device) -> Speech:
-        """The same on the device, but for `ends` and `owners`."""
-        kept = ("ends", "owners")
+        """The same on the device, but for `ends` and `segments`."""
+        kept = ("ends", "segments")
         tensors: dict[str, Any] = {
             name: move(x) for name, x in vars(self).items() if isinstance(x, Tensor) and name not in kept
         }
@@ -226,8 +226,8 @@ class Speech:
         if self.padding_mask is not None:
             parts["padding_mask"] = self.padding_mask[:, index]
         with_rows = {
-            "stated": ("wanted",), "media": (), "coded": ("codes",), "heard": ("heard_frames",), "asked": ("frames",),
-            "label_rows": ("targets", "ends", "owners"),
+            "state_rows": ("state_ids",), "media_rows": (), "code_rows": ("codes",), "input_rows": ("input_frames",),
+            "frame_rows": ("frames",), "label_rows": ("targets", "ends", "segments"),
         }  # fmt: skip
         for name, others in with_rows.items():
             rows = local_index[getattr(self, name)]
@@ -235,12 +235,13 @@ class Speech:
             parts |= {other: getattr(self, other)[rows >= 0] for other in others}
         # The head and what predicts residual codes run on every rank: their gradients are waited for.
         idle = torch.zeros(1, dtype=torch.int64)
-        if not len(parts["asked"]):
-            parts |= {"asked": idle, "frames": idle.expand(1, self.frames.shape[1])}
+        if not len(parts["frame_rows"]):
+            parts |= {"frame_rows": idle, "frames": idle.expand(1, self.frames.shape[1])}
         if not len(parts["label_rows"]):
             parts |= {"label_rows": idle, "targets": idle}
-        seen = local[self.seen]
-        return replace(self, **parts, seen=seen[seen >= 0], places=self.places[seen >= 0])
+        thinker_rows = local[self.thinker_rows]
+        held = thinker_rows >= 0
+        return replace(self, **parts, thinker_rows=thinker_rows[held], held_ids=self.held_ids[held])
 
 
 @dataclass(frozen=True)

@@ -161,18 +161,18 @@ class Talker(MultimodalModel, ABC):
 
         Args:
             embedded: (T, hidden of the thinker) its embeddings of `speech.text`.
-            states: (N, hidden of the thinker) its states that `speech.stated` reads.
+            states: (N, hidden of the thinker) its states that `speech.state_rows` read.
             count_correct: (2, ...), the second row 1.0 where the code was the most likely one.
         """
         first, residual = self.logits(embedded, states, speech, speech.label_rows)
-        every = [(first, speech.targets, len(speech.owners) > 0)]
+        every = [(first, speech.targets, len(speech.segments) > 0)]
         if residual is not None:
             codes = speech.frames[:, 1:].flatten()
             every.append((residual.transpose(0, 1).flatten(0, 1), codes, not bool(speech.ends.all())))
         losses = []
-        for logits, wanted, counts in every:
-            correct = [most_likely(logits, self.tp_group) == wanted] if count_correct else []
-            loss = cross_entropy(logits, wanted, self.tp_group)
+        for logits, targets, counts in every:
+            correct = [most_likely(logits, self.tp_group) == targets] if count_correct else []
+            loss = cross_entropy(logits, targets, self.tp_group)
             loss = torch.stack((loss, *(hits.to(loss.dtype) for hits in correct))) if correct else loss
             losses.append(loss if counts else loss[..., :0] + loss.sum() * 0.0)
         return torch.cat(losses, dim=-1)
@@ -308,7 +308,7 @@ class SpeakingModel(OmniModel):
             return ()
         sizes = [len(speech.text)]
         if get_transformer_layer_offset(self.config, self.vp_stage) >= self.accepted:
-            sizes.append(len(speech.stated))
+            sizes.append(len(speech.state_rows))
         assert self.input_tensor is not None
         self.input_tensor, rows = self.input_tensor.tensor_split([len(self.input_tensor) - sum(sizes)])
         return tuple(rows[:, 0].split(sizes))
@@ -335,19 +335,19 @@ class SpeakingModel(OmniModel):
             states = gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        states = states[:, 0].index_select(0, speech.seen)
+        states = states[:, 0].index_select(0, speech.thinker_rows)
         if cp.size() > 1:  # each rank brings those that it holds, and reads any
-            every = states.new_zeros(speech.states, states.shape[1]).index_copy(0, speech.places, states)
+            every = states.new_zeros(speech.states, states.shape[1]).index_copy(0, speech.held_ids, states)
             every = reduce_from_tensor_model_parallel_region(every, group=cp)
-            states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.wanted)
+            states = copy_to_tensor_model_parallel_region(every, group=cp).index_select(0, speech.state_ids)
         return states
 
     def to_say(self, speech: Speech, noted: NotedStates) -> Tensor:
-        """(S, R, hidden) what frames are read with that are still to be said: embeddings, and where `rest_seen` asks for them states."""
-        assert speech.rest is not None
-        texts = self._embedded(speech.rest.T)
-        if speech.rest_seen is None:
+        """(S, R, hidden) what frames are read with that are still to be said: embeddings, and where `trailing_rows` asks for them states."""
+        assert speech.trailing is not None
+        texts = self._embedded(speech.trailing.T)
+        if speech.trailing_rows is None:
             return texts
         assert noted.states is not None
-        states = noted.states[:, 0][speech.rest_seen.clamp(min=0)].to(texts.dtype)
-        return texts + states.masked_fill((speech.rest_seen < 0)[..., None], 0.0)
+        states = noted.states[:, 0][speech.trailing_rows.clamp(min=0)].to(texts.dtype)
+        return texts + states.masked_fill((speech.trailing_rows < 0)[..., None], 0.0)

@@ -31,8 +31,8 @@ class SpokenRow:
     codes: Tensor  # (N,) int64 first codes that are added, -1 for none
     specials: tuple[int, int, int]  # the thinker's tokens of BOS, EOS and PAD
     # (R,) int64 as `text`, what frames are read with that are still to be said; None where none can be
-    rest: Tensor | None = None
-    rest_stated: bool = False  # whether the thinker's states of these tokens are read, too
+    trailing: Tensor | None = None
+    trailing_stated: bool = False  # whether the thinker's states of these tokens are read, too
 
     def tokens(self, ids: Tensor, places: Tensor) -> Tensor:
         """Tokens of the thinker at places as `text` has them, in a row of tokens (L,)."""
@@ -41,8 +41,8 @@ class SpokenRow:
 
 def texts_of_frames(answer: tuple[int, int], frames: int) -> tuple[Tensor, Tensor]:
     """What frames are read with of an answer, as `SpokenRow.text`: all behind its first token, EOS the last, and (F,) of so many frames."""
-    rest = torch.cat((torch.arange(answer[0] + 1, answer[1]), torch.tensor([EOS])))
-    return rest, torch.nn.functional.pad(rest[:frames], (0, max(0, frames - len(rest))), value=PAD)
+    trailing = torch.cat((torch.arange(answer[0] + 1, answer[1]), torch.tensor([EOS])))
+    return trailing, torch.nn.functional.pad(trailing[:frames], (0, max(0, frames - len(trailing))), value=PAD)
 
 
 @dataclass(frozen=True)

@@ -40,45 +40,45 @@ def packed_speech(
     layout = PackedLayout.from_lengths([len(row.ids) for row in rows], align)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     offsets = itertools.accumulate(layout.padded_lengths, initial=0)
-    rest, rest_seen = list[Tensor](), list[Tensor]()
-    widest = max(0 if row.rest is None else len(row.rest) for row in rows) + 1
+    trailing, trailing_rows = list[Tensor](), list[Tensor]()
+    widest = max(0 if row.trailing is None else len(row.trailing) for row in rows) + 1
     for number, (row, ids, start, offset, of_row) in enumerate(
         zip(rows, segments, starts, offsets, frames, strict=False)
     ):
         parts["text"].append(row.tokens(ids, row.text))
-        if row.rest is not None and not len(of_row):
-            fill = widest - len(row.rest)
-            rest.append(torch.nn.functional.pad(row.tokens(ids, row.rest), (0, fill), value=row.specials[-1]))
-            if row.rest_stated:
-                places = torch.where(row.rest < 0, -1, row.rest + start)
-                rest_seen.append(torch.nn.functional.pad(places, (0, fill), value=-1))
+        if row.trailing is not None and not len(of_row):
+            fill = widest - len(row.trailing)
+            trailing.append(torch.nn.functional.pad(row.tokens(ids, row.trailing), (0, fill), value=row.specials[-1]))
+            if row.trailing_stated:
+                of_thinker = torch.where(row.trailing < 0, -1, row.trailing + start)
+                trailing_rows.append(torch.nn.functional.pad(of_thinker, (0, fill), value=-1))
         stated, media, coded = (mask.nonzero()[:, 0] for mask in (row.stated, row.media, row.codes >= 0))
-        asked = offset + len(row.ids) - len(of_row) - 1 + torch.arange(len(of_row) + 1)
-        parts["stated"].append(stated + offset)
-        parts["seen"].append(row.text[stated] + start)
-        parts["media"].append(media + offset)
-        parts["coded"].append(coded + offset)
+        label_rows = offset + len(row.ids) - len(of_row) - 1 + torch.arange(len(of_row) + 1)
+        parts["state_rows"].append(stated + offset)
+        parts["thinker_rows"].append(row.text[stated] + start)
+        parts["media_rows"].append(media + offset)
+        parts["code_rows"].append(coded + offset)
         parts["codes"].append(row.codes[coded])
-        parts["heard"].append(asked[1:])
-        parts["asked"].append(asked[:-1])
-        parts["label_rows"].append(asked)
+        parts["input_rows"].append(label_rows[1:])
+        parts["frame_rows"].append(label_rows[:-1])
+        parts["label_rows"].append(label_rows)
         parts["targets"].append(torch.cat((of_row[:, 0], torch.tensor([code_eos]))))
         parts["ends"].append(torch.arange(len(of_row) + 1) == len(of_row))
-        parts["owners"].append(torch.full((len(of_row) + 1,), number))
+        parts["segments"].append(torch.full((len(of_row) + 1,), number))
     mask, texts, codes = layout.padding_mask, parts.pop("text"), torch.cat(list(frames))
-    states = sum(map(len, parts["seen"]))
+    states = sum(map(len, parts["thinker_rows"]))
     return Speech(
         layout=layout,
         positions=layout.pack_list([of_row.T for of_row in positions]).permute(2, 0, 1),
         padding_mask=mask if bool(mask.any()) else None,
         text=layout.pack_list(texts, fill=rows[0].specials[-1])[0],
-        heard_frames=codes,
+        input_frames=codes,
         frames=codes,
         states=states,
-        wanted=torch.arange(states),
-        places=torch.arange(states),
-        rest=torch.stack(rest) if rest else None,
-        rest_seen=torch.stack(rest_seen) if rest_seen else None,
+        state_ids=torch.arange(states),
+        held_ids=torch.arange(states),
+        trailing=torch.stack(trailing) if trailing else None,
+        trailing_rows=torch.stack(trailing_rows) if trailing_rows else None,
         **{name: torch.cat(values) for name, values in parts.items()},
     )
 
@@ -107,12 +107,12 @@ class SpeakingStep(OmniStep):
             speech = speech.share(self.cp_rank, self.cp_size, self._context_shard(parts).local)
         spoken = SpokenInputs(**vars(inputs), speech=speech.moved(self._move, self.device))
         if self.speech is None or not self.speech.text:
-            loss_inputs = replace(loss_inputs, label_segments=speech.owners[:0], label_source=speech.owners[:0])
+            loss_inputs = replace(loss_inputs, label_segments=speech.segments[:0], label_source=speech.segments[:0])
         labelled = (parts.labels != IGNORE) & (parts.token_index > 0)
         labels = torch.bincount(parts.segment_ids[labelled], minlength=len(media[COUNTS])).clamp(min=1)
         share = ((media[COUNTS].cpu() + 1) / labels)[loss_inputs.label_segments]
-        of_codes = (speech.ends, media[WEIGHTS].cpu()[speech.owners], share)
-        return spoken, replace(loss_inputs, spoken=SpokenLabels(speech.owners, *map(self._move, of_codes)))
+        of_codes = (speech.ends, media[WEIGHTS].cpu()[speech.segments], share)
+        return spoken, replace(loss_inputs, spoken=SpokenLabels(speech.segments, *map(self._move, of_codes)))
 
     def loss(
         self, output: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, evaluate: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.processors.audio import SpeakingProcessor
 from zoo.data.sample import IGNORE
 from zoo.model.build import Assembly
-from zoo.packing.spoken import COUNTS, EOS, FRAMES
+from zoo.packing.spoken import ANSWERS, COUNTS, EOS, FRAMES
 from zoo.planner.sample_costs import training_cost
 from zoo.records import reading_back
 from zoo.steps import StepRank
@@ -118,6 +119,7 @@ def _rows_of(parts: Any, batch: MicroBatch, tokens: dict[str, int | None], proce
     """Rows of a micro-batch: one that is packed, or a padded one for each sample."""
     rows, spoken = [], batch.media.get(COUNTS)
     frames = () if spoken is None else batch.media[FRAMES].split(spoken.tolist())
+    answers = [] if spoken is None else batch.media[ANSWERS].tolist()
     for row, ids in enumerate(parts.input_ids):
         padding, owner = parts.padding_mask[row], parts.segment_ids[row]
         classes = torch.zeros_like(ids)
@@ -132,7 +134,9 @@ def _rows_of(parts: Any, batch: MicroBatch, tokens: dict[str, int | None], proce
             start, end = int(tokens_of_sample[0]), int(tokens_of_sample[-1]) + 1
             starts.append(start)
             spans = tuple(_spans(classes, ids, start, end, processor.tokenizer))
-            speech = _speech(ids[start:end], frames[number], processor) if len(frames) == len(batch.lengths) else None
+            speech = None
+            if len(frames) == len(batch.lengths):
+                speech = _speech(ids[start:end], frames[number], answers[number], processor)
             segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans, speech))
         ends = [*starts[1:], len(ids)]
         segments = [replace(segment, padded_end=end) for segment, end in zip(segments, ends, strict=True)]
@@ -152,11 +156,10 @@ def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: PreTra
     return spans
 
 
-def _speech(ids: Tensor, codes: Tensor, processor: Processor) -> SpokenAnswer:
-    """What the talker says of a sample's tokens (L,), and reads with each frame."""
+def _speech(ids: Tensor, codes: Tensor, answer: Sequence[int], processor: Processor) -> SpokenAnswer:
+    """What the talker says of a sample's tokens (L,), and reads with each frame; `answer`: the first place of the answer, and behind its last."""
     assert isinstance(processor, SpeakingProcessor) and processor.speech is not None
-    speech = processor.speech
-    tokens = speech.tokens.row(ids, codes, speech.turn.answer(ids), 0).text[-len(codes) - 1 :].tolist()
+    tokens = processor.speech.tokens.row(ids, codes, (answer[0], answer[1]), 0).text[-len(codes) - 1 :].tolist()
     words = (processor.tokenizer.decode([int(ids[token])]) if token >= 0 else "" for token in tokens)
     return SpokenAnswer(
         codes, tuple("end" if token == EOS else word for word, token in zip(words, tokens, strict=True))
