@@ -26,6 +26,11 @@ from zoo.data.digits import ROOT
 from zoo.data.loading.batches import make_batch
 from zoo.data.loading.pairs import conversations_of
 from zoo.data.loading.sample_source import SampleSource
+from zoo.errors import UserError
+from zoo.model.embedding_files import stated_settings
+from zoo.model.run_settings import FILE
+from zoo.tools.evaluate import evaluate
+from zoo.tools.score import score
 from zoo.training.passes.retrieval import FirstPass, vectors_of
 
 LIMIT = 5e-5  # relative, of gradients
@@ -172,3 +177,34 @@ def test_sentence_transformers_reads_an_export(name: str, pooling: str, tmp_path
                 torch.testing.assert_close(encode(part), vector, rtol=0, atol=1e-5)
                 compared += 1
         assert compared > 3
+
+
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("last", marks=pytest.mark.slow)])
+def test_an_evaluation_ranks_by_a_folders_vectors(pooling: str, tmp_path: Path) -> None:
+    """An export with zoo's settings, and one that has the files of sentence-transformers alone, as published folders have."""
+    with single_process_world() as world:
+        zoo, source, _ = loaded("text", tmp_path, world, f"embed.pooling={pooling}")
+        folder, vectors = exported(zoo, world, tmp_path / "export"), vectors_of_rows(zoo, source, world)
+    counts = [len(source.encode(number).segments) for number in range(len(source))]
+    starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
+    candidates = torch.tensor([n for n in range(len(vectors)) if n not in starts])
+    nearest = candidates[(vectors[starts] @ vectors[candidates].T).argsort(dim=1, descending=True)]
+    places = (nearest == starts[:, None] + 1).nonzero()[:, 1]
+    for _ in range(2):
+        found = evaluate(folder, str(tmp_path / "rows.jsonl"), [f"data.root={ROOT}"], in_process=True)
+        assert found.rows == len(starts) and len(found.predictions) == len(starts)
+        assert found.scores["recall@1"] == pytest.approx(float((places < 1).float().mean()))
+        assert found.scores["ndcg@10"] == pytest.approx(
+            float((1 / (places + 2.0).log2() * (places < 10)).mean()), rel=1e-5
+        )
+        (folder / FILE).unlink(missing_ok=True)
+    with pytest.raises(UserError, match="it is an embedding model"):
+        score(folder, str(tmp_path / "rows.jsonl"), in_process=True)
+
+
+def test_an_unknown_pooling_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    with pytest.raises(UserError, match="it pools by cls_token; wanted one of lasttoken, mean_tokens"):
+        stated_settings(tmp_path)

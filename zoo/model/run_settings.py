@@ -19,6 +19,7 @@ from zoo.config.locate import Place
 from zoo.config.schema import DataConfig, EmbedConfig, PackingConfig, Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
+from zoo.model.embedding_files import MODULES, stated_settings
 from zoo.records import Check, is_object, read_record, reading_back
 from zoo.types import JsonMapping, JsonObject
 
@@ -85,7 +86,8 @@ def settings_of(source: Place) -> RunSettings:
     if source.kind == "hf" and (run / "checkpoints").is_dir() and config.is_file() and is_saved_recipe(config):
         around = _from_config(config, run)
     if not (source.files / FILE).is_file():  # weights of another tool
-        return around
+        stated = stated_settings(source.files) if around is NONE else {}
+        return RunSettings(str(source.files / MODULES), stated) if stated else around
     return replace(_from_export(source), entries=around.entries, rows=around.rows)
 
 
