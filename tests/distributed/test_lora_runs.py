@@ -201,6 +201,14 @@ def test_further_runs_start_from_a_run_with_adapters(train: Train, pool: Pool, t
     merged = [*still, f"model.init={first}", f"run.dir={tmp_path / 'merged'}"]
     anew = pool.run(2, rank_tasks.train, [*merged, "parallel.tp=2"], RECIPE, SIZE, timeout=300.0)[0]
     assert relative(anew["losses"][0], on["losses"][0]) < FOLLOWED
+    by_folder = [
+        *goes_on[:-2],
+        f"lora.merge_first={first / 'export'}",
+        f"run.dir={tmp_path / 'on_top'}",
+        "parallel.tp=2",
+    ]
+    on_top = pool.run(2, rank_tasks.train, by_folder, RECIPE, SIZE, timeout=300.0)[0]
+    assert relative(on_top["losses"][0], on["losses"][0]) < FOLLOWED
     quantised = [*merged, "lora.base_dtype=fp8", f"run.dir={tmp_path / 'fp8'}"]
     near = pool.run(1, rank_tasks.train, quantised, RECIPE, SIZE, timeout=300.0)[0]
     assert FOLLOWED < relative(near["losses"][0], on["losses"][0]) < 5e-3

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import gathered
 from support.adapted import CASES, EXPERTS, WHOLE, Adapted, load, recipe_of, with_adapters
+from support.adapters import adapt
 from support.engine import packed_batch, padded_batch
 from support.pairs import relative_errors, worst
 from support.tiny import load_plain
@@ -264,6 +265,39 @@ def test_without_adapters_the_first_weights_are_there(adapted: Adapted, cpu_worl
     with adapters.off():
         assert worst(zoo.logits(batch), wanted) < LOGITS
     assert worst(zoo.logits(batch), adapted.logits()) < LOGITS
+
+
+@pytest.mark.parametrize("name", ["by pattern, experts", "DoRA, rank-stabilised, by pattern, merger whole"])
+def test_adapters_on_top_of_an_adapter(name: str, cpu_world: Any, tmp_path: Path) -> None:
+    """As peft has them: the first merged, the second on top; of LoRA, both active at once give the same."""
+    case = replace(BOTH[name], parts="language", whole="")
+    folder = case.family.write(tmp_path / "hf")
+    first = load(case, folder, cpu_world, tmp_path / "first")
+    recipe = recipe_of(case, folder, f"lora.merge_first={first.exported}", f"run.dir={tmp_path / 'run'}")
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, cpu_world)
+    assembly = lora_files.load_base(chunks, assembly, recipe, cpu_world, fresh=True, kept=True)
+    adapters = adapt(chunks, assembly, recipe, cpu_world)
+    with torch.no_grad():
+        for parameter in adapters.named().values():
+            parameter.mul_(0.9)
+    exported = lora_files.export_adapters(adapters, tmp_path / "second", assembly, recipe, cpu_world, steps=0)
+    zoo = replace(first.zoo, model=chunks[0].train(), recipe=recipe, assembly=assembly)
+    batch = packed_batch(first.samples)
+    merged = first.peft.merge_and_unload()
+    on_top = peft.PeftModel.from_pretrained(merged, exported).eval()
+    wanted = replace(first, plain=on_top.base_model.model).logits()
+    assert worst(zoo.logits(batch), wanted) < 4 * LOGITS
+    based = peft.PeftModel.from_pretrained(load_plain(tmp_path / "run" / "base"), exported).eval()
+    assert worst(zoo.logits(batch), replace(first, plain=based.base_model.model).logits()) < 4 * LOGITS
+    if not recipe.lora.dora:
+        both = peft.PeftModel.from_pretrained(load_plain(folder), first.exported, adapter_name="first").eval()
+        both.load_adapter(exported, "second")
+        both.base_model.set_adapter(["first", "second"])
+        assert worst(zoo.logits(batch), replace(first, plain=both.base_model.model).logits()) < 4 * LOGITS
+    with pytest.raises(UserError, match=r"modules_to_save is .*which is not merged"):
+        other = load(replace(case, whole="merger"), folder, cpu_world, tmp_path / "whole")
+        lora_files.merge(chunks, other.exported, assembly, recipe, cpu_world)
 
 
 def test_folders_of_other_parts(cpu_world: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from zoo.bridge.parallel import join, shard_axis, together
 from zoo.checkpoint import initial_weights, loading, model_card
 from zoo.checkpoint.export import export
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
-from zoo.config.schema import Recipe
+from zoo.config.schema import LoraConfig, Recipe
 from zoo.errors import UserError
 from zoo.files import expanded, read_object
 from zoo.model import build
@@ -63,13 +63,13 @@ def load_base(
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
-    Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it, unless its adapters are not
+    Where model.init is none, is quantised, or has an adapter merged into it, that folder is base/ in the run's; a `fresh` run writes it, unless its adapters are not
     `kept`: the assembly is returned as it came then. A target that means no linear is reported before any weight is read.
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)
     find_targets(chunks, assembly.family, arch, recipe, TorchComm.from_groups(world.groups))
-    if source is not None and source.kind == "hf" and not quantisation(arch):
+    if source is not None and source.kind == "hf" and not (quantisation(arch) or recipe.lora.merge_first):
         initial_weights.init_weights(chunks, assembly, recipe, world)
         return assembly
     assert recipe.run.dir is not None
@@ -79,11 +79,24 @@ def load_base(
         initial_weights.init_weights(chunks, based, recipe, world)
         return based
     initial_weights.init_weights(chunks, assembly, recipe, world)
+    if recipe.lora.merge_first is not None:
+        merge(chunks, expanded(recipe.lora.merge_first), assembly, recipe, world)
     if not kept:
         return assembly
     about = partial(model_card.untrained, source)
     export(chunks, folder / BASE, assembly, world, source, card=about, overwrite="aside")
     return replace(assembly, source=locate(str(folder / BASE)))
+
+
+def merge(chunks: list[MegatronModule], folder: Path, assembly: build.Assembly, recipe: Recipe, world: World) -> None:
+    """Add an adapter in PEFT's format to the weights; UserError where it is none of this model's linears."""
+    where = str(folder / CONFIG)
+    own = peft.settings_of(agreed(lambda: read_object(folder / CONFIG)), where)
+    changes = {**own, "init": str(folder), "parts": list(assembly.family.all_parts)}
+    first = replace(recipe, lora=LoraConfig(**changes), train=replace(recipe.train, lr_scale={}))
+    adapters = initial_weights.attach_adapters(chunks, assembly, first, world)
+    start(adapters, first)
+    adapters.merge()
 
 
 def start(adapters: Adapters, recipe: Recipe) -> None:

@@ -290,7 +290,7 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
     if (expanded(text) / "adapter_config.json").is_file():
         raise UserError(
             f"{named}: an adapter, without the weights it belongs to; name its run, which stands for both, or train "
-            "it further with lora.init"
+            "it further with lora.init, or others on top of it with lora.merge_first"
         )
     if expanded(text).exists():
         raise UserError(

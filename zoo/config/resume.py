@@ -65,7 +65,7 @@ FIXED: tuple[str, ...] = (
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.speech_loss", "train.residual_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "embed.pooling", "embed.temperature", "embed.dimensions", "embed.instruction", "embed.template", "lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.rank_pattern", "lora.alpha_pattern", "lora.b_lr_scale", "lora.dropout", "lora.keep_dropout", "lora.targets",
-    "lora.parts", "lora.whole_parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
+    "lora.parts", "lora.whole_parts", "lora.init", "lora.merge_first", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
     "rl.algorithm", "rl.samples", "rl.updates", "rl.temperature", "rl.top_p", "rl.max_new_tokens", "rl.clip_low", "rl.clip_high",
     "rl.length_norm", "rl.std_norm", "rl.kl", "rl.reference", "rl.dynamic_sampling", "rl.overlong_buffer", "rl.mask_truncated", "rl.entropy",
     "rl.importance", "rl.importance_cap", "rl.rewards", "rl.reward_model", "rl.on_reward_error", "rl.rollout", "rl.vllm.max_model_len", "rl.vllm.options",
@@ -202,7 +202,7 @@ def _plain(entry: object, key: str) -> JsonObject:
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
-    if key in ("model.init", "lora.init") and old is not None and new is not None:
+    if key in ("model.init", "lora.init", "lora.merge_first") and old is not None and new is not None:
         return old == new or expanded(old).resolve() == expanded(new).resolve()
     if keys(Recipe)[key].type == "list[str]":  # sets of names
         return sorted(map(str, old or [])) == sorted(new)

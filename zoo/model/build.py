@@ -272,6 +272,7 @@ OTHER_MODEL: JsonObject = {
     "model.resize_embeddings": False,
     "lora.rank": 0,
     "lora.init": None,
+    "lora.merge_first": None,
     "parallel.stage_layers": [],
     "train.reference": "start",
     "distill.teacher": None,

@@ -29,7 +29,7 @@ _KINDS = (ColumnParallelLinear, RowParallelLinear, GroupedExperts)  # of modules
 
 def is_quantised_as_loaded(recipe: Recipe, source: Place | None) -> bool:
     """Whether a run with adapters reads the weights that they belong to from the folder itself, not by way of `base/`."""
-    if recipe.lora.base_dtype == "model" or source is None or source.kind != "hf":
+    if recipe.lora.base_dtype == "model" or recipe.lora.merge_first or source is None or source.kind != "hf":
         return False
     return not quantisation(read_arch(source.files))
 

@@ -89,7 +89,11 @@ def _teacher(recipe: Recipe) -> ParameterStatistics | None:
     changes = {"model.init": folder, "model.arch": arch, key: None, "train.mtp_loss": 0.0}
     if recipe.rl.algorithm:
         changes |= {"rl.algorithm": None, "rl.reference": None, "train.loss": "reward"}
-    theirs = as_planned(recipe.replace({**changes, "lora.rank": 0, "lora.init": None, "lora.base_dtype": "model"}))
+    theirs = as_planned(
+        recipe.replace(
+            {**changes, "lora.rank": 0, "lora.init": None, "lora.merge_first": None, "lora.base_dtype": "model"}
+        )
+    )
     return None if theirs is None else parameter_statistics(theirs)
 
 

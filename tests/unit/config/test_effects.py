@@ -186,7 +186,7 @@ def test_keys_of_losses(override: str, fitting: tuple[str, ...]) -> None:
 
 def test_a_value_that_asks_for_nothing_is_taken_anywhere() -> None:
     off = (
-        "train.aux_loss=0", "train.z_loss=0.0", "train.mtp_loss=0", "parallel.ep=1", "parallel.vpp=1", "parallel.sp=false", "lora.init=null",
+        "train.aux_loss=0", "train.z_loss=0.0", "train.mtp_loss=0", "parallel.ep=1", "parallel.vpp=1", "parallel.sp=false", "lora.init=null", "lora.merge_first=null",
         "parallel.stage_layers=[]", "train.eval_every=0", "train.keep_best=null", "log.predictions=0", "data.workers=0", "data.augment=0",
         "train.micro_batch=1", "lora.base_dtype=model", "parallel.dispatch=alltoall", "engine.delta_rule=auto", "parallel.cp_split=auto",
     )  # fmt: skip

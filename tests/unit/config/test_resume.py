@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
     "packing.budget": 99, "data.train": [], "data.eval": [], "data.labels": "last",
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"], "lora.whole_parts": ["merger"],
     "lora.rank_pattern": {"q_proj": 4}, "lora.alpha_pattern": {"q_proj": 4.0},
-    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
+    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.merge_first": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5}, "data.template": {"add_vision_id": True},
     "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536, "data.special_tokens": ["<point>"], "data.codec": "codec:encode",
     "rl.algorithm": "grpo", "rl.clip_low": 0.1, "rl.clip_high": 0.1, "rl.length_norm": "token", "rl.std_norm": False, "rl.reference": "base",

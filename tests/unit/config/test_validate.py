@@ -269,6 +269,7 @@ def test_losses_of_preferences_leave_dropout_out(loss: str) -> None:
         ({"lora.rank": 4, "lora.parts": ["vision"], "lora.whole_parts": ["language"]},
          "lora.whole_parts=language: a language model that is trained whole"),
         ({"lora.rank": 4, "lora.init": "nowhere"}, "lora.init=nowhere: no adapter_config.json there"),
+        ({"lora.rank": 4, "lora.merge_first": "nowhere"}, "lora.merge_first=nowhere: no adapter_config.json there"),
         ({"lora.init": "nowhere"}, "lora.init=nowhere with lora.rank=0: no adapter is trained"),
     ],
 )  # fmt: skip

@@ -15,9 +15,10 @@ expert below the other, and `lora_B` (out, rank * experts) with the expert last.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,10 @@ from zoo.types import JsonMapping, JsonObject
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FOREIGN = ("lora_bias",)
+_PATTERNS: dict[str, Callable[[Any], bool]] = {
+    "rank_pattern": lambda rank: is_count(rank) and rank > 0,
+    "alpha_pattern": lambda alpha: is_number(alpha) and alpha > 0,
+}
 _HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
 
 
@@ -253,6 +258,25 @@ def peft_config(
     }
 
 
+def settings_of(config: JsonMapping, where: str) -> JsonObject:
+    """A recipe's `lora` section, but for parts, that an adapter_config.json stands for; UserError where there is none."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    modules, parameters = config.get("target_modules") or [], config.get("target_parameters") or []
+    targets = [*([modules] if isinstance(modules, str) else modules), *parameters]
+    if not (is_count(rank) and rank and is_number(alpha) and alpha > 0 and targets and are_texts(targets)):
+        raise UserError(f"{where}: r, lora_alpha and target_modules are not all there; wanted a LoRA adapter of PEFT's")
+    if config.get("modules_to_save"):
+        saved = printable(repr(config["modules_to_save"]), 200)
+        raise UserError(
+            f"{where}: modules_to_save is {saved}, which is not merged; merge it by peft (merge_and_unload) and start from that folder"
+        )
+    return {
+        "rank": rank, "alpha": float(alpha), "rslora": bool(config.get("use_rslora")), "dora": bool(config.get("use_dora")),
+        **{key: {name.removesuffix(".weight"): n for name, n in _pattern(config, key, where).items()} for key in _PATTERNS},
+        "targets": [name.removesuffix(".weight") for name in targets],
+    }  # fmt: skip
+
+
 def check_config(
     config: JsonMapping,
     where: str,
@@ -278,10 +302,7 @@ def check_config(
             there = printable(str(stored).lower() if isinstance(stored, bool) else repr(stored), 100)
             fix = f"set {hint}={there}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {there} there and {value!r} here; {fix}")
-    patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-    for key, check in (("rank_pattern", is_count), ("alpha_pattern", is_number)):
-        if not isinstance(patterns[key], dict) or not all(map(check, patterns[key].values())):
-            raise UserError(f"{where}: {key} is {printable(repr(patterns[key]), 200)}; wanted numbers by ends of names")
+    patterns = {key: _pattern(config, key, where) for key in _PATTERNS}
     theirs = replace(sizes, ranks=patterns["rank_pattern"], alphas=patterns["alpha_pattern"])
     parameters = config.get("target_parameters") or ()
     for name in modules:
@@ -306,6 +327,14 @@ def check_config(
     for key, value in foreign.items():
         if value:
             raise UserError(f"{where}: {key} is {printable(repr(value), 200)}, which zoo's adapters don't have")
+
+
+def _pattern(config: JsonMapping, key: str, where: str) -> dict[str, Any]:
+    """A rank_pattern or alpha_pattern of an adapter_config.json."""
+    pattern = config.get(key) or {}
+    if not isinstance(pattern, dict) or not all(map(_PATTERNS[key], pattern.values())):
+        raise UserError(f"{where}: {key} is {printable(repr(pattern), 200)}; wanted numbers above 0 by ends of names")
+    return pattern
 
 
 def _plain(alpha: float) -> float:

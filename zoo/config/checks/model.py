@@ -47,14 +47,16 @@ def check_model(recipe: Recipe) -> None:
 
 def check_lora(recipe: Recipe) -> None:
     lora = recipe.lora
+    folders = {"lora.init": lora.init, "lora.merge_first": lora.merge_first}
     if not lora.rank:
         if lora.base_dtype != "model":
             raise ConfigError(
                 f"lora.base_dtype={lora.base_dtype} with lora.rank=0: weights that are trained are not held so; set lora.rank, or "
                 f"leave lora.base_dtype out"
             )
-        if lora.init is not None:
-            raise ConfigError(f"lora.init={lora.init} with lora.rank=0: no adapter is trained; set lora.rank")
+        for key, folder in folders.items():
+            if folder is not None:
+                raise ConfigError(f"{key}={folder} with lora.rank=0: no adapter is trained; set lora.rank")
         return
     for key, values in (("lora.targets", lora.targets), ("lora.parts", lora.parts)):
         if not values:
@@ -69,8 +71,9 @@ def check_lora(recipe: Recipe) -> None:
             f"lora.base_dtype={lora.base_dtype} with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
             f"Transformer Engine's linears and those in FP8 want dense weights; set engine.backend=torch and leave engine.fp8 out"
         )
-    if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():
-        raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")
+    for key, folder in folders.items():
+        if folder is not None and not (expanded(folder) / "adapter_config.json").is_file():
+            raise ConfigError(f"{key}={folder}: no adapter_config.json there; wanted an adapter's folder")
 
 
 def _check_part(family: ModelFamily, part: str, where: str) -> None:

@@ -62,6 +62,8 @@ class LoraConfig:
     """how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale) | nf4 (4 bits, as QLoRA); made dense for each product"""
     init: str | None = setting(None, when=conditions.ADAPTERS)
     """adapter folder in PEFT's format to start from; default: new adapters"""
+    merge_first: str | None = setting(None, when=conditions.ADAPTERS)
+    """adapter folder in PEFT's format that is merged into the weights first; new adapters are trained on top, of base/ in the run's folder"""
 
 
 @section
