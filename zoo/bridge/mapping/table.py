@@ -26,7 +26,7 @@ _BUFFERS = re.compile(r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq
 
 SCORE = "score.weight"  # the head of a reward model
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # matrices with a row for each token
-HEAD = VOCABULARY[1]
+HEAD, LAST_NORM = VOCABULARY[1], "decoder.final_layernorm.weight"
 # A reward or embedding model may begin with the checkpoint of a language model, which has another head.
 HEADS = ("*score.weight", "*lm_head.weight", "*output_layer.weight")
 
@@ -210,7 +210,8 @@ class Bridge:
         """
         source, problems = self._translate(hf_names)
         published_entries = self.publish(zoo_names)
-        headless = not dims.tied and HEAD not in published_entries
+        ends = LAST_NORM in published_entries  # else a stage without its model's end
+        headless = ends and not dims.tied and HEAD not in published_entries
         allow = [*allow, *(HEADS if SCORE in published_entries or headless else ())]
         built = [entry.hf_names(0)[0] for entry in published_entries.values()]
         absent = [part for part in self._optional_regex if not any(part.fullmatch(name) for name in built)]
