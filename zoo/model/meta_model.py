@@ -90,9 +90,7 @@ def build_meta_model(arch: JsonObject, names: Collection[str] | None = None) -> 
         recipe = recipe.replace({bridge.optional_key: float(bridge.has_optional(names))})
     if names is not None and any(name.endswith(SCORE) for name in names):
         recipe = recipe.replace({"train.loss": "reward"})
-    elif names is not None and not (
-        family.load("config").from_arch(arch).tied or any(is_allowed(n, HEADS) for n in names)
-    ):
+    elif names and not (family.load("config").from_arch(arch).tied or any(is_allowed(n, HEADS) for n in names)):
         recipe = recipe.replace({"train.loss": "embed"})
     assembly = build.assembly_of_arch(recipe)
     if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -90,10 +90,12 @@ def evaluate(
     scores = Scores.named([name.strip() for name in names if name.strip()])
     sampling = Sampling(max_new_tokens)
     check_counts(batch=batch, max_rows=max_rows)
-    loss = "embed" if is_embedding_model(locate(run_of(path))) else "nll"
-    with out_file(out) as file, asked(path, rows, overrides, loss=loss) as recipe:
+    with (
+        out_file(out) as file,
+        asked(path, rows, overrides, loss="embed" if is_embedding_model(locate(run_of(path))) else "nll") as recipe,
+    ):
         most = max_rows or recipe.train.eval_rows or None
-        if loss == "embed":
+        if recipe.train.embeds:
             if names:
                 raise UserError(
                     f"metrics={','.join(names)}: they are of answers, and an embedding model gives none; leave them out"

@@ -78,7 +78,9 @@ def test_shares_of_tokens_by_entry() -> None:
     sources = sources_of(["in/a.jsonl", "in/b.jsonl", "in/c.jsonl"])
     counts = TokenCounts.from_micro_batches(batches, sources)
     world: Any = SimpleNamespace(size=1, rank=0, counts_loss=False, counts_data=True)
-    step: Any = SimpleNamespace(mtp_depths=0, preference=None, distillation=None, policy=None, speech=None)
+    step: Any = SimpleNamespace(
+        mtp_depths=0, preference=None, distillation=None, policy=None, speech=None, retrieval=None
+    )
     one = torch.ones((), dtype=torch.float64)
     totals = StepTotals.gather(
         [], counts, squared_norm=13 * one, expert_shares={}, parts=lambda: [0.0] * 4, flags=lambda: [3.0], step=step, world=world,
