@@ -11,6 +11,7 @@ from support.prepared import PACKED, PADDED, Prepared, lay_out
 from support.rank_gradients import Held, run_layouts, run_overlapped
 
 SHARED, ADAPTERS = "parallel.towers=shared", ("lora.rank=4", "lora.parts=[language,vision,audio]")
+PP2 = ("parallel.pp=2",)
 EP2, EP2_TP2 = ("parallel.ep=2",), ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")
 BUCKET = 20_000  # elements: towers have several buckets
 
@@ -49,6 +50,12 @@ def check(ranks: list[list[Held]], plain: Prepared) -> None:
     ("model", "ranks", "overrides"),
     [
         ("omni", 2, EP2),  # deepstack and sound
+        ("omni", 2, PP2),
+        pytest.param("tiles", 2, PP2, marks=pytest.mark.slow),
+        pytest.param("mtp", 2, PP2, marks=pytest.mark.slow),
+        pytest.param("deepstack", 4, (*PP2, "parallel.tp=2"), marks=pytest.mark.slow),
+        pytest.param("moe", 4, (*PP2, "parallel.ep=2"), marks=pytest.mark.slow),
+        pytest.param("omni", 4, (*PP2, "parallel.cp=2"), marks=pytest.mark.slow),
         pytest.param("tiles", 2, EP2, marks=pytest.mark.slow),
         pytest.param("sigmoid", 4, EP2, marks=pytest.mark.slow),  # two groups
         pytest.param("deepstack", 4, EP2_TP2, marks=pytest.mark.slow),

@@ -160,7 +160,7 @@ class _Built:
         if recipe.parallel.towers == "shared":
             from zoo.training.towers.shared_towers import SharedTowers
 
-            self.towers = SharedTowers(recipe, self.assembly, self.wrapped, world)
+            self.towers = SharedTowers(recipe, self.assembly, self.wrapped, world, self.adapters)
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
         from zoo.model import build

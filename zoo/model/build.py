@@ -173,7 +173,7 @@ class _Draws(TorchFunctionMode):
 
 
 @contextmanager
-def _nothing_drawn() -> Iterator[None]:
+def nothing_drawn() -> Iterator[None]:
     """Inside the block tensors keep what their memory held, where random values are wanted of them."""
     # From torch 2.14 on trunc_normal_ draws again until all values lie between its bounds, which what is not drawn may never do.
     with (
@@ -212,7 +212,6 @@ def build_model(
     from megatron.core.transformer.module import Float16Module
 
     chunks: list[MegatronModule] = []
-    drawing: AbstractContextManager[object] = nullcontext()
     held = adapts and is_quantised_as_loaded(recipe, assembly.source)
     for index in range(recipe.parallel.vpp):
         seed_everything(recipe.run.seed)  # towers get the same weights on every rank
@@ -221,8 +220,9 @@ def build_model(
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
+        drawing: AbstractContextManager[object] = nullcontext()
         if loaded or assembly.source is not None:
-            drawing = _nothing_drawn()
+            drawing = nothing_drawn()
         elif world.device.type == "cuda":
             drawing = _Draws(drawn_on(world.device, recipe.run.seed))
         with drawing, without_matrices() if held else nullcontext():

@@ -227,6 +227,14 @@ def attach_zeros(
     )
 
 
+def attach_again(model: MegatronModule, targets: Sequence[Target], dims: Dims, recipe: Recipe, world: World) -> None:
+    """Adapters without values for a copy of a model's part, as the part itself has them."""
+    linears = _linears_of([model], recipe)
+    lowrank = lora.Lowrank(recipe.lora.rank, recipe.lora.scale, recipe.lora.dropout)
+    for target in targets:
+        _attach(target, *linears[target.zoo], lowrank, dims, recipe, world)
+
+
 def renames_of(family: ModelFamily, arch: JsonMapping) -> Renames:
     """Names that later transformers has for modules of a model of that config.json."""
     return Renames(family.load("bridge").renamed_modules(arch))

@@ -56,6 +56,7 @@ class Stage:
     first: bool = True  # holds embedding and towers
     last: bool = True  # holds final norm, head and loss
     vp_stage: int | None = None  # index of the chunk on its rank, with an interleaved schedule
+    towers_alone: bool = False  # neither embedding nor layers: a copy of the first stage's towers on another one
 
 
 @dataclass(frozen=True)

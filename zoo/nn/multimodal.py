@@ -102,7 +102,7 @@ class MultimodalModel(LanguageModule):
         self.rotary = Rotary(rotary)
         self.local_rotary = None if local_rotary is None else Rotary(local_rotary)
         rows *= groups.tp.size()
-        if stage.first or self.mtp_process:
+        if not stage.towers_alone and (stage.first or self.mtp_process):
             embedding_config = copy.copy(config)
             embedding_config.hidden_size = vocabulary.width or config.hidden_size
             self.embedding = LanguageModelEmbedding(
@@ -113,10 +113,13 @@ class MultimodalModel(LanguageModule):
                 scatter_to_sequence_parallel=False,  # media are placed first
                 tp_group=groups.tp,
             )
+        self.tower_modules = tuple(towers) if stage.first else ()
         for name, tower in towers.items() if stage.first else ():
             self.add_module(name, tower)
             for parameter in tower.parameters() if groups.tp.size() > 1 else ():
                 setattr(parameter, "average_gradients_across_tp_domain", True)  # noqa: B010  # mcore sums: each rank encodes other media
+        if stage.towers_alone:
+            return
         self._build_layers(stage, get_backend(backend, config), rows)
         if stage.first or stage.last:
             clear_padding(self, self.local_vocab)

@@ -154,7 +154,7 @@ class RunState:
         self.times.observe(chunks, self.chunks)
         self.towers: SharedTowers | None = None
         if recipe.parallel.towers == "shared":
-            self.towers = SharedTowers(recipe, assembly, self.chunks, world)
+            self.towers = SharedTowers(recipe, assembly, self.chunks, world, self.adapters)
         self.trainable = Trainable(self.chunks, self.optimizer, self.scheduler, self.adapters)
         self.saver = Saver(recipe, world, assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:

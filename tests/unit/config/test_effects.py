@@ -26,6 +26,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "HUB_REPO": (["hub.repo=me/mine"], []),
     "EXPERTS": (["recipe=qwen3_vl_moe_sft"], ["recipe=qwen3_vl_sft"]),
     "EXPERT_EXCHANGE": (["recipe=qwen3_vl_moe_sft", "parallel.ep=2"], ["recipe=qwen3_vl_moe_sft"]),
+    "SHARED_MEDIA": (["parallel.pp=2"], []),
     "MTP": (["recipe=qwen3_next_sft"], ["recipe=qwen3_moe_sft"]),
     "LINEAR_ATTENTION": (["recipe=qwen35_vl_sft"], ["recipe=glm45v_sft"]),
     "NLL": ([], ["train.loss=simpo"]),

@@ -106,9 +106,6 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         (2, {"parallel.ep": 2, "parallel.dispatch": "deepep", "train.global_batch": 2},
          "parallel.dispatch=deepep: its package deep_ep is not installed; install DeepEP (for hybridep, its branch hybrid-ep), "
          "or use parallel.dispatch=alltoall"),
-        (4, {"parallel.ep": 2, "parallel.pp": 2, "parallel.towers": "shared", "train.global_batch": 4},
-         "parallel.towers=shared with parallel.pp=2: towers are not shared within a pipeline; take parallel.towers=own, or share the "
-         "model out by parallel.ep, tp or cp alone"),
         (1, {"train.main_grads_dtype": "bf16", "engine.precision": "fp32"},
          "train.main_grads_dtype=bf16 with engine.precision=fp32: gradients of fp32 weights are kept in fp32; leave "
          "train.main_grads_dtype out, or set engine.precision=bf16"),

@@ -15,11 +15,6 @@ from zoo.types import JsonMapping
 def check_layout(recipe: Recipe, world_size: int) -> None:
     """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
     parallel, ranks = recipe.parallel, "1 rank" if world_size == 1 else f"{world_size} ranks"
-    if parallel.towers == "shared" and parallel.pp > 1:
-        raise ConfigError(
-            f"parallel.towers=shared with parallel.pp={parallel.pp}: towers are not shared within a pipeline; take "
-            "parallel.towers=own, or share the model out by parallel.ep, tp or cp alone"
-        )
     for names in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         product = prod(getattr(parallel, name) for name in names)
         if world_size % product:

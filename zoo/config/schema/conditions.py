@@ -132,6 +132,12 @@ EXPERT_EXCHANGE = When(
     keys=("parallel.ep", "parallel.etp"),
     holds=_exchanges_tokens,
 )
+SHARED_MEDIA = When(
+    lacks="where no rank waits for another one's towers",
+    do="set parallel.pp=2 or more, or parallel.ep=2 or more for a model with experts",
+    keys=("parallel.pp", "parallel.ep", "parallel.etp"),
+    holds=lambda recipe: recipe.parallel.pp > 1 or "pp" in recipe.parallel.plan or _exchanges_tokens(recipe),
+)
 MTP = When(
     lacks="in a model without layers for multi-token prediction", do="train a model that has them", holds=_has_mtp
 )

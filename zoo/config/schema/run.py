@@ -97,8 +97,8 @@ class ParallelConfig:
     """how tokens come to the ranks of their experts. alltoall: zoo's exchange | deepep, hybridep: megatron-core's flex dispatcher with the package deep_ep"""
     overlap_param_gather: bool = setting(True, when=conditions.NO_GRAPHS, off=False)
     """on GPUs, without engine.cuda_graphs: the next forward pass begins while updated weights are gathered from the data-parallel ranks"""
-    towers: Literal["own", "shared"] = setting("own", when=(conditions.MEDIA, conditions.EXPERT_EXCHANGE, conditions.NO_GRAPHS), off="own")
-    """who encodes a row's media. own: the ranks that train on the row | shared: images, frames and clips are dealt by cost over the ranks that exchange tokens of experts, and rows are packed to equal cost of the decoder; not under parallel.pp"""
+    towers: Literal["own", "shared"] = setting("own", when=(conditions.MEDIA, conditions.SHARED_MEDIA, conditions.NO_GRAPHS), off="own")
+    """who encodes a row's media. own: the ranks that train on the row | shared: images, frames and clips are dealt by cost over the ranks that exchange tokens of experts and the stages of a pipeline, and rows are packed to equal cost of the decoder"""
     sp: bool | None = setting(None, when=conditions.TENSOR_PARALLEL)
     """sequence parallel; default: on when tp > 1 and the model has experts"""
     plan: list[str] = setting(list, when=ALWAYS)

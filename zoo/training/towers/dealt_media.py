@@ -48,6 +48,7 @@ class Item:
     """One image, frame or clip."""
 
     number: int  # place among all of the ranks' items
+    batch: int  # place of its micro-batch in its rank's step
     replica: int  # whose micro-batch it is in
     stream: StreamItems
     index: int  # place in the stream
@@ -66,22 +67,25 @@ class Item:
 
 
 def dealt_items(
-    replicas: Sequence[tuple[int, Sequence[int], Sequence[StreamItems]]], costs: Mapping[str, Callable[[float], float]]
+    batches: Sequence[tuple[int, int, Sequence[StreamItems]]],
+    homes: Mapping[int, Sequence[int]],
+    costs: Mapping[str, Callable[[float], float]],
 ) -> list[Item]:
-    """All items by replica, stream and place, with their owners.
+    """All items by micro-batch, stream and place, with their owners.
 
     Args:
-        replicas: of each its number, its ranks, which all have its media, and these.
+        batches: of each micro-batch its place in the step, its replica, and its media.
+        homes: by replica its ranks, which all have its media.
         costs: by tower, of an item of so many rows.
     """
-    facts, homes, weights = [], [], []
-    for replica, home, streams in replicas:
+    facts, at_home, weights = [], [], []
+    for batch, replica, streams in batches:
         for stream in streams:
             for index, (rows, end) in enumerate(zip(stream.rows, accumulate(stream.rows), strict=True)):
-                facts.append((replica, stream, index, end - rows))
-                homes.append(home)
+                facts.append((batch, replica, stream, index, end - rows))
+                at_home.append(homes[replica])
                 weights.append(costs[stream.tower](rows))
-    owners = deal(weights, homes, [rank for _, home, _ in replicas for rank in home])
+    owners = deal(weights, at_home, [rank for home in homes.values() for rank in home])
     return [Item(number, *of_item, owner) for number, (of_item, owner) in enumerate(zip(facts, owners, strict=True))]
 
 
