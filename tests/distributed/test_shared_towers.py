@@ -56,6 +56,7 @@ def check(ranks: list[list[Held]], plain: Prepared) -> None:
         pytest.param("deepstack", 4, (*PP2, "parallel.tp=2"), marks=pytest.mark.slow),
         pytest.param("moe", 4, (*PP2, "parallel.ep=2"), marks=pytest.mark.slow),
         pytest.param("omni", 4, (*PP2, "parallel.cp=2"), marks=pytest.mark.slow),
+        pytest.param("tiles", 2, (*PP2, "parallel.vpp=2"), marks=pytest.mark.slow),
         pytest.param("tiles", 2, EP2, marks=pytest.mark.slow),
         pytest.param("sigmoid", 4, EP2, marks=pytest.mark.slow),  # two groups
         pytest.param("deepstack", 4, EP2_TP2, marks=pytest.mark.slow),
@@ -71,13 +72,19 @@ def test_gradients(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [EP2, PP2])
 @pytest.mark.parametrize("given", [ADAPTERS, ("model.freeze=[vision]",), ("model.freeze=[vision,audio]",)])
-def test_adapters_and_frozen_towers(given: tuple[str, ...], pool: Pool, prepared: Callable[..., Prepared]) -> None:
+def test_adapters_and_frozen_towers(
+    given: tuple[str, ...], layout: tuple[str, ...], pool: Pool, prepared: Callable[..., Prepared]
+) -> None:
     plain = prepared("omni", *given)
-    check(pool.run(2, run_layouts, plain.with_overrides(*EP2, SHARED), timeout=300.0), plain)
+    check(pool.run(2, run_layouts, plain.with_overrides(*layout, SHARED), timeout=300.0), plain)
 
 
 @pytest.mark.slow
-def test_reductions_while_the_backward_pass_goes_on(pool: Pool, prepared: Callable[..., Prepared]) -> None:
+@pytest.mark.parametrize("layout", [EP2, PP2])
+def test_reductions_while_the_backward_pass_goes_on(
+    layout: tuple[str, ...], pool: Pool, prepared: Callable[..., Prepared]
+) -> None:
     plain = prepared("omni")
-    check(pool.run(2, run_overlapped, plain.with_overrides(*EP2, SHARED), BUCKET, timeout=300.0), plain)
+    check(pool.run(2, run_overlapped, plain.with_overrides(*layout, SHARED), BUCKET, timeout=300.0), plain)

@@ -155,12 +155,13 @@ class _Built:
         self.world, (self.assembly, chunks) = world, load_model(recipe, world)
         self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
-        self.encoded = _count_encoded(chunks[0])
-        self.towers = None
+        self.towers, encoder = None, chunks[0]
         if recipe.parallel.towers == "shared":
             from zoo.training.towers.shared_towers import SharedTowers
 
             self.towers = SharedTowers(recipe, self.assembly, self.wrapped, world, self.adapters)
+            encoder = self.towers.model  # a copy on later stages
+        self.encoded = _count_encoded(encoder)
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
         from zoo.model import build

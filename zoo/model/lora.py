@@ -229,7 +229,7 @@ def attach_zeros(
 
 def attach_again(model: MegatronModule, targets: Sequence[Target], dims: Dims, recipe: Recipe, world: World) -> None:
     """Adapters without values for a copy of a model's part, as the part itself has them."""
-    linears = _linears_of([model], recipe)
+    linears = linears_of([model], recipe)
     lowrank = lora.Lowrank(recipe.lora.rank, recipe.lora.scale, recipe.lora.dropout)
     for target in targets:
         _attach(target, *linears[target.zoo], lowrank, dims, recipe, world)

@@ -55,7 +55,8 @@ class TowerFacts:
         if recipe.engine.precision == "bf16":
             model.bfloat16()
             hold_in_fp32(model, [parameter for name, parameter in _parameters(model) if name in self.fp32])
-        attach_again(model, self.targets, model_dims(assembly), recipe, world)
+        if self.targets:
+            attach_again(model, self.targets, model_dims(assembly), recipe, world)
         for name, parameter in _parameters(model):
             parameter.requires_grad_(name in self.trained)
         return model
