@@ -109,9 +109,10 @@ HYBRID = {
 }
 
 
-def test_towers_that_ranks_share_train_evaluate_and_resume(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["parallel.ep=2", pytest.param("parallel.pp=2", marks=pytest.mark.slow)])
+def test_towers_that_ranks_share_train_evaluate_and_resume(layout: str, pool: Pool, tmp_path: Path) -> None:
     """Rows that are not packed, as packing goes by the cost that is shared: steps, evaluation and weights are those of one rank."""
-    shared = ("parallel.ep=2", "parallel.towers=shared", "train.save_every=2")
+    shared = (layout, "parallel.towers=shared", "train.save_every=2")
 
     def run(name: str, size: int, *more: str) -> dict[str, Any]:
         given = [*COMMON, "packing.mode=none", "train.micro_batch=1", *more, f"run.dir={tmp_path / name}"]

@@ -96,7 +96,7 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
             continue
         if _fits(model, candidate, ranks, row):
             chosen = _with_graphs(model, candidate, ranks, row, sp_is_open=recipe.parallel.sp is None)
-            return _with_towers(model, chosen, ranks, row)
+            return _with_towers(model, chosen, ranks, row, stages_are_open=not recipe.parallel.stage_layers)
     return None
 
 
@@ -119,15 +119,19 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
     return replace(recipe, engine=replace(recipe.engine, cuda_graphs=False))
 
 
-def _with_towers(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
-    """The recipe with `parallel.towers` chosen, if that is planned: shared where a step then takes less time, and fits."""
+def _with_towers(model: Model, recipe: Recipe, ranks: int, row: Row, *, stages_are_open: bool) -> Recipe:
+    """The recipe with `parallel.towers` chosen, if that is planned: shared where a step then takes less time, and fits.
+
+    The first stage of a pipeline then has as many layers as others, if `parallel.stage_layers` is open (`stages_are_open`).
+    """
     parallel = recipe.parallel
-    if "towers" not in parallel.planned:
+    if "towers" not in parallel.planned or recipe.engine.cuda_graphs:
         return recipe
-    shared, speed = replace(recipe, parallel=replace(parallel, towers="shared")), Speed(model, row)
-    possible = parallel.pp == 1 and not recipe.engine.cuda_graphs
-    pays = possible and speed.seconds(shared, ranks) < speed.seconds(recipe, ranks)
-    return shared if pays and _fits(model, shared, ranks, row) else recipe
+    stages, speed = [] if stages_are_open else parallel.stage_layers, Speed(model, row)
+    shared = replace(recipe, parallel=replace(parallel, towers="shared", stage_layers=stages))
+    fastest = min(_with_stages(shared, speed), key=lambda choice: speed.seconds(choice, ranks))
+    pays = speed.seconds(fastest, ranks) < speed.seconds(recipe, ranks)
+    return fastest if pays and _fits(model, fastest, ranks, row) else recipe
 
 
 def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = False) -> bool:

@@ -17,7 +17,7 @@ from zoo.config.schema import Recipe
 from zoo.nn.decoder.frozen.modules import FORMATS
 from zoo.packing.cost import TALKER, LayerKind, ModelCost, TowerCost
 from zoo.planner.activations import FP32, Row, SavedActivations, layers_bytes, rows_of_step
-from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
+from zoo.planner.parameters import ParameterStatistics, Share, Weights, layers_of, share
 from zoo.planner.rollouts import has_frozen_copy, rollout_bytes
 from zoo.planner.vllm import beside_vllm, vllm_bytes
 
@@ -127,6 +127,9 @@ def host_bytes(model: Model, recipe: Recipe, ranks: int, row: Row) -> float:
         in_flight(recipe, stage, micro_batches) * inputs_on_host(model, recipe, row, stage)
         for stage in range(recipe.parallel.pp)
     )
+    if pipelined_towers(recipe):  # those of a whole step
+        kept = SavedActivations(recipe, model.text, model.traits, row, True)
+        inputs += micro_batches * kept.on_host(0, _trained_towers(kept, model)) / recipe.parallel.pp
     return state * away + inputs + saved + HOST_PROCESS + samples
 
 
@@ -136,7 +139,8 @@ def inputs_on_host(model: Model, recipe: Recipe, row: Row, stage: int) -> float:
     is_last, inputs = stage == recipe.parallel.pp - 1, 0.0
     if model.talker is None or trains_thinker(recipe):
         layers = len(layers_of(recipe, len(model.kinds), stage)) + (model.mtp if is_last else 0)
-        inputs = kept.on_host(layers, _trained_towers(kept, model) if stage == 0 else {})
+        encodes = stage == 0 and not pipelined_towers(recipe)
+        inputs = kept.on_host(layers, _trained_towers(kept, model) if encodes else {})
     if model.talker is not None and is_last:
         spoken = _spoken_row(model.cost, row)
         talker = SavedActivations(recipe, model.talker.text, model.talker.traits, spoken, True, TALKER)
@@ -203,12 +207,34 @@ def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float,
     if model.teacher is not None:
         taught = share(model.teacher, replace(recipe, parallel=replace(recipe.parallel, stage_layers=[])), stage)
         weights += (taught.dense + taught.experts) * size - taught.quantised * (size - held_bytes(recipe))
+    copied, copied_grads = _tower_copy(model, recipe, stage)
     dense, experts, matrices = _held(stage_share, recipe, ranks)
     first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
     with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)
     trained = stage_share.trained_dense + stage_share.trained_experts
     grads = trained * (2.0 if train.main_grads_dtype == "bf16" else float(FP32))
-    return weights, grads, (dense + experts) * (first + (2 if half else 0)) + with_second * second
+    state = (dense + experts) * (first + (2 if half else 0)) + with_second * second
+    return weights + copied * size, grads + copied_grads * size, state
+
+
+def pipelined_towers(recipe: Recipe) -> bool:
+    """Whether the stages of a pipeline share the work of towers."""
+    return recipe.parallel.towers == "shared" and recipe.parallel.pp > 1
+
+
+def _tower_copy(model: Model, recipe: Recipe, stage: int) -> tuple[int, int]:
+    """(weights, trained ones among them) of the copy of the first stage's towers on another stage that shares their work."""
+    if stage == 0 or not pipelined_towers(recipe):
+        return 0, 0
+    copied = tower_weights(model)
+    return sum(weights.count for weights in copied), sum(weights.count for weights in copied if weights.trained)
+
+
+def tower_weights(model: Model) -> list[Weights]:
+    """Those of the model's towers, with adapters beside them."""
+    return [
+        weights for weights in model.parameters.weights if weights.position == "first" and weights.part != "embedding"
+    ]
 
 
 def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> list[float]:
@@ -225,6 +251,7 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
             head, loss = (value * (1 + model.mtp) for value in kept.head())
         stored, recomputed = layers_bytes(kept, layers, recipe.engine.recompute)
         first, towers = _first(kept, model) if stage == 0 else (0.0, 0.0)
+        whole_step, last = _step_towers(kept, model, micro_batches, stage)
         if model.talker is not None and not trains_thinker(recipe):  # nothing is kept but what a layer works on
             towers = _unkept(kept, layers, model.cost.towers if stage == 0 else {})  # gone when the talker begins
             stored = first = head = loss = recomputed = 0.0
@@ -236,7 +263,8 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
             head, loss = head + spoken, max(loss, further)
         # The backward pass comes to the towers when it has left the decoder.
         widest = max(stored + head + max(recomputed, loss), towers)
-        by_stage.append((in_flight(recipe, stage, micro_batches) - 1) * (stored + first) + first + widest)
+        schedule = (in_flight(recipe, stage, micro_batches) - 1) * (stored + first) + first + widest
+        by_stage.append(whole_step + max(schedule, last))
     return by_stage
 
 
@@ -264,16 +292,30 @@ def _trained_towers(kept: SavedActivations, model: Model) -> dict[str, TowerCost
 
 
 def _first(kept: SavedActivations, model: Model) -> tuple[float, float]:
-    """(bytes that embedding and towers keep, further bytes in the towers' backward pass)."""
+    """(bytes that embedding and towers keep, further bytes in the towers' backward pass) of a micro-batch on the first stage."""
+    stored = kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
+    if pipelined_towers(kept.recipe):
+        return stored, 0.0
     towers = [kept.tower(cost, name) for name, cost in _trained_towers(kept, model).items()]
-    stored = sum(stored for stored, _ in towers) + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)
-    if (
-        kept.recipe.parallel.towers == "shared"
-    ):  # towers' ranks send embeddings to those of the row, which send gradients back
-        stored += (
-            2 * kept.row.media_tokens(model.cost.towers) * model.text.hidden_size * (1 + model.deepstack) * kept.size
-        )
-    return stored, max((widest for _, widest in towers), default=0.0)
+    if kept.recipe.parallel.towers == "shared":
+        stored += _embedding_bytes(kept, model)
+    return stored + sum(stored for stored, _ in towers), max((widest for _, widest in towers), default=0.0)
+
+
+def _step_towers(kept: SavedActivations, model: Model, micro_batches: int, stage: int) -> tuple[float, float]:
+    """(bytes kept, further bytes in the backward pass) of towers whose work on a step is dealt over a pipeline's stages."""
+    parallel = kept.recipe.parallel
+    if not pipelined_towers(kept.recipe):
+        return 0.0, 0.0
+    towers = [kept.tower(cost, name) for name, cost in _trained_towers(kept, model).items()]
+    readers = 1 if stage == 0 else parallel.pp * parallel.tp * parallel.cp
+    stored = sum(stored for stored, _ in towers) / parallel.pp + _embedding_bytes(kept, model) / readers
+    return micro_batches * stored, max((micro_batches * widest / parallel.pp for _, widest in towers), default=0.0)
+
+
+def _embedding_bytes(kept: SavedActivations, model: Model) -> float:
+    """Bytes of a row's embeddings of media, which the ranks that encode send to those that read, and of their gradients, sent back."""
+    return 2 * kept.row.media_tokens(model.cost.towers) * model.text.hidden_size * (1 + model.deepstack) * kept.size
 
 
 def _unkept(kept: SavedActivations, layers: Sequence[LayerKind], towers: Mapping[str, TowerCost]) -> float:

@@ -24,8 +24,8 @@ from zoo.config.derived import data_parallel, stage_layers, trains_thinker
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.packing.cost import TALKER, train_factor
-from zoo.planner.activations import Row, labels_in_chunks, mlp_in_chunks, rows_of_step, rows_sent
-from zoo.planner.memory import Model
+from zoo.planner.activations import FP32, Row, labels_in_chunks, mlp_in_chunks, rows_of_step, rows_sent
+from zoo.planner.memory import Model, pipelined_towers, tower_weights
 from zoo.planner.parameters import share
 
 PEAK = 989.5e12  # FLOP/s of a GPU of which only the memory is known
@@ -66,11 +66,14 @@ class Speed:
         narrow = WIDTH / self.model.text.hidden_size
         cuts = 1 + narrow * (TP * log2(parallel.tp) + CP * log2(parallel.cp))
         cuts += PP * log2(parallel.pp) + BEYOND * max(0.0, log2(parallel.tp * parallel.cp / node))
-        busy = self._flops(recipe) / (parallel.tp * parallel.cp * parallel.pp * BUSY * peak) * cuts
+        rate = parallel.tp * parallel.cp * parallel.pp * BUSY * peak / cuts
+        outside = self._tower_flops(recipe) if pipelined_towers(recipe) else 0.0  # of the pipeline's schedule
+        busy = (self._flops(recipe) - outside) / rate
         busy += self._exchange(recipe, node) + self._read(recipe)
-        busy += self._shared(recipe, node, BUSY * peak)
+        busy += self._shared(recipe, ranks, node, BUSY * peak)
         busy *= self._widest(recipe)
         busy *= 1 + (parallel.pp - 1) / (micro_batches * parallel.vpp)
+        busy += outside / rate
         return (busy + self._gradients(recipe, ranks, node) / micro_batches) / replicas
 
     def launches_longer(self, recipe: Recipe, ranks: int) -> bool:
@@ -92,12 +95,16 @@ class Speed:
             total += self.forward["decoder"] * self.experts * factor(self.model, recipe, "decoder", self.row) * slower
         return total
 
+    def _tower_flops(self, recipe: Recipe) -> float:
+        """FLOPs of training of a row's towers."""
+        return sum(self.forward[name] * factor(self.model, recipe, name, self.row) for name in self.model.cost.towers)
+
     def _ends(self, recipe: Recipe) -> tuple[float, float, float]:
         """FLOPs of training of a decoder layer, and of what stands before the first one and behind the last."""
         flops = {part: forward * factor(self.model, recipe, part, self.row) for part, forward in self.forward.items()}
         layers = max(1, self._layers(recipe) + self.model.mtp)
         layer, head = flops.pop("decoder") / layers, flops.pop("head") + flops.pop(TALKER, 0.0)
-        return layer, sum(flops.values()), head + self.model.mtp * layer
+        return layer, 0.0 if pipelined_towers(recipe) else sum(flops.values()), head + self.model.mtp * layer
 
     def _layers(self, recipe: Recipe) -> int:
         """Decoder layers that run: of a thinker that is not trained those before what its talker reads."""
@@ -150,18 +157,26 @@ class Speed:
             times -= 2 if recipe.engine.recompute == "selective" else 1
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
 
-    def _shared(self, recipe: Recipe, node: int, rate: float) -> float:
-        """Seconds that ranks which share their towers' work take longer than others, whose waits `EXCHANGE` has; less than 0 where it pays."""
+    def _shared(self, recipe: Recipe, ranks: int, node: int, rate: float) -> float:
+        """Seconds that ranks which share their towers' work take longer than others, whose waits `EXCHANGE` has; less than 0 where it pays.
+
+        Each stage of a pipeline but the first sends all embeddings that it makes, and weights of towers and their gradients once a step.
+        """
         parallel, text = recipe.parallel, self.model.text
-        if parallel.towers == "own" or parallel.ep * parallel.etp == 1 or not self.experts:
+        waits = parallel.ep * parallel.etp > 1 and bool(self.experts)
+        if parallel.towers == "own" or not (waits or parallel.pp > 1):
             return 0.0
-        towers = sum(self.forward[name] * factor(self.model, recipe, name, self.row) for name in self.model.cost.towers)
         size = 2 if recipe.engine.precision == "bf16" else 4
-        sent = (
-            MOVED * self.row.media_tokens(self.model.cost.towers) * text.hidden_size * (1 + self.model.deepstack) * size
+        made = self.row.media_tokens(self.model.cost.towers) * text.hidden_size * (1 + self.model.deepstack) * size
+        sent = 2 * made * max(MOVED if waits else 0.0, 1 - 1 / parallel.pp)
+        if parallel.pp > 1:
+            trained = sum(weights.count for weights in tower_weights(self.model) if weights.trained)
+            sent += trained * (size + FP32) * data_parallel(recipe, ranks) / rows_of_step(recipe, self.row)
+        bandwidth = (
+            EXCHANGE if max(parallel.ep * parallel.etp, parallel.tp * parallel.cp * parallel.pp) <= node else NETWORK
         )
-        bandwidth = EXCHANGE if parallel.ep * parallel.etp <= node else NETWORK
-        return 2 * sent / bandwidth - UNEVEN * towers / (parallel.tp * parallel.cp * rate)
+        uneven = UNEVEN * self._tower_flops(recipe) / (parallel.tp * parallel.cp * parallel.pp * rate) if waits else 0.0
+        return sent / bandwidth - uneven
 
     def _read(self, recipe: Recipe) -> float:
         """Seconds in which a rank's weights are read for a row."""

@@ -17,9 +17,9 @@ from zoo.config.recipes.matrix import recipe_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
-from zoo.planner.activations import Row, SavedActivations, typical_row
+from zoo.planner.activations import Row, SavedActivations, rows_of_step, typical_row
 from zoo.planner.layouts import candidates, capacity, choose_layout
-from zoo.planner.memory import Model, memory
+from zoo.planner.memory import Model, memory, tower_weights
 from zoo.planner.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.planner.report import table
 
@@ -407,3 +407,30 @@ def test_weights_of_the_hub_are_planned_by_their_own_config(tmp_path: Path, monk
         plan(recipe, 8)
     assert choose_layout_here(recipe, 8).parallel.plan == []
     refuse_misfit(recipe, 8, 8)
+
+
+def test_stages_of_a_pipeline_hold_copies_of_the_towers_whose_work_they_share() -> None:
+    """Weights and gradients in bf16 on the second stage, and on each what half of a step's media take, not all of the rows in flight."""
+    of_towers = model("qwen3_vl_sft", "2b")
+    row = Row((4096,), 512, {"vision": (8192.0,)})
+    given = ("2xh200", "parallel.plan=[]", "parallel.pp=2", "train.global_batch=8", "packing.budget=4096")
+    recipes = [resolved("qwen3_vl_sft", "2b", *given, f"parallel.towers={towers}")[0] for towers in ("own", "shared")]
+    own, shared = (memory(of_towers, recipe, row, 2, fused=True) for recipe in recipes)
+    towers = sum(weights.count for weights in tower_weights(of_towers))
+    assert [new.weights - old.weights for old, new in zip(own, shared, strict=True)] == [0, 2 * towers]
+    assert [new.grads - old.grads for old, new in zip(own, shared, strict=True)] == [0, 2 * towers]
+    micro_batches = rows_of_step(recipes[0], row)
+    embeddings = 2 * 8192 / 4 * (1 + 3) * of_towers.text.hidden_size * 2 * micro_batches
+    second = shared[1].activations - own[1].activations
+    assert second > embeddings / 2
+    kept_of_row = (second - embeddings / 2) * 2 / micro_batches  # by towers
+    assert shared[0].activations - own[0].activations == pytest.approx(
+        embeddings + (micro_batches / 2 - 2) * kept_of_row
+    )
+
+
+def test_towers_are_shared_where_a_pipeline_would_wait_for_its_first_stage() -> None:
+    given = ("2xh200", "parallel.plan=[towers]", "parallel.pp=2", "packing.budget=8192", "train.global_batch=8")
+    assert chosen_for("qwen3_vl_sft", "2b", *given).parallel.towers == "shared"
+    chosen = chosen_for("qwen3_vl_sft", "2b", *given, "parallel.stage_layers=[11,17]")
+    assert chosen.parallel.stage_layers == [11, 17], "as given"
