@@ -33,8 +33,13 @@ RECIPES = {
     "qwen3_omni": {"joint": ("qwen3_omni_speech_sft",), "talker": ("qwen3_omni_talker_sft",)},
     "qwen25_omni": {"joint": ("qwen25_omni_sft", "train.speech_loss=0.5"), "talker": ("qwen25_omni_talker_sft",)},
 }
-RECOMPUTED = Parallel("CP2, all computed again", 2, ("parallel.cp=2", "engine.recompute=full"))
-CASES = [pair for pair in product(PARALLEL, TALKERS) if pair not in REFUSED] + [("recomputed", "qwen3_omni")]
+FURTHER = {
+    "recomputed": Parallel("CP2, all computed again", 2, ("parallel.cp=2", "engine.recompute=full")),
+    "towers": Parallel("PP2, towers shared", 2, ("parallel.pp=2", "parallel.towers=shared")),
+}
+CASES = [pair for pair in product(PARALLEL, TALKERS) if pair not in REFUSED] + [
+    (name, "qwen3_omni") for name in FURTHER
+]
 
 
 class Rows:
@@ -103,7 +108,7 @@ def test_ranks_equal_one(
     record_property: Callable[[str, object], None], measured: dict[tuple[str, str], float],
 ) -> None:  # fmt: skip
     made, loss, wanted = rows(family, trained)
-    setting = PARALLEL.get(parallel, RECOMPUTED)
+    setting = (PARALLEL | FURTHER)[parallel]
     held = pool.run(setting.ranks, run_step, made.plan(made.packed, *setting.overrides), timeout=300.0)
     error, (largest, name) = abs(total_loss(held) - loss) / loss, worst(full_gradients(held), wanted)
     record_property("errors", f"loss {error:.1e}, gradients {largest:.1e} {name}")
