@@ -15,9 +15,10 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 import zoo.model.graphs as graphs_of_models
 import zoo.nn.towers.attention as towers
 from zoo.config.compose import about
-from zoo.model.graphs import release_graphs, use_graphs
+from zoo.model.graphs import use_graphs
 from zoo.model.lora import seed_dropout
 from zoo.nn.graphs import random
+from zoo.nn.graphs.layers import release_graphs
 from zoo.nn.graphs.row import static_tokens
 
 # Decoders without experts. A row of gemma3 or gemma4 with an image, whose tokens see one another both ways, is not captured.

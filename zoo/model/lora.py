@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -227,12 +227,23 @@ def attach_zeros(
     )
 
 
-def attach_again(model: MegatronModule, targets: Sequence[Target], dims: Dims, recipe: Recipe, world: World) -> None:
-    """Adapters without values for a copy of a model's part, as the part itself has them."""
-    linears = linears_of([model], recipe)
-    lowrank = lora.Lowrank(recipe.lora.rank, recipe.lora.scale, recipe.lora.dropout)
-    for target in targets:
-        _attach(target, *linears[target.zoo], lowrank, dims, recipe, world)
+@dataclass(frozen=True)
+class AdaptedPart:
+    """The weights of a part of a model that have adapters, so that a copy of the part gets alike ones."""
+
+    targets: Sequence[Target]
+
+    @classmethod
+    def from_adapters(cls, adapters: Adapters | None, names: Collection[str]) -> AdaptedPart:
+        """Those of weights of these names."""
+        held = adapters.held if adapters is not None else ()
+        return cls([weight.target for weight in held if weight.target.zoo in names])
+
+    def attach(self, model: MegatronModule, dims: Dims, recipe: Recipe, world: World) -> None:
+        """Adapters without values."""
+        linears = linears_of([model], recipe) if self.targets else {}
+        for target in self.targets:
+            _attach(target, *linears[target.zoo], dims, recipe, world)
 
 
 def renames_of(family: ModelFamily, arch: JsonMapping) -> Renames:

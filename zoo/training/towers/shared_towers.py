@@ -10,7 +10,7 @@ pipeline, whole steps of these, as the first stage begins a micro-batch before t
 3. Behind its backward passes: one exchange brings the leaves' gradients back, and towers have their backward pass.
 
 So as many activations of towers are in memory as without, or a stage's part of a step's. A rank's gradient is that of the items it encoded. It is
-summed over the stages of a pipeline (`zoo.training.towers.tower_copy`), data and context parallel ranks, and is a mean over tensor parallel ones,
+summed over the stages of a pipeline (`zoo.training.towers.pipelined_towers`), data and context parallel ranks, and is a mean over tensor parallel ones,
 for which it is scaled up (see `zoo.nn.towers.gather`).
 """
 
@@ -37,7 +37,8 @@ from zoo.planner.sample_costs import train_factors
 from zoo.steps.media import for_towers
 from zoo.steps.packed_step import Prepared
 from zoo.training.towers.dealt_media import Item, dealt_items, streams_of
-from zoo.training.towers.tower_copy import PipelinedTowers, TowerFacts
+from zoo.training.towers.pipelined_towers import PipelinedTowers
+from zoo.training.towers.tower_copy import TowerFacts
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
