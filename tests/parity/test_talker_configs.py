@@ -18,7 +18,6 @@ TALKS = ("train.speech_loss=1", "model.freeze=[vision,audio,language]")
     [
         (["model.freeze=[vision,audio,language,talker]"], "nothing would be left to train"),
         (["train.speech_loss=0"], "nothing would be left to train"),
-        (["parallel.pp=2"], "parallel.pp=2 with train.speech_loss: a talker is no stage"),
         (["packing.mode=none"], "packing.mode=none with train.speech_loss=1"),
     ],
     ids=str,

@@ -61,7 +61,7 @@ def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was
 def test_nothing_is_drawn_again_where_nothing_is_drawn() -> None:
     """trunc_normal_ of newer PyTorch draws until all values lie between its bounds, and these never do."""
     outside = torch.full((40, 30), 9.0)
-    with build._nothing_drawn():
+    with build.nothing_drawn():
         torch.nn.init.trunc_normal_(outside, std=0.02)
         torch.nn.init.trunc_normal_(outside, std=0.02, a=-0.001, b=0.001)
         torch.nn.init.kaiming_uniform_(outside)
