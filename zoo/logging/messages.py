@@ -44,6 +44,8 @@ def at_start(
     share += f" and {whole / 1e6:.2f} M trained whole" if whole else ""
     if adapters and recipe.train.preference and not recipe.lora.keep_dropout:
         share += " without dropout (lora.keep_dropout=true keeps it)"
+    elif adapters and recipe.train.embeds:
+        share += " without dropout"
     by_muon, trained = updated
     if recipe.train.optimizer == "muon":
         share += f", {by_muon / 1e6:.2f} M of them updated by Muon and {(trained - by_muon) / 1e6:.2f} M by AdamW"

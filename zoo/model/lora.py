@@ -24,6 +24,7 @@ from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import candidates, choose
 from zoo.bridge.mapping.peft_targets import Renames, Sizes, Target, refuse_without_dora
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
+from zoo.config.architecture import num_experts
 from zoo.config.schema import Recipe
 from zoo.model.whole_parts import WholeParts, find_whole_parts
 from zoo.nn.backend import get_backend
@@ -290,7 +291,7 @@ def find_targets(
         sizes = sizes_of(recipe, renames)
         sizes.refuse_unmatched(everywhere)
         if recipe.lora.dora:
-            refuse_without_dora(with_adapters, has_experts=any(target.stacked for target in targets))
+            refuse_without_dora(with_adapters, has_experts=num_experts(arch) > 0)
         return [sizes.sized(target) for target in with_adapters]
 
     return linears, together(comm, chosen)

@@ -110,10 +110,20 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 def _stage_memory(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
     weights, grads, state = _state(model, recipe, stage, ranks)
     stage_share, size = share(model.parameters, recipe, stage), 2.0 if recipe.engine.precision == "bf16" else 4.0
-    activations += stage_share.widest * size  # dense weights of a layer, where a rank holds codes
+    activations += max(  # dense weights where a rank holds codes: a layer's, or all before anything else is in memory
+        stage_share.widest * size,
+        stage_share.quantised * (size - held_bytes(recipe)) - (grads + state + activations)
+        if _read_dense(recipe)
+        else 0.0,
+    )
     host = state * recipe.train.optimizer_offload_fraction
     activations = beside_vllm(activations, grads + state - host, recipe)
     return Memory(weights, grads, state - host, activations, host)
+
+
+def _read_dense(recipe: Recipe) -> bool:
+    """Whether weights that `lora.base_dtype` holds are known to be loaded whole before they are quantised."""
+    return recipe.lora.merge_first is not None or "quantization_config" in recipe.model.arch
 
 
 def host_bytes(model: Model, recipe: Recipe, ranks: int, row: Row) -> float:

@@ -232,7 +232,7 @@ def test_dora_of_experts_is_refused() -> None:
     linears = [target for target in all_of("qwen3_vl") if not target.stacked]
     refuse_without_dora(linears, has_experts=False)
     for targets, experts in ((all_of("qwen3_vl"), False), (linears, True)):
-        with pytest.raises(UserError, match=r"PEFT has no DoRA of .*; name other linears in lora.targets"):
+        with pytest.raises(UserError, match=r"PEFT has no DoRA of .*; name other linears, lora.targets="):
             refuse_without_dora(targets, has_experts=experts)
 
 

@@ -162,4 +162,6 @@ def refuse_without_dora(targets: Iterable[Target], *, has_experts: bool) -> None
     for target in targets:
         for name in target.named:
             if target.stacked or (has_experts and name.endswith(EXPERTS_OF_OLD)):
-                raise UserError(f"lora.dora=true: PEFT has no DoRA of {name}; name other linears in lora.targets")
+                raise UserError(
+                    f"lora.dora=true: PEFT has no DoRA of {name}; name other linears, lora.targets=[q_proj,k_proj,v_proj,o_proj] say"
+                )

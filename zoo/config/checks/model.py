@@ -64,7 +64,8 @@ def check_lora(recipe: Recipe) -> None:
     _check_lora_parts(recipe)
     if lora.dora and (experts := [name for name in lora.targets if name.startswith("experts.")]):
         raise ConfigError(
-            f"lora.dora=true: experts have none, and lora.targets has {', '.join(experts)}; leave one of the two out"
+            f"lora.dora=true: experts have none, and lora.targets has {', '.join(experts)}; name other linears there, "
+            "lora.targets=[q_proj,k_proj,v_proj,o_proj] say"
         )
     if lora.base_dtype != "model" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(

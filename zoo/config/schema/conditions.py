@@ -160,7 +160,7 @@ SIMPO = _one_of("train.loss", "simpo", lacks="under another loss")
 KTO = _one_of("train.loss", "kto", lacks="under another loss")
 REWARD = _one_of("train.loss", "reward", lacks="under another loss")
 PAIRS_OR_LABELS = _one_of(
-    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
+    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that settles dropout itself"
 )
 EMBED = _one_of("train.loss", "embed", lacks="without embeddings")
 DROPOUT = _above_zero("lora.dropout", "without dropout")

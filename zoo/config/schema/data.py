@@ -41,7 +41,7 @@ class LoraConfig:
     rslora: bool = setting(False, when=conditions.ADAPTERS)
     """rank-stabilised (rsLoRA, arXiv 2312.03732): by alpha / sqrt(rank)"""
     dora: bool = setting(False, when=(conditions.ADAPTERS, conditions.DENSE_ADAPTERS))
-    """each row of weight and adapter by a trained magnitude over its norm (DoRA, arXiv 2402.09353); not on experts"""
+    """each row of weight plus adapter is multiplied by a trained magnitude over its norm (DoRA, arXiv 2402.09353); not on experts"""
     rank_pattern: dict[str, int] = setting(dict, when=conditions.ADAPTERS, bounds=Bounds(least=1, most=1e5))
     """ranks of linears by regular expressions of the ends of their names, as in PEFT: {o_proj: 8}; the first that matches counts"""
     alpha_pattern: dict[str, float] = setting(dict, when=conditions.ADAPTERS, bounds=Bounds(above=0, most=1e6))

@@ -137,6 +137,8 @@ def rank_rows(
     everyone: list[list[_Embedded]] = [[] for _ in range(world.size)]
     dist.all_gather_object(everyone, own)
     parts = [part for of_rank in everyone for part in of_rank]
+    if not parts:  # an evaluation that is interrupted before its first batch
+        return {"rows": 0, "loss": 0.0, "by_kind": {}}, []
     vectors, keys, roles = (torch.cat(each).to(world.device) for each in list(zip(*parts, strict=True))[:3])
     kinds, sources = ([value for part in parts for value in part[field]] for field in (3, 4))
     segments = Segments(vectors, keys, roles)
