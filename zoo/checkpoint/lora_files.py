@@ -94,7 +94,10 @@ def merge(chunks: list[MegatronModule], folder: Path, assembly: build.Assembly, 
     own = peft.settings_of(agreed(lambda: read_object(folder / CONFIG)), where)
     changes = {**own, "init": str(folder), "parts": list(assembly.family.all_parts)}
     first = replace(recipe, lora=LoraConfig(**changes), train=replace(recipe.train, lr_scale={}))
-    adapters = initial_weights.attach_adapters(chunks, assembly, first, world)
+    try:
+        adapters = initial_weights.attach_adapters(chunks, assembly, first, world)
+    except UserError as error:  # its keys are the folder's, not the recipe's
+        raise UserError(f"{where}: {error}") from error
     start(adapters, first)
     adapters.merge()
 
