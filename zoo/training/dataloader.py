@@ -144,7 +144,7 @@ def refuse_unlabelled(source: SampleSource, recipe: Recipe) -> None:
             raise UserError(
                 f"data.train: {len(names)} rows have been looked at ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''}), and none has a "
                 f"token to learn: wanted rows with an answer (role assistant) that data.labels={recipe.data.labels} and weights of "
-                "messages leave in; zoo inspect shows what is learnt"
+                "messages leave in; zoo inspect shows what is learnt, and rows of query and positive want train.loss=embed"
             )
 
     if source.rows.has_stream:  # each rank reads its own
