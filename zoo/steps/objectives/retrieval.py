@@ -1,8 +1,9 @@
 """Vectors of queries and candidates: pooling, the contrastive loss over a whole step, and how well candidates are ranked.
 
 The loss is InfoNCE (arXiv 1807.03748, eq. 4) of cosines divided by a temperature: each query's positive against all other positives
-and all hard negatives of the step. It is no sum over micro-batches, so that a step has two passes (GradCache, arXiv 2101.06983): the
-first gives all vectors without a graph, the loss and its gradient by each vector follow, and the second pass goes on from there.
+and all hard negatives of the step. This loss is no sum over micro-batches, so a step has two passes (GradCache, arXiv 2101.06983). The
+first pass computes all vectors without a graph. The loss then gives a gradient for each vector. The second pass computes the vectors
+again and backpropagates these gradients.
 """
 
 from __future__ import annotations
