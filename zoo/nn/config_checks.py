@@ -174,7 +174,10 @@ def _check_rotary(config: Any) -> None:
 
 
 def _check_angles(where: str, rope: JsonMapping, built: tuple[str, ...], head: int, partial: bool) -> None:
-    """Of heads of `head` channels; `partial`: of which transformers rotates as many as the parameters say."""
+    """Check the rotary parameters of heads with `head` channels; UserError where no decoder can be built from them.
+
+    `partial`: transformers rotates the share of the channels that `partial_rotary_factor` names, and not all of them.
+    """
     kind = rope.get("rope_type", "default")
     if kind not in built:
         raise UserError(f"{where}.rope_type is {kind!r}; this decoder has {', '.join(map(repr, built))} only")
