@@ -17,7 +17,7 @@ from zoo.checkpoint.storage.disk import Damaged
 from zoo.config.checks.training import flat, parse_metric
 from zoo.config.compose import load_recipe
 from zoo.config.locate import BASE, HF_PART, LONGEST_STATE, STATE, Place, checkpoints, locate, look, read_arch, step_of
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.errors import UserError
 from zoo.files import read_object, unheld
 from zoo.logging.result import evaluations_by_step
@@ -123,10 +123,8 @@ def check_beside_weights(run: Place) -> None:
 def is_reward_model(source: Place) -> bool:
     """Whether a checkpoint gives an answer one number: by its run's recipe, or by its config.json."""
     if source.kind == "run":
-        try:
-            return load_recipe(source.folder / "config.yaml").train.scores
-        except UserError:  # of another zoo, whose keys are not known here
-            return False
+        train = _training_of_run(source)
+        return train is not None and train.scores
     names = read_arch(source.files).get("architectures") or ()
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
@@ -134,11 +132,17 @@ def is_reward_model(source: Place) -> bool:
 def is_embedding_model(source: Place) -> bool:
     """Whether a checkpoint gives vectors: by its run's recipe, or by its files for sentence-transformers."""
     if source.kind == "run":
-        try:
-            return load_recipe(source.folder / "config.yaml").train.embeds
-        except UserError:  # of another zoo, whose keys are not known here
-            return False
+        train = _training_of_run(source)
+        return train is not None and train.embeds
     return (source.files / MODULES).is_file()
+
+
+def _training_of_run(source: Place) -> TrainConfig | None:
+    """How a run trained its model; None where another zoo wrote the recipe, with keys that are not known here."""
+    try:
+        return load_recipe(source.folder / "config.yaml").train
+    except UserError:
+        return None
 
 
 def language_model(path: str | Path) -> Place:
